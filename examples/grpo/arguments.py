@@ -1,0 +1,93 @@
+"""Command line: the hosts' own flags where they have one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line and lay the custom configuration over it.
+
+    Raises:
+        SystemExit: A flag or a combination of flags is not valid.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    _add_run(parser)
+    _add_rollout(parser)
+    _add_training(parser)
+    _add_correction(parser)
+    args = parser.parse_args(argv)
+    if args.custom_config_path is not None:
+        apply_custom_config(args, args.custom_config_path)
+    _check(parser, args)
+    return args
+
+
+def apply_custom_config(args: argparse.Namespace, path: Path) -> None:
+    """Set every top-level key of a YAML file as an attribute of ``args``, over what is there, as the hosts do."""
+    for key, value in (yaml.safe_load(path.read_text()) or {}).items():
+        setattr(args, key, value)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--output-dir", type=Path, default=Path("runs/grpo"), help="metrics, plot and checkpoint")
+    group.add_argument("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    group.add_argument("--num-rollout", type=int, default=100, help="steps: rollouts, each followed by training")
+    group.add_argument("--save-interval", type=int, default=20, help="steps between checkpoints")
+    group.add_argument("--seed", type=int, default=1)
+    group.add_argument("--context-parallel-size", type=int, default=1)
+
+
+def _add_rollout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rollout")
+    group.add_argument("--rollout-engine", choices=["transformers", "sglang"], default="transformers")
+    group.add_argument("--rollout-batch-size", type=int, default=16, help="prompts per rollout")
+    group.add_argument("--n-samples-per-prompt", type=int, default=8)
+    group.add_argument("--rollout-temperature", type=float, default=1.0)
+    group.add_argument("--rollout-max-response-len", type=int, default=40, help="digits of a line")
+    group.add_argument("--update-weights-interval", type=int, default=1, help="rollouts between weight updates")
+    group.add_argument("--rollout-data-postprocess-path", help="module.function(args, rollout_id, rollout_data)")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--num-layers", type=int, default=2)
+    group.add_argument("--hidden-size", type=int, default=128)
+    group.add_argument("--warmup-steps", type=int, default=60, help="supervised steps before the first rollout")
+    group.add_argument("--warmup-lr", type=float, default=3e-3)
+    group.add_argument("--lr", type=float, default=5e-4)
+    group.add_argument("--clip-grad", type=float, default=1.0)
+    group.add_argument("--num-steps-per-rollout", type=int, default=2, help="optimizer steps per rollout")
+    group.add_argument("--micro-batch-size", type=int, default=16, help="samples per micro-batch and rank")
+    group.add_argument("--qkv-format", choices=["thd", "bshd"], default="thd")
+    group.add_argument("--eps-clip", type=float, default=0.2)
+    group.add_argument("--eps-clip-high", type=float, default=0.28)
+    group.add_argument("--calculate-per-token-loss", action="store_true")
+
+
+def _add_correction(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("correction of the mismatch")
+    group.add_argument("--use-tis", action="store_true", help="correct the loss with the custom function")
+    group.add_argument("--custom-tis-function-path", help="dotted path of the correction")
+    group.add_argument("--custom-config-path", type=Path, help="YAML whose keys are set on the arguments")
+    group.add_argument("--get-mismatch-metrics", action="store_true", help="call the custom function for its metrics")
+    group.add_argument("--use-rollout-logprobs", action="store_true", help="the engine's log-probs as PPO denominator")
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
+        parser.error("--use-tis and --get-mismatch-metrics need --custom-tis-function-path")
+    num_samples = args.rollout_batch_size * args.n_samples_per_prompt
+    dp_size = int(os.environ.get("WORLD_SIZE", "1")) // args.context_parallel_size
+    if num_samples % (dp_size * args.num_steps_per_rollout * args.micro_batch_size):
+        parser.error(
+            f"{num_samples} samples per rollout (--rollout-batch-size x --n-samples-per-prompt) do not divide into "
+            f"{dp_size} data-parallel ranks x --num-steps-per-rollout {args.num_steps_per_rollout} x "
+            f"--micro-batch-size {args.micro_batch_size}"
+        )

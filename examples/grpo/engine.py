@@ -1,0 +1,171 @@
+"""Inference engines that draw the responses: their kernels, their dtype, their own log-probs."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.models.auto import AutoModelForCausalLM
+
+EngineName = Literal["transformers", "sglang"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled response.
+
+    Attributes:
+        token_ids: The sampled tokens.
+        log_probs: Their log-probs under the distribution that they were sampled from, temperature included.
+        weight_version: Version of the weights that sampled them.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """An inference engine that holds its own copy of the policy."""
+
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
+        """Sample one response for each prompt, in order, from the whole distribution (no top-k, no top-p).
+
+        Args:
+            prompts: Token ids.
+            max_new_tokens: Length at which sampling stops; earlier only at an end token that the config names.
+            temperature: Divides the logits.
+        """
+        ...
+
+    def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
+        """Take over new weights: transformers names, float32. Later completions carry ``version``."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds; it cannot be used afterwards."""
+        ...
+
+
+class TransformersEngine:
+    """Continuous batching of transformers in bfloat16: paged KV cache, own sampler and log-probs.
+
+    It samples from torch's default generator: save and restore that one to repeat a run.
+    """
+
+    _PAGE_SIZE = 128
+    _MAX_BATCH_TOKENS = 4096
+    _POLL_SECONDS = 1.0
+
+    def __init__(self, config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = AutoModelForCausalLM.from_config(config, attn_implementation="paged|sdpa", dtype=dtype)
+        self._model.eval().to(device)
+        torch.manual_seed(seed)
+        self._version = 0
+        self._manager = None
+        self._capacity = (0, 0)
+        self._temperature = 0.0
+
+    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+        """Sample one response for each prompt, see ``RolloutEngine``."""
+        longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+        self._start(num_requests=len(prompts), max_length=longest, temperature=temperature)
+        # All requests enter at once, so that the batches, hence the samples, do not depend on timing.
+        with self._manager.pause():
+            request_ids = self._manager.add_requests(prompts, max_new_tokens=max_new_tokens)
+        outputs = {}
+        while len(outputs) < len(prompts):
+            output = self._manager.get_result(timeout=self._POLL_SECONDS)
+            if output is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("The generation thread of transformers stopped; its error is logged above.")
+            elif output.error is not None:
+                raise RuntimeError(f"transformers could not finish {output.request_id}: {output.error}")
+            elif output.is_finished():
+                outputs[output.request_id] = output
+        return [
+            Completion(
+                token_ids=list(outputs[request_id].generated_tokens),
+                log_probs=list(outputs[request_id].logprobs),
+                weight_version=self._version,
+            )
+            for request_id in request_ids
+        ]
+
+    @torch.no_grad()
+    def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
+        """Copy new weights into the running model, see ``RolloutEngine``."""
+        own = self._model.state_dict()
+        if own.keys() != state_dict.keys():
+            raise ValueError(f"The weights do not fit the model: {sorted(own.keys() ^ state_dict.keys())}")
+        with self._manager.pause() if self._manager is not None else nullcontext():
+            for name, weight in state_dict.items():
+                own[name].copy_(weight)
+        self._version = version
+
+    def close(self) -> None:
+        """Stop the generation thread."""
+        if self._manager is not None:
+            self._manager.destroy()
+            self._manager = None
+
+    def _start(self, *, num_requests: int, max_length: int, temperature: float) -> None:
+        """Keep one generation loop for all calls; only a larger workload or another temperature needs a new one."""
+        enough = num_requests <= self._capacity[0] and max_length <= self._capacity[1]
+        if self._manager is not None and enough and temperature == self._temperature:
+            return
+        self.close()
+        self._capacity, self._temperature = (num_requests, max_length), temperature
+        pages_per_request = -(-max_length // self._PAGE_SIZE)
+        end_token = self._model.config.eos_token_id
+        generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=-1 if end_token is None else end_token,
+            pad_token_id=0,
+        )
+        batching_config = ContinuousBatchingConfig(
+            return_logprobs=True,
+            page_size=self._PAGE_SIZE,
+            num_blocks=num_requests * pages_per_request,
+            max_batch_tokens=self._MAX_BATCH_TOKENS,
+            max_requests_per_batch=num_requests,
+            use_cuda_graph=False,
+            # A shared prefix would outlive a weight update: its cached keys belong to the old weights.
+            allow_block_sharing=False,
+        )
+        # A new generation loop seeds the default generator.
+        with torch.random.fork_rng():
+            self._manager = self._model.init_continuous_batching(generation_config, batching_config)
+            self._manager.warmup()
+        self._manager.start()
+
+
+def create_engine(name: EngineName, *, hf_config: PretrainedConfig, seed: int, workdir: Path) -> RolloutEngine:
+    """Start an engine with arbitrary weights; call ``update_weights`` before sampling.
+
+    Args:
+        name: ``transformers`` or ``sglang``.
+        hf_config: Describes the model.
+        seed: Of the sampler.
+        workdir: A folder for files that the engine needs, such as checkpoints.
+
+    Raises:
+        ValueError: There is no such engine.
+    """
+    if name == "transformers":
+        return TransformersEngine(hf_config, seed=seed)
+    if name == "sglang":
+        from .sglang_engine import SGLangEngine
+
+        return SGLangEngine(hf_config=hf_config, seed=seed, workdir=workdir)
+    raise ValueError(f"rollout engine {name!r}: expected 'transformers' or 'sglang'")

@@ -1,0 +1,150 @@
+"""What a run leaves behind: metrics as JSON lines, a plot, a table, and a progress bar while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One panel of the plot: its title, the metrics in it with their labels, and the scale of its axis."""
+
+    title: str
+    series: dict[str, str]
+    scale: str = "linear"
+
+
+PANELS = {
+    "A": Panel(title="reward (share of right tokens)", series={"rollout/reward": "mean reward"}),
+    "B": Panel(title="KL(behavior | proximal), k3", series={"train/mis_k3_kl": "k3"}, scale="log"),
+    "C": Panel(
+        title="effective sample size / samples",
+        series={"train/mis_ess_ratio_seq": "sequences", "train/mis_ess_ratio_token": "tokens"},
+    ),
+    "D": Panel(title="kept tokens", series={"train/mis_kept_token_fraction": "kept"}),
+    "E": Panel(title="|log-prob difference|", series={"train/mis_logprob_abs_diff": "mean"}, scale="log"),
+}
+
+
+class MetricsLog:
+    """One JSON object per step in a file, written at once, so that an interrupted run loses nothing."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        """Continue ``path`` before ``first_step``; later lines, of steps that will be repeated, are dropped."""
+        kept = [row for row in read_metrics(path) if row["step"] < first_step] if first_step else []
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a")
+
+    def write(self, row: Row) -> None:
+        """Append one step."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Read all complete lines of a metrics file; a missing file has none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the five panels over the steps."""
+    figure, axes = plt.subplot_mosaic("AA;BC;DE", figsize=(11, 9), layout="constrained")
+    for key, panel in PANELS.items():
+        axis = axes[key]
+        measured = {name: label for name, label in panel.series.items() if any(name in row for row in rows)}
+        for name, label in measured.items():
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), label=label)
+        axis.set_title(panel.title, loc="left", fontsize=11)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if not measured:
+            axis.text(0.5, 0.5, "not measured in this run", ha="center", transform=axis.transAxes, color="gray")
+        elif panel.scale == "log":
+            axis.set_yscale("log")
+        else:
+            axis.ticklabel_format(useOffset=False)
+        if len(measured) > 1:
+            axis.legend(frameon=False)
+    axes["A"].set_ylim(0, 1.02)
+    axes["D"].set_ylim(0, 1.02)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def summary_table(rows: list[Row]) -> Table:
+    """Show the first and last steps of every metric side by side."""
+    window = max(1, min(10, len(rows) // 4))
+    table = Table(title=f"{len(rows)} steps (means over {window} at each end)")
+    table.add_column("metric")
+    for heading in ("first", "last", "min", "max"):
+        table.add_column(heading, justify="right")
+    for name in rows[0]:
+        values = [row[name] for row in rows if name in row]
+        if name == "step":
+            continue
+        ends = sum(values[:window]) / window, sum(values[-window:]) / window
+        table.add_row(name, *(f"{value:.5g}" for value in (*ends, min(values), max(values))))
+    return table
+
+
+class ProgressDisplay:
+    """A progress bar on a terminal; elsewhere a plain line now and then; nothing unless ``enabled``."""
+
+    _MAX_LINES = 20
+
+    def __init__(self, console: Console, *, enabled: bool) -> None:
+        self._console = console
+        self._enabled = enabled
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            disable=not (enabled and console.is_terminal),
+        )
+
+    def __enter__(self) -> ProgressDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start_phase(self, name: str, *, total: int, completed: int = 0) -> Callable[[str], None]:
+        """Show a new phase of the run; call the result after each of its steps with what to show beside the bar."""
+        task = self._progress.add_task(name, total=total, completed=completed, status="")
+        every = max(1, total // self._MAX_LINES)
+        done = completed
+
+        def advance(status: str) -> None:
+            nonlocal done
+            done += 1
+            self._progress.update(task, advance=1, status=status)
+            if self._enabled and not self._console.is_terminal and (done % every == 0 or done == total):
+                self._console.print(f"{name} {done}/{total}  {status}", highlight=False)
+
+        return advance

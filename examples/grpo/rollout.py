@@ -1,0 +1,80 @@
+"""Samples of one rollout: drawing them, grading them, and one data-parallel rank's share as the hosts store it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import Completion
+from .task import CipherTask, Problem, grade
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A graded response.
+
+    Attributes:
+        problem: What was asked.
+        response_ids: The response.
+        rollout_log_probs: Log-probs of its tokens as the engine reported them; None for a supervised response.
+        advantage: Of every token of the response.
+    """
+
+    problem: Problem
+    response_ids: list[int]
+    rollout_log_probs: list[float] | None = None
+    advantage: float = 1.0
+
+
+def grade_groups(
+    problems: list[Problem], completions: list[Completion], *, num_samples: int
+) -> tuple[list[Sample], Tensor]:
+    """Grade completions and compare each with the others to the same problem.
+
+    The advantage is the reward less the group's mean, over the group's standard deviation ("DeepSeekMath: Pushing the
+    Limits of Mathematical Reasoning in Open Language Models", arXiv 2402.03300).
+
+    Returns:
+        The samples, and their rewards ``[problems, num_samples]``.
+    """
+    asked = [problem for problem in problems for _ in range(num_samples)]
+    rewards = [grade(problem, answer.token_ids) for problem, answer in zip(asked, completions, strict=True)]
+    rewards_GN = torch.tensor(rewards).view(len(problems), num_samples)
+    deviation_GN = rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
+    advantages = (deviation_GN / (rewards_GN.std(dim=1, keepdim=True) + 1e-4)).flatten().tolist()
+    samples = [
+        Sample(
+            problem=problem,
+            response_ids=answer.token_ids,
+            rollout_log_probs=answer.log_probs,
+            advantage=advantage,
+        )
+        for problem, answer, advantage in zip(asked, completions, advantages, strict=True)
+    ]
+    return samples, rewards_GN
+
+
+def supervised_samples(task: CipherTask, rng: Random, count: int) -> list[Sample]:
+    """Draw problems together with their right answers, the ungraded tail filled with zeros."""
+    problems = [task.sample(rng) for _ in range(count)]
+    return [
+        Sample(problem=problem, response_ids=problem.answer_ids + [0] * (task.num_digits - len(problem.answer_ids)))
+        for problem in problems
+    ]
+
+
+def rollout_data(task: CipherTask, samples: list[Sample], *, device: torch.device) -> dict[str, Any]:
+    """Store samples the way slime hands a rollout to its hooks: a mapping of lists with one entry per sample."""
+    masks = [torch.tensor(task.loss_mask(sample.problem), dtype=torch.int, device=device) for sample in samples]
+    return {
+        "tokens": [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples],
+        "total_lengths": [len(sample.problem.prompt_ids) + len(sample.response_ids) for sample in samples],
+        "response_lengths": [len(sample.response_ids) for sample in samples],
+        "loss_masks": masks,
+        "advantages": [sample.advantage for sample in samples],
+        "engine_log_probs": [sample.rollout_log_probs for sample in samples],
+    }

@@ -1,0 +1,174 @@
+"""The run: a supervised warm-up, then rollout, grading, scoring, training and weight update, step by step."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .distributed import Ranks, StopRequest
+from .engine import Completion, RolloutEngine, create_engine
+from .loss import load_function
+from .model import ModelShape, hf_config
+from .report import MetricsLog, ProgressDisplay, Row, plot, read_metrics, summary_table
+from .rollout import Sample, grade_groups, rollout_data, supervised_samples
+from .task import CipherTask, Problem
+from .trainer import Trainer
+
+
+class Run:
+    """One training run on this rank. Rank 0 also holds the inference engine and writes the reports."""
+
+    def __init__(self, args: Namespace, ranks: Ranks, stop: StopRequest) -> None:
+        self._args, self._ranks, self._stop = args, ranks, stop
+        self._task = CipherTask(num_digits=args.rollout_max_response_len)
+        self._rng = Random(args.seed)
+        shape = ModelShape(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=2 * args.hidden_size,
+            max_length=self._task.max_length,
+        )
+        self._trainer = Trainer(args, shape, ranks)
+        self._checkpoint = args.output_dir / "checkpoint.pt"
+        self._metrics = args.output_dir / "metrics.jsonl"
+        self._engine: RolloutEngine | None = None
+        self._phase_seconds: dict[str, float] = {}
+        if self._is_main:
+            args.output_dir.mkdir(parents=True, exist_ok=True)
+            self._engine = create_engine(
+                args.rollout_engine, hf_config=hf_config(shape), seed=args.seed, workdir=args.output_dir / "engine"
+            )
+
+    def execute(self, console: Console) -> None:
+        """Run to the end, or until a stop is requested, and report."""
+        first_step = 0
+        if self._args.resume:
+            first_step = load_checkpoint(self._checkpoint, trainer=self._trainer, rng=self._rng)
+        log = MetricsLog(self._metrics, first_step=first_step) if self._is_main else None
+        try:
+            with ProgressDisplay(console, enabled=self._is_main) as display:
+                if not self._args.resume:
+                    self._warm_up(display)
+                self._update_weights(version=first_step)
+                self._reinforce(display, log, first_step=first_step)
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+            if log is not None:
+                log.close()
+                self._report(console)
+
+    @property
+    def _is_main(self) -> bool:
+        return self._ranks.rank == 0
+
+    def _warm_up(self, display: ProgressDisplay) -> None:
+        advance = display.start_phase("warm-up", total=self._args.warmup_steps)
+        for _ in range(self._args.warmup_steps):
+            if self._stop_agreed():
+                return
+            samples = supervised_samples(self._task, self._rng, self._args.rollout_batch_size * self._args.n_samples_per_prompt)
+            data = self._own_share(samples)
+            logged = self._trainer.imitate(data, self._trainer.micro_batches(data))
+            advance(f"loss {logged['loss']:.3f}")
+
+    def _reinforce(self, display: ProgressDisplay, log: MetricsLog | None, *, first_step: int) -> None:
+        advance = display.start_phase("GRPO", total=self._args.num_rollout, completed=first_step)
+        for step in range(first_step, self._args.num_rollout):
+            if self._stop_agreed():
+                self._save(next_step=step)
+                return
+            row = self._step(step)
+            if log is not None:
+                log.write(row)
+            advance(f"reward {row['rollout/reward']:.3f}")
+            if (step + 1) % self._args.save_interval == 0 or step + 1 == self._args.num_rollout:
+                self._save(next_step=step + 1)
+
+    def _step(self, step: int) -> Row:
+        """Draw, grade and learn from one rollout."""
+        self._phase_seconds = {}
+        problems = [self._task.sample(self._rng) for _ in range(self._args.rollout_batch_size)]
+        with self._timed("rollout"):
+            completions = self._ranks.broadcast(self._generate(problems))
+        samples, rewards = grade_groups(problems, completions, num_samples=self._args.n_samples_per_prompt)
+        data = self._own_share(samples)
+        batches = self._trainer.micro_batches(data)
+        with self._timed("score"):
+            data["log_probs"] = self._trainer.score(batches)
+            data["rollout_log_probs"] = self._trainer.own_tokens(data["engine_log_probs"], batches)
+        if self._args.rollout_data_postprocess_path is not None:
+            load_function(self._args.rollout_data_postprocess_path)(self._args, step, data)
+        with self._timed("train"):
+            per_step = len(batches) // self._args.num_steps_per_rollout
+            logged = [
+                self._trainer.train(data, batches[start : start + per_step])
+                for start in range(0, len(batches), per_step)
+            ]
+        if (step + 1) % self._args.update_weights_interval == 0:
+            with self._timed("update_weights"):
+                self._update_weights(version=step + 1)
+        return {
+            "step": step,
+            "rollout/reward": rewards.mean().item(),
+            "rollout/solved": (rewards == 1).float().mean().item(),
+            "rollout/weight_version_lag": step - completions[0].weight_version,
+            **{f"train/{name}": sum(values[name] for values in logged) / len(logged) for name in logged[0]},
+            **{f"perf/{name}_seconds": seconds for name, seconds in self._phase_seconds.items()},
+        }
+
+    def _generate(self, problems: list[Problem]) -> list[Completion] | None:
+        if self._engine is None:
+            return None
+        prompts = [problem.prompt_ids for problem in problems for _ in range(self._args.n_samples_per_prompt)]
+        return self._engine.generate(
+            prompts, max_new_tokens=self._task.num_digits, temperature=self._args.rollout_temperature
+        )
+
+    def _own_share(self, samples: list[Sample]) -> dict[str, Any]:
+        """Return the rollout data of this data-parallel rank."""
+        own = samples[self._ranks.dp_rank :: self._ranks.dp_size]
+        data = rollout_data(self._task, own, device=self._ranks.device)
+        if self._args.qkv_format == "bshd":
+            longest = max(len(sample.problem.prompt_ids) + len(sample.response_ids) for sample in samples)
+            data["max_seq_lens"] = [longest] * len(own)
+        return data
+
+    def _update_weights(self, *, version: int) -> None:
+        if self._engine is not None:
+            self._engine.update_weights(self._trainer.export_weights(), version=version)
+
+    def _stop_agreed(self) -> bool:
+        """Tell whether any rank was asked to stop: all ranks get the same answer."""
+        requested = torch.tensor(self._stop.requested, dtype=torch.int)
+        dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=self._ranks.control_group)
+        return bool(requested)
+
+    def _save(self, *, next_step: int) -> None:
+        if self._is_main:
+            save_checkpoint(self._checkpoint, trainer=self._trainer, rng=self._rng, next_step=next_step)
+
+    def _report(self, console: Console) -> None:
+        rows = read_metrics(self._metrics)
+        if not rows:
+            console.print("stopped before the first step")
+            return
+        figure = self._args.output_dir / "training.png"
+        plot(rows, figure)
+        console.print(summary_table(rows))
+        console.print(f"metrics {self._metrics}\nplot    {figure}", highlight=False)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phase_seconds[name] = time.perf_counter() - start

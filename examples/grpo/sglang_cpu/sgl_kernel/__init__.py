@@ -1,0 +1,19 @@
+"""Stands in for SGLang's CUDA kernel package on a machine without a GPU.
+
+SGLang imports names from it at start-up but, with the settings of ``sglang_engine.py``, calls none of them. One that is
+called after all raises an error with its name.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    """Any public name is a function that refuses to run."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def unavailable(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU (CPU stand-in)")
+
+    return unavailable

@@ -1,0 +1,436 @@
+"""SGLang as the rollout engine of the example.
+
+The engine lives in a process of its own, so that neither side disturbs the other: SGLang sets environment variables,
+signal handlers and the multiprocessing start method, and at shutdown kills every child of its process, while a trainer
+started by torchrun has a rendezvous in its environment that SGLang's own process group would join. The two talk over a
+pipe; weights go through a checkpoint directory. When the trainer ends, even by a kill, the pipe closes and the engine
+stops.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .engine import Completion, RolloutEngine
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DTYPE = torch.bfloat16
+
+# SGLang holds these projections as one tensor, in this order.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+# With these SGLang 0.5 runs on a CPU without its compiled kernels; ``sglang_cpu`` stands in for what it still imports.
+CPU_SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 65536,
+    "max_running_requests": 256,
+}
+# The trainer's first rank shares its GPU with the engine.
+GPU_SETTINGS: dict[str, Any] = {"device": "cuda", "mem_fraction_static": 0.3}
+
+# The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
+HIDDEN_FROM_ENGINE = {
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
+
+INSTALL_HINT = (
+    "--rollout-engine sglang needs sglang, which is not installed: examples/run_sglang.sh makes an environment with it "
+    "(on a CPU from requirements/sglang-cpu.txt and sglang-cpu-nodeps.txt)"
+)
+
+
+class SGLangEngine(RolloutEngine):
+    """A bfloat16 ``sglang.Engine`` that takes and returns token ids, without a tokenizer.
+
+    Args:
+        hf_config: Configuration of the model; its ``eos_token_id``, if any, ends a response.
+        seed: Seed of the engine's sampler.
+        workdir: Directory for the checkpoint and the engine's log, made if missing.
+
+    Raises:
+        ModuleNotFoundError: sglang is not installed.
+        RuntimeError: The engine did not start; the message ends with its log.
+    """
+
+    def __init__(self, *, hf_config: PretrainedConfig, seed: int, workdir: Path) -> None:
+        if importlib.util.find_spec("sglang") is None:
+            raise ModuleNotFoundError(INSTALL_HINT)
+        self._workdir = Path(workdir).resolve()
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        self._log = self._workdir / "sglang.log"
+        self._tied = bool(hf_config.tie_word_embeddings)
+        self._config_dir = self._workdir / "config"
+        hf_config.save_pretrained(self._config_dir)
+        self._version: int | None = None
+
+        ours, theirs = Pipe()
+        self._connection: Connection = ours
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _worker_source(theirs.fileno())],
+                env=_worker_environment(os.environ),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C belongs to the trainer, which then closes the engine.
+                start_new_session=True,
+            )
+        theirs.close()
+        # Runs at close(), when the object is collected and at interpreter exit, whichever is first.
+        self._stop = weakref.finalize(self, _stop_worker, self._process, ours)
+        try:
+            self._shapes: dict[str, tuple[int, ...]] = self._call(
+                "start", config=str(self._config_dir), checkpoint=str(self._workdir / "weights-initial"), seed=seed
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+        """Sample one response for each prompt, see ``RolloutEngine``.
+
+        Args:
+            prompts: Token ids.
+            max_new_tokens: Length at which sampling stops, at least 1.
+            temperature: Divides the logits, above 0. The log-probs are those of ``log_softmax(logits / temperature)``.
+
+        Raises:
+            ValueError: An argument is out of range, or the engine refused a request.
+            RuntimeError: No weights were set, a response contradicts its request, or the engine died.
+        """
+        if self._version is None:
+            raise RuntimeError("the SGLang engine holds no weights of the trainer: call update_weights first")
+        if temperature <= 0 or max_new_tokens < 1:
+            raise ValueError(f"{temperature=} must be above 0 and {max_new_tokens=} at least 1")
+        if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(f"request {empty[0]}: the prompt is empty")
+        if not prompts:
+            return []
+        sampling_params = {
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+        }
+        responses = self._call("generate", input_ids=prompts, sampling_params=sampling_params)
+        if len(responses) != len(prompts):
+            raise RuntimeError(f"SGLang answered {len(responses)} of {len(prompts)} requests")
+        return [
+            _checked_completion(
+                index, response, prompt_length=len(prompt), max_new_tokens=max_new_tokens, version=self._version
+            )
+            for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+
+    def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
+        """Load weights, cast to bf16, and compare every tensor that the engine then holds with them.
+
+        SGLang's reload skips names that it does not know and reports success, so its word proves nothing.
+
+        Args:
+            state_dict: Every tensor of the model under its transformers name.
+            version: Recorded in each later completion.
+
+        Raises:
+            ValueError: A tensor is missing, unknown, of another shape or not finite; the engine is unchanged.
+            RuntimeError: The engine does not hold these weights afterwards; it generates no more until an update works.
+        """
+        self._check_names_and_shapes(state_dict)
+        weights = {
+            name: tensor.detach().to("cpu", DTYPE).contiguous()
+            for name, tensor in state_dict.items()
+            if not (self._tied and name == "lm_head.weight")
+        }
+        self._version = None
+        checkpoint = self._workdir / f"weights-{version}"
+        self._write_checkpoint(checkpoint, weights)
+        held_path = self._workdir / "held.safetensors"
+        self._call("update", checkpoint=str(checkpoint), version=str(version), held_path=str(held_path))
+        held = load_file(held_path)
+        held_path.unlink()
+        _check_held(_as_held(weights), held, checkpoint)
+        for other in set(self._workdir.glob("weights-*")) - {checkpoint}:
+            shutil.rmtree(other)
+        self._version = version
+
+    def close(self) -> None:
+        """Stop the engine and every process that it started; a second call does nothing."""
+        self._stop()
+
+    def _check_names_and_shapes(self, state_dict: dict[str, Tensor]) -> None:
+        for name in sorted(self._shapes.keys() | state_dict.keys()):
+            if self._tied and name == "lm_head.weight":
+                continue
+            if name not in state_dict:
+                raise ValueError(f"update_weights: {name} {list(self._shapes[name])} is missing from the state dict")
+            if name not in self._shapes:
+                raise ValueError(f"update_weights: the engine's model has no {name}")
+            if tuple(state_dict[name].shape) != self._shapes[name]:
+                raise ValueError(
+                    f"update_weights: {name} has shape {list(state_dict[name].shape)}, "
+                    f"the engine's model has {list(self._shapes[name])}"
+                )
+            if not state_dict[name].isfinite().all():
+                raise ValueError(f"update_weights: {name} has values that are not finite")
+
+    def _write_checkpoint(self, checkpoint: Path, weights: dict[str, Tensor]) -> None:
+        shutil.copytree(self._config_dir, checkpoint, dirs_exist_ok=True)
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+    def _call(self, command: str, **arguments: Any) -> Any:
+        """Return the worker's answer to one command."""
+        if not self._stop.alive:
+            raise RuntimeError("the SGLang engine is closed")
+        try:
+            self._connection.send((command, arguments))
+            while not self._connection.poll(1.0):
+                if self._process.poll() is not None:
+                    raise EOFError
+            error, result = self._connection.recv()
+        except (EOFError, OSError) as cause:
+            self.close()
+            raise RuntimeError(
+                f"the SGLang engine ended during {command!r} (exit code {self._process.returncode}); its log, "
+                f"{self._log}, ends with:\n{_tail(self._log)}"
+            ) from cause
+        except BaseException:
+            # An interrupted call leaves its answer in the pipe, where the next call would take it for its own.
+            self.close()
+            raise
+        if error is not None:
+            raise error
+        return result
+
+
+def _checked_completion(
+    index: int, response: dict[str, Any], *, prompt_length: int, max_new_tokens: int, version: int
+) -> Completion:
+    """Convert one response of the engine; a RuntimeError says where it contradicts its request."""
+    token_ids, entries, meta = response["output_ids"], response["output_token_logprobs"], response["meta"]
+    log_probs = [log_prob for log_prob, _ in entries]
+    finish = meta["finish_reason"] or {"type": None}
+
+    def check(holds: bool, found: str) -> None:
+        if not holds:
+            raise RuntimeError(f"SGLang, request {index}: {found}")
+
+    check(
+        finish["type"] in ("stop", "length"),
+        f"finish reason {finish['type']!r} instead of 'stop' or 'length': {finish.get('message')}",
+    )
+    check(meta["prompt_tokens"] == prompt_length, f"{meta['prompt_tokens']} prompt tokens, {prompt_length} were sent")
+    check(
+        1 <= len(token_ids) <= max_new_tokens, f"{len(token_ids)} tokens, between 1 and {max_new_tokens} were asked for"
+    )
+    check(
+        finish["type"] != "length" or len(token_ids) == max_new_tokens,
+        f"stopped at the limit after {len(token_ids)} tokens, the limit is {max_new_tokens}",
+    )
+    check(len(log_probs) == len(token_ids), f"{len(log_probs)} log-probs for {len(token_ids)} tokens")
+    for position, (token_id, (log_prob, scored_id)) in enumerate(zip(token_ids, entries, strict=True)):
+        check(
+            scored_id == token_id,
+            f"position {position}: the log-prob is of token {scored_id}, the token is {token_id}",
+        )
+        check(math.isfinite(log_prob), f"position {position}: log-prob {log_prob} of token {token_id}")
+    check(meta["weight_version"] == str(version), f"made by weights {meta['weight_version']!r}, current is {version!r}")
+    return Completion(token_ids=token_ids, log_probs=log_probs, weight_version=version)
+
+
+def _as_held(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name and join weights under transformers names as SGLang holds them."""
+    whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
+    held: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        part = next((component for component in name.split(".") if component in whole_of), None)
+        if part is None:
+            held[name] = tensor
+            continue
+        whole = whole_of[part]
+        if part == FUSED[whole][0]:
+            held[name.replace(part, whole)] = torch.cat([weights[name.replace(part, p)] for p in FUSED[whole]])
+    return held
+
+
+def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], checkpoint: Path) -> None:
+    """Raise a RuntimeError unless the engine holds exactly the expected tensors.
+
+    Its vocabulary may have more rows, which SGLang adds as padding.
+    """
+    if "model.embed_tokens.weight" not in held and "lm_head.weight" in held:
+        # Tied: SGLang writes the one tensor under either name.
+        held = {"model.embed_tokens.weight" if n == "lm_head.weight" else n: t for n, t in held.items()}
+    prefix = f"SGLang does not hold the weights of {checkpoint}"
+    if differing := sorted(expected.keys() ^ held.keys()):
+        side = "only in the checkpoint" if differing[0] in expected else "only in the engine"
+        raise RuntimeError(f"{prefix}: {differing[0]} is {side}")
+    for name, want in expected.items():
+        have = held[name]
+        if have.dtype != want.dtype or have.shape[1:] != want.shape[1:] or have.shape[0] < want.shape[0]:
+            raise RuntimeError(
+                f"{prefix}: {name} is {have.dtype} {list(have.shape)}, expected {want.dtype} {list(want.shape)}"
+            )
+        wrong = have[: want.shape[0]] != want
+        if wrong.any():
+            where = tuple(wrong.nonzero()[0].tolist())
+            raise RuntimeError(
+                f"{prefix}: {int(wrong.sum())} of {wrong.numel()} values of {name} differ, first at {list(where)}: "
+                f"{have[where].item()} instead of {want[where].item()}"
+            )
+
+
+def _worker_source(descriptor: int) -> str:
+    """Write the worker's program.
+
+    A script by path would put this folder first on ``sys.path``; ``-m`` would import this module again in each of the
+    engine's processes.
+    """
+    root = Path(__file__).resolve().parents[__name__.count(".")]
+    return f"import sys; sys.path.insert(0, {str(root)!r}); from {__name__} import _serve; _serve({descriptor})"
+
+
+def _worker_environment(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+    """Leave out the trainer's torchrun job."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in HIDDEN_FROM_ENGINE and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def _stop_worker(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """End the worker and everything in its session."""
+    # The worker takes the closed pipe as the end and shuts the engine down.
+    connection.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class _Worker:
+    """What runs in the engine's process: one method per command."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    def start(self, *, config: str, checkpoint: str, seed: int) -> dict[str, tuple[int, ...]]:
+        """Start the engine on random weights; return the name and shape of every tensor of the model."""
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            sys.path.insert(0, str(Path(__file__).resolve().parent / "sglang_cpu"))
+
+        import sglang
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=DTYPE)
+        model.save_pretrained(checkpoint)
+        # Its sampling defaults are for users who set none.
+        (Path(checkpoint) / "generation_config.json").unlink(missing_ok=True)
+        self.engine = sglang.Engine(
+            model_path=checkpoint,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            random_seed=seed,
+            log_level="warning",
+            **(GPU_SETTINGS if on_gpu else CPU_SETTINGS),
+        )
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the parts of SGLang's responses that the trainer's side looks at."""
+        responses = self.engine.generate(input_ids=input_ids, sampling_params=sampling_params, return_logprob=True)
+        return [
+            {
+                "output_ids": list(response["output_ids"]),
+                "output_token_logprobs": [entry[:2] for entry in response["meta_info"]["output_token_logprobs"]],
+                "meta": {
+                    key: response["meta_info"][key] for key in ("finish_reason", "prompt_tokens", "weight_version")
+                },
+            }
+            for response in responses
+        ]
+
+    def update(self, *, checkpoint: str, version: str, held_path: str) -> None:
+        """Reload the weights and write what the engine holds afterwards to ``held_path``."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        # ``Engine.update_weights_from_disk`` does not take the version; this is what it calls.
+        request = UpdateWeightFromDiskReqInput(model_path=checkpoint, weight_version=version)
+        success, message, *_ = self.engine.loop.run_until_complete(
+            self.engine.tokenizer_manager.update_weights_from_disk(request, None)
+        )
+        if not success:
+            raise RuntimeError(f"SGLang could not load {checkpoint}: {message}")
+        path = Path(held_path)
+        self.engine.save_sharded_model(path=str(path.parent), pattern=path.name, max_size=None)
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        if self.engine is not None:
+            self.engine.shutdown()
+
+
+def _serve(descriptor: int) -> None:
+    """Answer commands until the trainer closes its end of the pipe."""
+    connection = Connection(descriptor)
+    worker = _Worker()
+    try:
+        while True:
+            command, arguments = connection.recv()
+            try:
+                reply = None, getattr(worker, command)(**arguments)
+            except ValueError as error:
+                # As plain types: the trainer's process cannot unpickle SGLang's own.
+                reply = ValueError(str(error)), None
+            except RuntimeError as error:
+                reply = RuntimeError(str(error)), None
+            connection.send(reply)
+    except (EOFError, OSError):
+        pass
+    finally:
+        worker.shutdown()

@@ -1,0 +1,231 @@
+"""The trainer: a Megatron-Core model, its data-parallel wrapper, optimizer and forward-backward schedule."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from .cpu import megatron_device
+from .distributed import Ranks
+from .layout import ModelInputs, build_inputs
+from .loss import PolicyBatch, Reducer, policy_loss
+from .model import ModelShape, build_model, export_weights, transformer_config
+
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The samples of one forward pass.
+
+    Attributes:
+        samples: Where they are in the rank's rollout data.
+        inputs: What the model takes.
+    """
+
+    samples: slice
+    inputs: ModelInputs
+
+
+class Trainer:
+    """Scores and trains on one data-parallel rank's share of a rollout."""
+
+    def __init__(self, args: Namespace, shape: ModelShape, ranks: Ranks) -> None:
+        self._args, self._shape, self._ranks = args, shape, ranks
+        config = transformer_config(
+            shape,
+            context_parallel_size=ranks.cp_size,
+            calculate_per_token_loss=args.calculate_per_token_loss,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        with megatron_device(ranks.device):
+            self._model = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+                build_model(shape, config, seed=args.seed).to(ranks.device),
+            )
+            self._optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=args.lr,
+                    weight_decay=0.0,
+                    clip_grad=args.clip_grad,
+                    params_dtype=torch.float32,
+                ),
+                [self._model],
+            )
+        self._forward_backward = get_forward_backward_func()
+
+    def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
+        """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
+        size, batches = self._args.micro_batch_size, []
+        for start in range(0, len(data["tokens"]), size):
+            samples = slice(start, start + size)
+            inputs = build_inputs(
+                data["tokens"][samples],
+                data["response_lengths"][samples],
+                max_seq_lens=data["max_seq_lens"][samples] if "max_seq_lens" in data else None,
+                cp_rank=self._ranks.cp_rank,
+                cp_size=self._ranks.cp_size,
+                device=self._ranks.device,
+            )
+            batches.append(MicroBatch(samples=samples, inputs=inputs))
+        return batches
+
+    def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probs of this rank's response tokens, one tensor per sample, without gradient."""
+
+        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
+            batch = next(iterator)
+            return self._logits(model, batch), lambda logits, non_loss_data: self._log_probs(logits, batch)
+
+        with torch.no_grad():
+            log_probs = self._run(step, batches, forward_only=True, collect_non_loss_data=True)
+        pieces = zip(batches, log_probs, strict=True)
+        return [piece for batch, log_probs_T in pieces for piece in split_samples(log_probs_T, batch)]
+
+    def own_tokens(self, responses: list[list[float]], batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return of values of whole responses those of this rank's tokens, one tensor per sample."""
+        indices = [index for batch in batches for index in batch.inputs.response_indices]
+        values = [torch.tensor(response, device=self._ranks.device) for response in responses]
+        return [value[index] for value, index in zip(values, indices, strict=True)]
+
+    def train(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Make one optimizer step with the policy loss and return what it logged, averaged over all samples."""
+        return self._step(data, batches, lr=self._args.lr, loss=partial(self._policy_loss, data))
+
+    def imitate(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Make one optimizer step towards the given responses."""
+        return self._step(data, batches, lr=self._args.warmup_lr, loss=partial(self._imitation_loss, data))
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Return the current weights under their transformers names."""
+        return export_weights(self._model.module, self._shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training needs to go on."""
+        return {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._model.module.load_state_dict(state["model"])
+        with megatron_device(self._ranks.device):
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    def _logits(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        inputs = batch.inputs
+        return model(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed_seq_params)
+
+    def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the log-probs of the response tokens under the sampling temperature, ``[T]``."""
+        rows_TV = logits.flatten(0, 1)[batch.inputs.logit_index_R].float() / self._args.rollout_temperature
+        return rows_TV.log_softmax(-1).gather(-1, batch.inputs.target_R[:, None]).squeeze(-1)
+
+    def _policy_loss(self, data: dict[str, Any], batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        samples = batch.samples
+        indices = batch.inputs.response_indices
+        advantages = [
+            torch.full((len(index),), advantage, device=self._ranks.device)
+            for index, advantage in zip(indices, data["advantages"][samples], strict=True)
+        ]
+        policy_batch = PolicyBatch(
+            train_log_probs=data["log_probs"][samples],
+            rollout_log_probs=data["rollout_log_probs"][samples],
+            advantages=advantages,
+            loss_masks=data["loss_masks"][samples],
+            response_indices=indices,
+            total_lengths=data["total_lengths"][samples],
+            response_lengths=data["response_lengths"][samples],
+            max_seq_lens=data["max_seq_lens"][samples] if "max_seq_lens" in data else None,
+        )
+        return policy_loss(self._args, policy_batch, self._log_probs(logits, batch))
+
+    def _imitation_loss(
+        self, data: dict[str, Any], batch: MicroBatch, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        masks = data["loss_masks"][batch.samples]
+        reduce = Reducer.build(
+            masks,
+            original_masks=masks,
+            response_indices=batch.inputs.response_indices,
+            per_token=self._args.calculate_per_token_loss,
+        )
+        loss = -reduce(self._log_probs(logits, batch))
+        return loss, {"loss": loss.detach()}
+
+    def _step(
+        self,
+        data: dict[str, Any],
+        batches: Sequence[MicroBatch],
+        *,
+        lr: float,
+        loss: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+    ) -> dict[str, float]:
+        """Run forward and backward over the micro-batches and update the weights.
+
+        Megatron divides a micro-batch's loss by their number and averages gradients over all ranks; the scale below
+        undoes both and divides by the samples of the whole step. With ``calculate_per_token_loss`` it sums gradients
+        and divides by the number of tokens that the loss functions report.
+        """
+        num_ranks = self._ranks.dp_size * self._ranks.cp_size
+        num_samples = self._ranks.dp_size * sum(len(batch.inputs.response_indices) for batch in batches)
+        per_token = self._args.calculate_per_token_loss
+        scale = 1.0 if per_token else len(batches) * num_ranks / num_samples
+
+        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+
+            def loss_function(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                value, logged = loss(batch, logits)
+                num_tokens = self._num_tokens(data, batch)
+                return value * scale, num_tokens if per_token else torch.ones_like(num_tokens), logged
+
+            return self._logits(model, batch), loss_function
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        logged = self._run(step, batches, forward_only=False)
+        with megatron_device(self._ranks.device):
+            _, grad_norm, _ = self._optimizer.step()
+
+        values = torch.stack([torch.stack(list(entry.values())) for entry in logged]).sum(0)
+        count = sum(self._num_tokens(data, batch) for batch in batches).reshape(1)
+        totals = torch.cat([values, count.to(values)])
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        means = totals[:-1] / (totals[-1] if per_token else num_samples)
+        return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": float(grad_norm)}
+
+    def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch], **options: Any) -> list[Any]:
+        with megatron_device(self._ranks.device):
+            return self._forward_backward(
+                forward_step_func=step,
+                data_iterator=iter(batches),
+                model=[self._model],
+                num_microbatches=len(batches),
+                seq_length=self._shape.max_length,
+                micro_batch_size=self._args.micro_batch_size,
+                **options,
+            )
+
+    def _num_tokens(self, data: dict[str, Any], batch: MicroBatch) -> Tensor:
+        """Count the trainable tokens of a micro-batch on this rank."""
+        masks = zip(data["loss_masks"][batch.samples], batch.inputs.response_indices, strict=True)
+        return torch.cat([mask[index] for mask, index in masks]).count_nonzero().int()
+
+
+def split_samples(values_T: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
+    """Cut a micro-batch's token values into one tensor per sample."""
+    return values_T.split([len(index) for index in batch.inputs.response_indices])

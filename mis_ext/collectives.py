@@ -1,0 +1,59 @@
+"""The only module that communicates.
+
+Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.
+A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
+called through its own methods. None is a group of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Not re-exported by torch.distributed, unlike the options of the other collectives.
+from torch._C._distributed_c10d import AllgatherOptions
+
+Group = Any
+
+
+def gather_rows(row: Tensor, group: Group | None) -> Tensor:
+    """``[N, *row.shape]``: the rows of all ``N`` ranks, in rank order."""
+    if group is None:
+        return row.unsqueeze(0)
+    rows = row.new_empty((_size(group), *row.shape))
+    outputs = list(rows.unbind(0))
+    if _is_wrapped(group):
+        _wait(group.allgather([outputs], [row.contiguous()], AllgatherOptions()))
+    else:
+        dist.all_gather(outputs, row.contiguous(), group=group)
+    return rows
+
+
+def merge_flags(flags: Tensor, group: Group | None) -> Tensor:
+    """Logical or of a bool tensor over the ranks, at one byte per element on the wire."""
+    if group is None:
+        return flags
+    merged = flags.to(torch.uint8)
+    if _is_wrapped(group):
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        _wait(group.allreduce([merged], options))
+    else:
+        dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
+    return merged.bool()
+
+
+def _is_wrapped(group: Group) -> bool:
+    return hasattr(group, "_replica_id")
+
+
+def _size(group: Group) -> int:
+    return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
+
+
+def _wait(work: Any) -> None:
+    if not work.wait():
+        raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")

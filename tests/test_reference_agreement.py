@@ -1,0 +1,223 @@
+"""Hook, standalone function and packed pipeline against the float64 judge, over the whole grid of settings."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from cases import (
+    GATES,
+    NORMALIZERS,
+    VETOES,
+    WEIGHTS,
+    assert_close,
+    assert_hook_output,
+    assert_values,
+    call_hook,
+    correction_keys,
+    drawn_keys,
+    drawn_samples,
+    flat,
+    random_samples,
+    sprinkle,
+)
+from hypothesis import HealthCheck, assume, given, settings
+from reference import Samples, correct
+
+import mis_ext
+
+LENGTHS = [5, 1, 9, 3, 12, 1, 2]
+# A float32 statistic cannot tell which side of a bound it lies on when it is closer than this.
+MARGIN = 1e-5
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def plain_batch(seed: int) -> Samples:
+    """A batch with one fully masked sample."""
+    samples = random_samples(LENGTHS, seed=seed)
+    samples.masks[3].zero_()
+    return samples
+
+
+BATCHES = {"finite": plain_batch(11), "broken": sprinkle(plain_batch(12), seed=5)}
+GRID = [
+    pytest.param(weight, gate, id=f"{weight[0]} weight, {weight[1]}, {gate}") for weight in WEIGHTS for gate in GATES
+]
+
+
+def is_decidable(keys: dict, samples: Samples) -> bool:
+    return correct([samples], keys)[0].margin > MARGIN
+
+
+def assert_hook_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = False) -> None:
+    (expected,) = correct([samples], keys, per_token_loss=per_token_loss)
+    assert expected.margin > MARGIN
+    pg_loss = torch.linspace(-1.0, 2.0, sum(m.numel() for m in samples.masks))
+    output = call_hook(keys, samples, per_token_loss=per_token_loss, pg_loss=pg_loss)
+    assert_hook_output(output, expected, samples, pg_loss=pg_loss)
+
+
+@pytest.mark.parametrize(("weight", "gate"), GRID)
+def test_the_hook_agrees_for_every_veto_normaliser_and_denominator(weight, gate):
+    normalizers = ["no normaliser"] if weight[0] == "none" else ["no normaliser", "kept", "valid, micro-batch"]
+    for veto in ["no veto", "low veto", "all vetoes"]:
+        for normalizer in normalizers:
+            for denominator in ["fixed", "kept"]:
+                keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
+                for samples in BATCHES.values():
+                    assert_hook_agrees(keys, samples)
+
+
+@pytest.mark.parametrize(("weight", "gate"), GRID)
+def test_the_standalone_function_and_the_pipeline_agree(weight, gate):
+    for veto, normalizer in [("no veto", "kept"), ("high veto", "valid"), ("probability veto", "no normaliser")]:
+        keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer)
+        for samples in BATCHES.values():
+            assert_standalone_agrees(keys, samples)
+            assert_pipeline_agrees(keys, samples)
+
+
+def assert_standalone_agrees(keys: dict, samples: Samples) -> None:
+    (expected,) = correct([samples], keys)
+    assert expected.margin > MARGIN
+    weights, masks, metrics = mis_ext.compute_mis_weights(
+        mis_ext.CorrectionConfig.from_mapping(keys),
+        train_log_probs=samples.train,
+        rollout_log_probs=samples.rollout,
+        loss_masks=samples.masks,
+    )
+    lengths = [m.numel() for m in samples.masks]
+    assert [w.numel() for w in weights] == lengths
+    assert [m.numel() for m in masks] == lengths
+    assert_close(flat(weights), flat(expected.weights), what="weights")
+    assert torch.equal(flat(masks), flat(expected.masks))
+    assert_values(metrics, expected)
+
+
+def assert_pipeline_agrees(keys: dict, samples: Samples) -> None:
+    (expected,) = correct([samples], keys)
+    assert expected.margin > MARGIN
+    correction = mis_ext.compute_correction(
+        proximal_logprobs_T=torch.cat(samples.train),
+        behavior_logprobs_T=torch.cat(samples.rollout),
+        response_mask_R=torch.cat(samples.masks),
+        layout=mis_ext.PackedLayout.whole([m.numel() for m in samples.masks], device=torch.device("cpu")),
+        config=mis_ext.CorrectionConfig.from_mapping(keys),
+    )
+    keep_T = flat(expected.masks) != 0
+    assert_close(correction.weights_T, flat(expected.weights), what="weights")
+    assert torch.equal(correction.keep_mask_T, keep_T)
+    assert torch.equal(correction.keep_mask_R, keep_T)
+    values = {name: metric.value() for name, metric in correction.metrics.items()}
+    assert_values({name if name.startswith("mis_") else f"mis_{name}": v for name, v in values.items()}, expected)
+
+
+@FUZZ
+@given(keys=drawn_keys(), samples=drawn_samples(), per_token_loss=st.booleans())
+def test_the_hook_agrees_on_any_samples(keys, samples, per_token_loss):
+    assume(is_decidable(keys, samples))
+    assert_hook_agrees(keys, samples, per_token_loss=per_token_loss)
+
+
+@FUZZ
+@given(keys=drawn_keys(), samples=drawn_samples())
+def test_the_standalone_function_agrees_on_any_samples(keys, samples):
+    assume(is_decidable(keys, samples))
+    assert_standalone_agrees(keys, samples)
+
+
+@FUZZ
+@given(
+    keys=drawn_keys(),
+    samples=drawn_samples(),
+    dtypes=st.tuples(*[st.sampled_from([torch.bfloat16, torch.float16, torch.float32])] * 2),
+    mask_dtype=st.sampled_from([torch.int32, torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.uint8]),
+)
+def test_half_precision_log_probs_and_any_mask_dtype_are_computed_in_float32(keys, samples, dtypes, mask_dtype):
+    converted = Samples(
+        [t.to(dtypes[0]) for t in samples.train],
+        [r.to(dtypes[1]) for r in samples.rollout],
+        [m.to(mask_dtype) for m in samples.masks],
+    )
+    assume(is_decidable(keys, converted))
+    assert_hook_agrees(keys, converted)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
+def test_log_ratios_up_to_ten_thousand_give_finite_numbers(weight):
+    huge = Samples(
+        [torch.tensor([-1e4, -1.0, -0.5]), torch.tensor([-0.25, -1.0]), torch.tensor([-1e4]), torch.tensor([-0.5])],
+        [torch.tensor([-1.0, -1e4, -0.5]), torch.tensor([-1e4, -0.5]), torch.tensor([-0.5]), torch.tensor([-0.25])],
+        [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(1)],
+    )
+    for gate in GATES:
+        for normalizer in NORMALIZERS:
+            keys = correction_keys(weight, gate=gate, normalizer=normalizer)
+            loss, _, metrics = call_hook(keys, huge)
+            assert loss.isfinite().all()
+            assert all(value.isfinite().all() for value in metrics.values())
+            assert_hook_agrees(keys, huge)
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize("scope", ["micro_batch", "data_parallel"])
+@pytest.mark.parametrize("veto", list(VETOES))
+def test_the_kept_denominator_agrees_for_both_host_reducers(veto, scope, per_token_loss):
+    for gate in GATES:
+        keys = correction_keys(
+            ("token", "truncate"), gate=gate, veto=veto, mis_denominator="kept", tis_normalize_scope=scope
+        )
+        for samples in BATCHES.values():
+            assert_hook_agrees(keys, samples, per_token_loss=per_token_loss)
+
+
+def test_further_gates_must_all_pass_and_report_what_each_rejects():
+    gates = [
+        {"level": "token", "low": 0.7, "high": math.inf},
+        {"level": "geometric", "low": 0.9, "high": 1.2},
+        {"level": "sequence", "low": 0.2, "high": 4.0},
+    ]
+    for count in range(1, 4):
+        for gate in ["no gate", "token gate"]:
+            keys = correction_keys(("token", "clip"), gate=gate, normalizer="kept", rs_gates=gates[:count])
+            for samples in BATCHES.values():
+                assert_hook_agrees(keys, samples)
+
+
+def test_the_metric_cap_is_a_setting_and_infinity_switches_it_off():
+    samples = random_samples([6, 4], seed=3, outliers=0.5)
+    capped = {}
+    for cap in [0.5, 10.0, math.inf]:
+        keys = correction_keys(("token", "truncate"), mis_metric_max=cap)
+        assert_hook_agrees(keys, samples)
+        capped[cap] = call_hook(keys, samples)[2]["mis_chi2_token"].max()
+    assert capped[0.5] == 0.5
+    assert capped[10.0] == 10.0
+    assert capped[math.inf] > 10.0
+
+
+def test_default_keys_are_the_documented_defaults():
+    samples = BATCHES["finite"]
+    for keys in [
+        {"use_tis": True},
+        {"use_tis": True, "tis_upper_bound": 1.5, "tis_mode": "clip"},
+        {"use_tis": True, "use_rs": True, "tis_upper_bound": 1.5},
+        {"use_tis": True, "use_rs": True, "rs_upper_bound": 1.25, "rs_lower_bound": 0.75},
+        {"use_tis": True, "tis_batch_normalize": True},
+    ]:
+        assert_hook_agrees(keys | {"mis_guard": "warn"}, samples)
+
+
+@FUZZ
+@given(samples=drawn_samples())
+def test_metrics_only_mode_measures_the_mismatch_of_the_judge(samples):
+    (expected,) = correct([samples], {})
+    assume(expected.margin > MARGIN)
+    keys = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
+    _, _, metrics = call_hook(keys, samples)
+    assert set(metrics) == set(expected.tokens)
+    response = flat(samples.masks) != 0
+    for name, value in metrics.items():
+        assert value[~response].isfinite().all()
+        if not math.isnan(expected.values[name]):
+            assert_close(value[response], flat(expected.tokens[name])[response], what=name)
