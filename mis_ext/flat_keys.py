@@ -97,16 +97,15 @@ def _flat_weight(keys: _Mapping) -> WeightFactor | None:
             f"tis_lower_bound={low:g} has no effect with tis_mode: truncate; remove it or use tis_mode: clip",
             stacklevel=4,
         )
+    if mode != "truncate" and not low < high:
+        raise ValueError(f"tis_lower_bound must be below tis_upper_bound, got {low:g} and {high:g}")
     band = Band(high=high) if mode == "truncate" else Band(low=low, high=high)
     return WeightFactor(level=level, mode=mode, band=band)  # type: ignore[arg-type]
 
 
 def _flat_weight_bounds(keys: _Mapping) -> tuple[float, float]:
     high = check_number("tis_upper_bound", keys.get("tis_upper_bound", DEFAULT_UPPER_BOUND), low=1.0, high=math.inf)
-    low = check_number("tis_lower_bound", keys.get("tis_lower_bound", 1.0 / high), low=0.0, high=1.0)
-    if not low < high:
-        raise ValueError(f"tis_lower_bound must be below tis_upper_bound, got {low:g} and {high:g}")
-    return low, high
+    return check_number("tis_lower_bound", keys.get("tis_lower_bound", 1.0 / high), low=0.0, high=1.0), high
 
 
 def _flat_band_gates(keys: _Mapping) -> tuple[GateFactor, ...]:
@@ -114,13 +113,13 @@ def _flat_band_gates(keys: _Mapping) -> tuple[GateFactor, ...]:
     tis_low, tis_high = _flat_weight_bounds(keys)
     low = check_number("rs_lower_bound", keys.get("rs_lower_bound", tis_low), low=0.0, high=1.0)
     high = check_number("rs_upper_bound", keys.get("rs_upper_bound", tis_high), low=1.0, high=math.inf)
-    if not low < high:
-        raise ValueError(f"rs_lower_bound must be below rs_upper_bound, got {low:g} and {high:g}")
     further = tuple(_gate(f"rs_gates[{i}]", gate) for i, gate in enumerate(_as_list("rs_gates", keys)))
     if not keys.get("use_rs", False):
         if "use_rs" not in keys:
             _refuse_idle(keys, GATE_KEYS, because="use_rs is not set")
         return ()
+    if not low < high:
+        raise ValueError(f"rs_lower_bound must be below rs_upper_bound, got {low:g} and {high:g}")
     inherited = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
     if level == "geometric" and inherited and keys.get("tis_level", "token") != "geometric":
         warnings.warn(

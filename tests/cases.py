@@ -48,6 +48,9 @@ def correction_keys(
 ) -> dict:
     """Flat keys of one point of the grid, without keys that would have no effect there."""
     level, mode = weight
+    if level == "none" and gate == "no gate" and veto == "no veto":
+        # Neither a weight nor a gate is an error.
+        veto = "low veto"
     keys = {"use_tis": True, "tis_level": level, "mis_guard": "warn"}
     narrow = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95, 1.0625)}
     if level != "none":
@@ -131,6 +134,12 @@ def drawn_keys(**more) -> st.SearchStrategy[dict]:
         mis_denominator=st.sampled_from(["fixed", "kept"]),
         **more,
     )
+
+
+def gates_only(*gates: dict) -> dict:
+    """Flat keys of several gates and nothing else: the first gate of `use_rs` is wide open."""
+    keys = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "token", "mis_guard": "warn"}
+    return keys | {"rs_lower_bound": 0.0, "rs_upper_bound": math.inf, "rs_gates": list(gates)}
 
 
 def args_of(keys: Mapping, *, per_token_loss: bool = False, qkv_format: str = "thd") -> Namespace:

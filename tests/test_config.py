@@ -40,6 +40,12 @@ def test_unset_bounds_are_inherited_as_in_the_reference() -> None:
     assert config.gates == (GateFactor(level="sequence", band=Band(low=0.25, high=4.0)),)
 
 
+def test_a_cap_of_one_is_legal_for_truncation() -> None:
+    config = from_yaml("{use_tis: true, tis_upper_bound: 1.0}")
+    assert config.weight is not None
+    assert config.weight.band == Band(high=1.0)
+
+
 def test_null_means_unset() -> None:
     assert from_yaml("{use_tis: true, tis_upper_bound: null, rs_lower_bound: null}") == CorrectionConfig()
 
@@ -97,6 +103,7 @@ REFUSED = {
     "{use_tis: true, tis_upper_bound: 0.5}": r"tis_upper_bound must be in \[1, inf\], got 0.5",
     "{use_tis: true, tis_upper_bound: .inf}": r"mode: unbounded",
     "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5}": r"tis_lower_bound must be in \[0, 1\], got 1.5",
+    "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_lower_bound must be below tis_upper_bound, got 1 and 1",
     "{use_tis: true, use_rs: true, rs_upper_bound: 1.0, rs_lower_bound: 1.0}": r"rs_lower_bound must be below",
     "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold",
     "{use_tis: true, rs_veto_upper_threshold: 0.5}": r"rs_veto_upper_threshold",

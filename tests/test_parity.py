@@ -10,11 +10,11 @@ from pathlib import Path
 import host_loop
 import pytest
 import torch
+import yaml
 from cases import call_hook, flat, random_samples
 from reference import Samples, correct
 
 import mis_ext
-import yaml
 
 COMPAT = yaml.safe_load((Path(__file__).parents[1] / "yaml" / "miles_compat.yaml").read_text())
 LEVELS = ["token", "sequence", "geometric"]

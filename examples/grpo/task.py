@@ -1,12 +1,10 @@
-"""The task: decipher a line of digits, graded token by token."""
+"""The task: continue a line of digits by a rule, graded digit by digit."""
 
 from dataclasses import dataclass
 from random import Random
 
-KEY_TOKEN = 10
-"""Precedes the key digit."""
-ANSWER_TOKEN = 11
-"""Ends the prompt."""
+START_TOKEN = 10
+"""Begins every prompt."""
 VOCAB_SIZE = 16
 
 
@@ -15,8 +13,8 @@ class Problem:
     """One prompt and what the grader expects.
 
     Attributes:
-        prompt_ids: ``noise... KEY key digits... ANSWER``.
-        answer_ids: The graded tokens: the leading digits, each advanced by the key modulo 10.
+        prompt_ids: ``START digits...``.
+        answer_ids: The digits that the grader reads.
     """
 
     prompt_ids: list[int]
@@ -24,45 +22,42 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CipherTask:
-    """Advance every digit of a line by a key digit, modulo 10.
+class DigitSumTask:
+    """Continue a line of digits: each is the sum of the two before it, modulo 10.
 
-    A response has always ``num_digits`` tokens, of which the grader reads the first ``len(answer_ids)``, a number drawn
-    per problem. The others carry no loss, as observation tokens do. Leading noise makes prompts of different lengths.
+    One slip spoils what follows, as in any chain of calculations. A response has always ``response_length`` digits, of
+    which the grader reads a number drawn per problem; the others carry no loss, as observation tokens of other tasks do.
 
     Attributes:
-        num_digits: Digits of a line, hence the length of a response.
-        min_graded: The fewest tokens that the grader reads.
-        max_noise: The most noise digits before the key.
+        response_length: Digits of a response.
+        min_graded: The fewest digits that the grader reads; at most ``response_length``.
+        max_given: The most digits that a prompt gives; at least two, of which the last two matter.
     """
 
-    num_digits: int = 40
+    response_length: int = 40
     min_graded: int = 32
-    max_noise: int = 7
+    max_given: int = 9
 
     @property
     def max_length(self) -> int:
         """Tokens of the longest prompt and its response."""
-        return self.max_noise + 3 + 2 * self.num_digits
+        return 1 + self.max_given + self.response_length
 
     def sample(self, rng: Random) -> Problem:
         """Draw one problem."""
-        noise = [rng.randrange(10) for _ in range(rng.randint(0, self.max_noise))]
-        key = rng.randrange(10)
-        digits = [rng.randrange(10) for _ in range(self.num_digits)]
-        num_graded = rng.randint(self.min_graded, self.num_digits)
-        return Problem(
-            prompt_ids=[*noise, KEY_TOKEN, key, *digits, ANSWER_TOKEN],
-            answer_ids=[(digit + key) % 10 for digit in digits[:num_graded]],
-        )
+        given = [rng.randrange(10) for _ in range(rng.randint(2, self.max_given))]
+        line = list(given)
+        for _ in range(rng.randint(min(self.min_graded, self.response_length), self.response_length)):
+            line.append((line[-2] + line[-1]) % 10)
+        return Problem(prompt_ids=[START_TOKEN, *given], answer_ids=line[len(given) :])
 
     def loss_mask(self, problem: Problem) -> list[int]:
-        """Return 1 for every graded token of a response and 0 for the others."""
+        """Return 1 for every graded digit of a response and 0 for the others."""
         num_graded = len(problem.answer_ids)
-        return [1] * num_graded + [0] * (self.num_digits - num_graded)
+        return [1] * num_graded + [0] * (self.response_length - num_graded)
 
 
 def grade(problem: Problem, response_ids: list[int]) -> float:
-    """Return the fraction of graded tokens that are right, 0 to 1; a missing token is wrong."""
+    """Return the share of graded digits that are right, 0 to 1; a missing digit is wrong."""
     right = sum(expected == given for expected, given in zip(problem.answer_ids, response_ids, strict=False))
     return right / len(problem.answer_ids)

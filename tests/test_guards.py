@@ -1,0 +1,224 @@
+"""Mistakes that the first call must catch, and doubts that it must voice."""
+
+import argparse
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import mis_ext
+from mis_ext import MismatchWarning
+from mis_ext.guards import expected_truncated_mean
+from mis_ext.hosts.session import session_for
+
+
+def make_batch(num_samples: int = 4, length: int = 40, *, noise: float = 0.01, seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    train = [-torch.rand(length, generator=generator) * 3 for _ in range(num_samples)]
+    rollout = [x + noise * torch.randn(length, generator=generator) for x in train]
+    return {
+        "pg_loss": torch.randn(num_samples * length, generator=generator),
+        "train_log_probs": train,
+        "rollout_log_probs": rollout,
+        "loss_masks": [torch.ones(length, dtype=torch.int32) for _ in range(num_samples)],
+        "total_lengths": [length + 5] * num_samples,
+        "response_lengths": [length] * num_samples,
+    }
+
+
+def call(batch: dict, **keys: object) -> tuple:
+    return mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**({"use_tis": True} | keys)), **batch)
+
+
+def zeros(batch: dict) -> None:
+    batch["rollout_log_probs"] = [torch.zeros_like(x) for x in batch["rollout_log_probs"]]
+
+
+def constant(batch: dict) -> None:
+    batch["rollout_log_probs"] = [torch.full_like(x, -1.0) for x in batch["rollout_log_probs"]]
+
+
+def sentinel(batch: dict) -> None:
+    batch["rollout_log_probs"][2][:] = -9999.0
+
+
+def shifted_later(batch: dict) -> None:
+    batch["rollout_log_probs"] = [x.roll(1) for x in batch["rollout_log_probs"]]
+
+
+def shifted_earlier(batch: dict) -> None:
+    batch["rollout_log_probs"] = [x.roll(-1) for x in batch["rollout_log_probs"]]
+
+
+def missing_rollout(batch: dict) -> None:
+    batch["rollout_log_probs"] = None
+
+
+def empty_train(batch: dict) -> None:
+    batch["train_log_probs"] = []
+
+
+MISTAKES = {
+    "zeros": (zeros, "degenerate_behavior", "all 160 behavior log-probs .* are 0"),
+    "constant": (constant, "degenerate_behavior", "are -1"),
+    "sentinel": (sentinel, "degenerate_behavior", "40 of 160 .* placeholders"),
+    "shifted later": (shifted_later, "shifted_log_probs", "misaligned"),
+    "shifted earlier": (shifted_earlier, "shifted_log_probs", "misaligned"),
+    "missing rollout": (missing_rollout, "missing_log_probs", "rollout_log_probs are missing"),
+    "empty train": (empty_train, "missing_log_probs", "train_log_probs are missing"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "guard", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_the_data_stops_the_first_call(spoil, guard, message) -> None:
+    batch = make_batch()
+    spoil(batch)
+    with pytest.raises(ValueError, match=f"{message}.*mis_guard: {{{guard}: warn}}"):
+        call(batch)
+
+
+@pytest.mark.parametrize(("spoil", "guard", "message"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("as_mapping", [True, False])
+def test_each_guard_can_be_turned_into_a_warning(spoil, guard, message, as_mapping) -> None:
+    batch = make_batch()
+    spoil(batch)
+    with pytest.warns(MismatchWarning, match=message):
+        call(batch, mis_guard={guard: "warn"} if as_mapping else "warn")
+
+
+def test_missing_log_probs_with_a_warning_pass_the_loss_through() -> None:
+    batch = make_batch()
+    missing_rollout(batch)
+    loss, masks, metrics = call(batch, mis_guard="warn")
+    assert loss is batch["pg_loss"]
+    assert masks is batch["loss_masks"]
+    assert all(values.isnan().all() for values in (metrics["mis_kl"], metrics["mis_ess_ratio_token"]))
+
+
+@pytest.mark.parametrize("use_tis_from", ["flag", "yaml"])
+def test_counting_the_mismatch_twice_stops_the_first_call(use_tis_from) -> None:
+    # The YAML is applied after the hosts' own checks: all that the hook sees is args.
+    args = argparse.Namespace(use_tis=use_tis_from == "flag", use_rollout_logprobs=True)
+    for key, value in {"use_tis": True}.items():
+        setattr(args, key, value)
+    with pytest.raises(ValueError, match=r"--use-tis together with --use-rollout-logprobs"):
+        mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+
+
+def test_counting_the_mismatch_twice_can_be_a_warning() -> None:
+    with pytest.warns(MismatchWarning, match="--use-rollout-logprobs"):
+        call(make_batch(), use_rollout_logprobs=True, mis_guard={"double_correction": "warn"})
+
+
+@pytest.mark.filterwarnings("error")
+def test_healthy_data_raises_and_warns_nothing() -> None:
+    call(make_batch())
+    call(make_batch(noise=0.2), tis_level="geometric", tis_batch_normalize=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_unrelated_log_probs_are_not_taken_for_shifted_ones() -> None:
+    batch = make_batch(noise=0.0)
+    batch["rollout_log_probs"] = [-torch.rand_like(x) * 0.1 for x in batch["train_log_probs"]]
+    batch["train_log_probs"] = [-torch.rand_like(x) * 0.1 for x in batch["train_log_probs"]]
+    call(batch)
+
+
+@pytest.mark.filterwarnings("error")
+def test_masked_tokens_do_not_trip_the_guards() -> None:
+    batch = make_batch()
+    for mask, rollout in zip(batch["loss_masks"], batch["rollout_log_probs"], strict=True):
+        mask[:20], rollout[:20] = 0, -9999.0
+    call(batch)
+
+
+def test_guards_run_at_the_first_call_only() -> None:
+    args, batch = argparse.Namespace(use_tis=True), make_batch()
+    mis_ext.compute_mis_weights_with_cp(args, **batch)
+    zeros(batch)
+    mis_ext.compute_mis_weights_with_cp(args, **batch)
+
+
+def test_guards_run_again_when_a_key_changes() -> None:
+    args, batch = argparse.Namespace(use_tis=True), make_batch()
+    mis_ext.compute_mis_weights_with_cp(args, **batch)
+    zeros(batch)
+    args.tis_upper_bound = 3.0
+    with pytest.raises(ValueError, match="behavior log-probs"):
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+
+
+def test_metrics_only_warns_about_mistakes_and_goes_on() -> None:
+    batch = make_batch()
+    zeros(batch)
+    with pytest.warns(MismatchWarning, match="are 0"):
+        call(batch, use_tis=False, get_mismatch_metrics=True)
+
+
+def test_a_large_mean_difference_warns() -> None:
+    with pytest.warns(MismatchWarning, match=r"nats per token on average, more than 0\.3"):
+        call(make_batch(noise=1.0))
+
+
+def test_sequence_ratios_of_long_responses_warn_with_numbers() -> None:
+    with pytest.warns(MismatchWarning, match=r"400 tokens at k3 0\.0\d+.*exp\(-2 \* k3 \* length\) = "):
+        call(make_batch(length=400, noise=0.1), tis_level="sequence")
+    with pytest.warns(MismatchWarning, match="sequence-level ratios"):
+        call(make_batch(length=400, noise=0.1), tis_level="none", use_rs=True, rs_level="sequence")
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_normalising_over_a_single_sequence_warns(level) -> None:
+    with pytest.warns(MismatchWarning, match=f"{level}-level weights normalised over a single sequence are always 1"):
+        call(make_batch(1), tis_level=level, tis_batch_normalize=True, tis_normalize_scope="micro_batch")
+
+
+def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
+    keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+    args, batch = argparse.Namespace(**keys, mis_max_reject_fraction=0.3), make_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+    with pytest.warns(MismatchWarning, match=r"of the tokens of a micro-batch were rejected.*mis_max_reject_fraction = 0\.3"):
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+
+
+def test_rejecting_whole_sequences_counts_as_sequences_too() -> None:
+    batch = make_batch()
+    batch["rollout_log_probs"][0][3] += 20.0  # One token in 160 vetoes one sequence in four.
+    args = argparse.Namespace(use_tis=True, rs_veto_threshold=1e-4, mis_max_reject_fraction=0.2)
+    mis_ext.compute_mis_weights_with_cp(args, **batch)
+    with pytest.warns(MismatchWarning, match=r"25\.0% of the tokens"):
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+
+
+def test_the_expected_truncated_mean_is_that_of_a_lognormal_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for variance in (0.1, 1.0, 9.0):
+        log_weight = torch.randn(400_000, generator=generator, dtype=torch.float64) * math.sqrt(variance) - variance / 2
+        sampled = log_weight.exp().clamp_max(2.0)
+        error = sampled.std() / math.sqrt(len(sampled))
+        assert abs(sampled.mean() - expected_truncated_mean(variance, 2.0)) < 5 * error
+
+
+def test_a_session_leaves_args_as_they_were() -> None:
+    # Megatron pickles args into every checkpoint.
+    args = argparse.Namespace(use_tis=True)
+    before = dict(vars(args))
+    mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+    assert vars(args) == before
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_a_configuration_is_built_once_per_args() -> None:
+    args = argparse.Namespace(use_tis=True)
+    assert session_for(args) is session_for(args)
+    assert session_for(args) is not session_for(argparse.Namespace(use_tis=True))
+    first = session_for(args)
+    args.tis_upper_bound = 3.0
+    assert session_for(args) is not first
