@@ -137,9 +137,9 @@ def drawn_keys(**more) -> st.SearchStrategy[dict]:
 
 
 def gates_only(*gates: dict) -> dict:
-    """Flat keys of several gates and nothing else: the first gate of `use_rs` is wide open."""
+    """Flat keys of several gates and nothing else: the first gate of `use_rs` is so wide that it rejects nothing."""
     keys = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "token", "mis_guard": "warn"}
-    return keys | {"rs_lower_bound": 0.0, "rs_upper_bound": math.inf, "rs_gates": list(gates)}
+    return keys | {"rs_lower_bound": 0.0, "rs_upper_bound": 1e30, "rs_gates": list(gates)}
 
 
 def args_of(keys: Mapping, *, per_token_loss: bool = False, qkv_format: str = "thd") -> Namespace:

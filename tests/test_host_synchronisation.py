@@ -109,6 +109,8 @@ def settings() -> list[dict]:
             denominator = ["kept", "fixed"][index % 2]
             keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
             out.append(keys)
+    # The warning about too much rejection is given once, and then its watch ends.
+    out = [keys | {"mis_max_reject_fraction": 1.0} for keys in out]
     gates = [{"level": "token", "low": 0.7, "high": 1.5}, {"level": "sequence", "low": 0.2, "high": 4.0}]
     out.append(correction_keys(("token", "truncate"), gate="geometric gate", rs_gates=gates))
     return out
@@ -124,7 +126,7 @@ def settings() -> list[dict]:
         lambda x: x.nonzero(),
         lambda x: torch.equal(x, x),
         lambda x: torch.unique(x),
-        lambda x: torch.repeat_interleave(x, torch.ones(4, dtype=torch.long)),
+        lambda x: torch.repeat_interleave(x.long()),
         lambda x: x.tolist(),
         lambda x: x.cpu(),
         lambda x: float(x[0]),

@@ -62,6 +62,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--warmup-steps", type=int, default=60, help="supervised steps before the first rollout")
     group.add_argument("--warmup-lr", type=float, default=3e-3)
     group.add_argument("--lr", type=float, default=5e-4)
+    group.add_argument("--adam-beta2", type=float, default=0.98)
     group.add_argument("--clip-grad", type=float, default=1.0)
     group.add_argument("--num-steps-per-rollout", type=int, default=2, help="optimizer steps per rollout")
     group.add_argument("--micro-batch-size", type=int, default=16, help="samples per micro-batch and rank")

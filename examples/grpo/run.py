@@ -58,6 +58,7 @@ class Run:
             with ProgressDisplay(console, enabled=self._is_main) as display:
                 if not self._args.resume:
                     self._warm_up(display)
+                    self._trainer.reset_optimizer(lr=self._args.lr)
                 self._update_weights(version=first_step)
                 self._reinforce(display, log, first_step=first_step)
         finally:

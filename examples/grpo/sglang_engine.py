@@ -62,7 +62,6 @@ HIDDEN_FROM_ENGINE = {
     "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE",
-    "XX",
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
 }
 
@@ -325,12 +324,14 @@ def _worker_source(descriptor: int) -> str:
 
 
 def _worker_environment(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """Leave out the trainer's torchrun job."""
-    return {
+    """Leave out the trainer's torchrun job, and use one thread unless the user or torchrun says otherwise."""
+    kept = {
         name: value
         for name, value in environment.items()
         if name not in HIDDEN_FROM_ENGINE and not name.startswith("TORCHELASTIC_")
     }
+    # Threads that wait for each other, when other processes want the cores too, make a small model 20 times slower.
+    return {"OMP_NUM_THREADS": "1", **kept}
 
 
 def _stop_worker(process: subprocess.Popen[bytes], connection: Connection) -> None:

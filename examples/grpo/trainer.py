@@ -55,17 +55,21 @@ class Trainer:
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True),
                 build_model(shape, config, seed=args.seed).to(ranks.device),
             )
-            self._optimizer = get_megatron_optimizer(
-                OptimizerConfig(
-                    optimizer="adam",
-                    lr=args.lr,
-                    weight_decay=0.0,
-                    clip_grad=args.clip_grad,
-                    params_dtype=torch.float32,
-                ),
-                [self._model],
-            )
         self._forward_backward = get_forward_backward_func()
+        self.reset_optimizer(lr=args.warmup_lr)
+
+    def reset_optimizer(self, *, lr: float) -> None:
+        """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss."""
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            adam_beta2=self._args.adam_beta2,
+            weight_decay=0.0,
+            clip_grad=self._args.clip_grad,
+            params_dtype=torch.float32,
+        )
+        with megatron_device(self._ranks.device):
+            self._optimizer = get_megatron_optimizer(config, [self._model])
 
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
@@ -103,11 +107,11 @@ class Trainer:
 
     def train(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one optimizer step with the policy loss and return what it logged, averaged over all samples."""
-        return self._step(data, batches, lr=self._args.lr, loss=partial(self._policy_loss, data))
+        return self._step(data, batches, loss=partial(self._policy_loss, data))
 
     def imitate(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one optimizer step towards the given responses."""
-        return self._step(data, batches, lr=self._args.warmup_lr, loss=partial(self._imitation_loss, data))
+        return self._step(data, batches, loss=partial(self._imitation_loss, data))
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the current weights under their transformers names."""
@@ -169,7 +173,6 @@ class Trainer:
         data: dict[str, Any],
         batches: Sequence[MicroBatch],
         *,
-        lr: float,
         loss: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
     ) -> dict[str, float]:
         """Run forward and backward over the micro-batches and update the weights.
@@ -195,8 +198,6 @@ class Trainer:
 
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         logged = self._run(step, batches, forward_only=False)
         with megatron_device(self._ranks.device):
             _, grad_norm, _ = self._optimizer.step()

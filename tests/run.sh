@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in a virtual environment of their own with pinned versions.
+#
+#   tests/run.sh [arguments of pytest ...]
+#
+# VENV sets where the environment is; PYTHON the interpreter that makes it.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+venv="${VENV:-.venv}"
+[ -x "${venv}/bin/python" ] || "${PYTHON:-python3}" -m venv "${venv}"
+source "${venv}/bin/activate"
+python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"
