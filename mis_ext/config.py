@@ -180,11 +180,15 @@ class CorrectionConfig:
         return config_from_flat_keys(mapping)
 
     @property
-    def all_gates(self) -> tuple[tuple[str, GateFactor], ...]:
-        """Every gate with the name that its metrics carry."""
+    def all_gates(self) -> tuple[GateFactor, ...]:
+        """Every gate, with the one that the weight implies."""
+        implied = self.weight.gate if self.weight is not None else None
+        return self.gates if implied is None else (implied, *self.gates)
+
+    @property
+    def named_gates(self) -> tuple[tuple[str, GateFactor], ...]:
+        """``gates`` with the names that their metrics carry."""
         named: list[tuple[str, GateFactor]] = []
-        if self.weight is not None and self.weight.gate is not None:
-            named.append(("tis_mask", self.weight.gate))
         bands = 0
         for gate in self.gates:
             if gate.statistic == "proximal_probability":
@@ -204,7 +208,7 @@ class CorrectionConfig:
     @property
     def rejects_whole_sequences(self) -> bool:
         """Whether a token without a ratio takes its sequence with it: some statistic of the sequence is unknown."""
-        levels: set[str] = {gate.level for _, gate in self.all_gates}
+        levels: set[str] = {gate.level for gate in self.all_gates}
         if self.weight is not None:
             levels.add(self.weight.level)
         return bool(levels & {"sequence", "geometric"})
@@ -218,9 +222,8 @@ class CorrectionConfig:
         if self.weight is not None:
             names += ["tis_weight_before_bound", *metric_names.WEIGHT_BOUND[self.weight.mode]]
             names += ["tis_weight_after_bound", "is_ratio_mean_after_tis_rs"]
-        for name, gate in self.all_gates:
-            if name != "tis_mask":
-                names += metric_names.gate_names(name, is_veto=gate.is_veto)
+        for name, gate in self.named_gates:
+            names += metric_names.gate_names(name, is_veto=gate.is_veto)
         if self.normalize_over is not None:
             names.append("batch_norm_factor")
         if self.weight is not None:

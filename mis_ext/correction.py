@@ -162,7 +162,7 @@ def _whole_keep_mask(
     keep_R = response_mask_R & layout.to_whole(keep_S)
     if layout.position_T is None:
         return keep_R & token_keep_T
-    if config.rejects_whole_sequences and not any(gate.level == "token" for _, gate in config.all_gates):
+    if config.rejects_whole_sequences and not any(gate.level == "token" for gate in config.all_gates):
         # A kept sequence keeps all its tokens: nothing to ask the other ranks.
         return keep_R
     flags_R = torch.zeros_like(response_mask_R).index_copy(0, layout.position_T, token_keep_T)

@@ -109,7 +109,7 @@ def find_doubts(
         )
     length = all_tokens / max(num_sequences, 1.0)
     share = math.exp(-min(2.0 * k3 * length, 700.0))
-    if "sequence" in (level, *(gate.level for _, gate in config.all_gates)) and share < MIN_SEQUENCE_ESS:
+    if "sequence" in (level, *(gate.level for gate in config.all_gates)) and share < MIN_SEQUENCE_ESS:
         doubts.append(
             f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
             f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at "

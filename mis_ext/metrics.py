@@ -162,7 +162,7 @@ def correction_formulas(
     formulas: Formulas = {}
     if config.weight is not None:
         formulas |= _weight_formulas(tokens, stats, outcome, config.weight)
-    for name, gate in config.all_gates:
+    for name, gate in config.named_gates:
         formulas |= _gate_formulas(name, gate, tokens, stats)
     response = Population(tokens.response_mask_T, stats.num_response_S)
     return formulas | {

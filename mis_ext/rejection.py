@@ -10,7 +10,7 @@ from mis_ext.log_ratio import TokenRatios
 from mis_ext.statistics import SequenceStatistics
 from mis_ext.weights import sequence_log_ratio
 
-Gates = tuple[tuple[str, GateFactor], ...]
+Gates = tuple[GateFactor, ...]
 
 
 def token_keep(tokens: TokenRatios, gates: Gates) -> Tensor:
@@ -19,7 +19,7 @@ def token_keep(tokens: TokenRatios, gates: Gates) -> Tensor:
     Masking tokens by their ratio: Ring team, Every Step Evolves (IcePop), arXiv:2510.18855.
     """
     keep_T = tokens.valid_mask_T
-    for _, gate in gates:
+    for gate in gates:
         if gate.level == "token":
             keep_T = keep_T & inside(tokens.log_ratio_T, gate.band)
     return keep_T
@@ -32,7 +32,7 @@ def sequence_keep(stats: SequenceStatistics, gates: Gates) -> Tensor:
     2025. Vetoing a sequence for one token: Prime Intellect, INTELLECT-3, arXiv:2512.16144.
     """
     keep_S = torch.ones_like(stats.num_valid_S, dtype=torch.bool)
-    for _, gate in gates:
+    for gate in gates:
         if gate.level != "token":
             keep_S = keep_S & inside(gate_statistic(stats, gate), gate.band)
     return keep_S
