@@ -174,8 +174,9 @@ def call_hook(
 
 def flat(values: Sequence) -> torch.Tensor:
     """Lists of lists or of tensors as one float64 tensor."""
-    parts = [torch.as_tensor(value, dtype=torch.float64).reshape(-1) for value in values]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    if values and isinstance(values[0], torch.Tensor):
+        return torch.cat([value.detach().double() for value in values])
+    return torch.tensor([x for value in values for x in value], dtype=torch.float64)
 
 
 def pick(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -183,13 +184,15 @@ def pick(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]) -> 
     return [[value[index] for index in own] for value, own in zip(values, tokens, strict=True)]
 
 
-def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, *, what: str, rtol: float = RTOL, atol: float = ATOL
-) -> None:
-    """Equality up to float32."""
-    torch.testing.assert_close(
-        actual.detach().double(), expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
-    )
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
+    """Equality up to float32, NaN equal to NaN."""
+    actual = actual.detach().double()
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    close = torch.isclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True)
+    if not close.all():
+        worst = (~close).nonzero()[0].tolist()
+        found, wanted = float(actual[tuple(worst)]), float(expected[tuple(worst)])
+        raise AssertionError(f"{what}: {found} at {worst}, expected {wanted}; {int((~close).sum())} of {close.numel()}")
 
 
 def assert_hook_output(
@@ -203,24 +206,44 @@ def assert_hook_output(
     """The hook's loss, masks and metrics are the expected ones; `tokens` lists this rank's tokens of every response."""
     loss, masks, metrics = output
     own = [range(m.numel()) for m in samples.masks] if tokens is None else tokens
-    response = flat(pick([[float(x != 0) for x in m.tolist()] for m in samples.masks], own)) != 0
-    assert loss.shape == pg_loss.shape
     assert_close(loss, flat(pick(expected.weights, own)) * pg_loss.detach().double(), what="loss")
     assert [m.numel() for m in masks] == [m.numel() for m in samples.masks]
-    for index, (actual, wanted) in enumerate(zip(masks, expected.masks, strict=True)):
-        assert [float(x) for x in actual] == wanted, f"mask of sample {index}"
-    assert set(metrics) == set(expected.tokens)
-    for name, value in metrics.items():
-        assert value.shape == response.shape, name
-        assert not value.requires_grad, name
-        assert value[~response].isfinite().all(), f"{name} is not finite under the mask"
+    assert torch.cat(masks).tolist() == flat(expected.masks).tolist(), "masks"
+    assert_hook_metrics(metrics, expected, samples, tokens=own)
+
+
+def assert_hook_metrics(
+    metrics: Mapping[str, torch.Tensor],
+    expected: Corrected,
+    samples: Samples,
+    *,
+    tokens: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Each metric is the expected one on response tokens, unless nothing was measured, and finite elsewhere."""
+    own = [range(m.numel()) for m in samples.masks] if tokens is None else tokens
+    response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
+    assert set(metrics) == set(expected.tokens), set(metrics) ^ set(expected.tokens)
+    names = list(metrics)
+    assert all(metrics[name].shape == response.shape for name in names)
+    assert not any(metrics[name].requires_grad for name in names)
+    table = torch.stack([metrics[name] for name in names])
+    assert table[:, ~response].isfinite().all(), "a metric is not finite under the mask"
+    wanted = torch.stack([flat(pick(expected.tokens[name], own)) for name in names])
+    measured = torch.tensor([not math.isnan(expected.values[name]) for name in names])
+    if torch.isclose(table.double(), wanted, rtol=RTOL, atol=ATOL)[measured][:, response].all():
+        return
+    for name, row, wanted_row in zip(names, table, wanted, strict=True):
         if not math.isnan(expected.values[name]):
-            assert_close(value[response], flat(pick(expected.tokens[name], own))[response], what=name)
+            assert_close(row[response], wanted_row[response], what=name)
 
 
 def assert_values(metrics: Mapping[str, torch.Tensor], expected: Corrected) -> None:
     """Metrics as one number each are the expected ones, NaN when nothing was measured."""
-    assert set(metrics) == set(expected.values)
-    for name, value in metrics.items():
-        assert value.shape == (), name
-        assert_close(value, torch.tensor(expected.values[name], dtype=torch.float64), what=name)
+    assert set(metrics) == set(expected.values), set(metrics) ^ set(expected.values)
+    assert all(value.shape == () for value in metrics.values())
+    table = torch.stack(list(metrics.values())).double()
+    wanted = torch.tensor([expected.values[name] for name in metrics], dtype=torch.float64)
+    for name, close, value in zip(
+        metrics, torch.isclose(table, wanted, rtol=RTOL, atol=ATOL, equal_nan=True).tolist(), table, strict=True
+    ):
+        assert close, f"{name}: {float(value)}, expected {expected.values[name]}"

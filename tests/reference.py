@@ -81,7 +81,8 @@ class Rules:
             rs_low, rs_high = keys.get("rs_lower_bound"), keys.get("rs_upper_bound")
             rs_low, rs_high = low if rs_low is None else rs_low, high if rs_high is None else rs_high
             gates.append(Gate("rs_mask", keys.get("rs_level", "token"), rs_low, rs_high))
-        for index, extra in enumerate(keys.get("rs_gates") or []):
+        # The gate of the flat keys is the first one.
+        for index, extra in enumerate(keys.get("rs_gates") or [], start=2):
             gates.append(Gate(f"rs_gate{index}", extra["level"], extra["low"], extra["high"]))
         veto = use_rs or not keys.get("rs_veto_requires_rs", False)
         return cls(

@@ -231,7 +231,8 @@ class Worker:
         return failures
 
     def run_thd(self) -> list[str]:
-        failures = self.compare_hook(grid(), "plain") + self.compare_hook(grid()[::3], "broken")
+        cases = grid() if dist.get_world_size() == 4 else grid()[::3]
+        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::3], "broken")
         return failures + self.compare_hook(grid()[::9], "single tokens") + self.compare_hook(grid()[::9], "all masked")
 
     def run_bshd(self) -> list[str]:
@@ -278,7 +279,7 @@ class Worker:
     def run_collectives(self) -> list[str]:
         failures: list[str] = []
         metrics_only = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
-        for keys in [metrics_only, *(keys for keys, _ in grid()[::2])]:
+        for keys in [metrics_only, *(keys for keys, _ in grid()[::7])]:
             args = args_of(keys)
             seen = []
             for lengths in [[8, 8, 8], [800, 8, 8], [8, 8, 8], [1] * 40]:

@@ -27,7 +27,7 @@ ATOL = 5e-7
 
 
 def batch(*, seed: int, masked_sample: bool) -> Samples:
-    samples = random_samples([7, 1, 12, 4, 9, 2], seed=seed)
+    samples = random_samples([7, 1, 12, 4, 9, 2], seed=seed, outliers=0.12)
     if masked_sample:
         samples.masks[3].zero_()
     return samples
@@ -52,16 +52,22 @@ def settings_of(level: str, mode: str, rs_level: str | None, *, veto: bool, norm
 
 
 def compat(keys: dict) -> dict:
-    """The preset's keys with the changes a user makes; a key the preset sets and the change makes idle is dropped."""
+    """The preset's keys with the changes a user makes; keys that have no effect any more are dropped."""
     merged = {**COMPAT, **keys}
+    idle = ["tis_lower_bound", "rs_veto_threshold", "tis_batch_normalize"]
+    idle = [key for key in idle if key not in keys]
     if not keys["use_rs"]:
-        merged = {
-            key: value for key, value in merged.items() if key not in ("rs_level", "rs_lower_bound", "rs_upper_bound")
-        }
-    for key in ("tis_lower_bound", "rs_veto_threshold", "tis_batch_normalize"):
-        if key not in keys:
-            merged.pop(key, None)
-    return merged
+        idle += ["rs_level", "rs_lower_bound", "rs_upper_bound"]
+    if "rs_veto_threshold" in idle:
+        idle += ["rs_veto_requires_rs"]
+    if "tis_batch_normalize" in idle:
+        idle += ["tis_normalize_scope", "tis_normalize_over"]
+    return {key: value for key, value in merged.items() if key not in idle}
+
+
+def assert_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (actual - expected).abs()
+    assert (difference <= ATOL + RTOL * expected.abs()).all(), f"{what}: {actual} instead of {expected}"
 
 
 def host_output(keys: dict, samples: Samples) -> host_loop.HostOutput:
@@ -75,32 +81,23 @@ def test_weights_masks_loss_and_metrics_equal_the_reference_example(level, mode,
     for veto in [False, True]:
         for normalize in [False, True] if level != "geometric" else [False]:
             keys = settings_of(level, mode, rs_level, veto=veto, normalize=normalize)
-            samples = batch(seed=21, masked_sample=not (normalize and level == "sequence"))
+            samples = batch(seed=50, masked_sample=not (normalize and level == "sequence"))
             host = host_output(keys, samples)
             pg_loss = torch.linspace(-1.0, 2.0, sum(m.numel() for m in samples.masks))
             loss, masks, metrics = call_hook(compat(keys), samples, pg_loss=pg_loss)
             response = flat(samples.masks) != 0
 
-            def check(what, actual, expected, response=response):
-                torch.testing.assert_close(
-                    actual.double()[response],
-                    expected[response],
-                    rtol=RTOL,
-                    atol=ATOL,
-                    msg=lambda text: f"{what}: {text}",
-                )
-
-            check("loss", loss, flat(host.weights) * pg_loss.double())
+            expected_loss = flat(host.weights) * pg_loss.double()
+            assert_equal("loss", loss.double()[response], expected_loss[response])
             assert torch.equal(flat(masks), flat(host.masks))
+            lengths = [m.numel() for m in samples.masks]
             for name, values in host.metrics.items():
-                check(name, metrics[name], flat(values))
-                lengths = [m.numel() for m in samples.masks]
-                torch.testing.assert_close(
-                    host_loop.sum_of_sample_mean(metrics[name].split(lengths), samples.masks),
-                    host_loop.sum_of_sample_mean(values, samples.masks),
-                    rtol=RTOL,
-                    atol=ATOL * len(lengths),
-                )
+                assert_equal(name, metrics[name].double()[response], flat(values)[response])
+                reduced = host_loop.sum_of_sample_mean(metrics[name].split(lengths), samples.masks)
+                wanted = host_loop.sum_of_sample_mean(values, samples.masks)
+                assert_equal(name, reduced / len(lengths), wanted / len(lengths))
+            if veto and rs_level is not None:
+                assert metrics["mis_rs_catastrophic_seq_fraction"].any()
 
 
 def test_metrics_only_mode_equals_the_reference_example():
@@ -110,11 +107,11 @@ def test_metrics_only_mode_equals_the_reference_example():
     metrics = call_hook(keys, samples)[2]
     response = flat(samples.masks) != 0
     for name, values in host.metrics.items():
-        torch.testing.assert_close(metrics[name].double()[response], flat(values)[response], rtol=RTOL, atol=ATOL)
+        assert_equal(name, metrics[name].double()[response], flat(values)[response])
 
 
 def test_the_veto_of_the_compat_preset_needs_rejection_and_the_native_one_does_not():
-    samples = batch(seed=21, masked_sample=True)
+    samples = batch(seed=50, masked_sample=True)
     keys = settings_of("token", "truncate", None, veto=True, normalize=False)
     _, compat_masks, _ = call_hook(compat(keys), samples)
     _, native_masks, _ = call_hook(keys, samples)
@@ -147,6 +144,5 @@ def test_the_judge_and_the_reference_example_agree_where_both_are_right(level, m
             assert torch.equal(flat(judge.masks), flat(host.masks))
             response = flat(samples.masks) != 0
             for name, values in host.metrics.items():
-                torch.testing.assert_close(
-                    flat(judge.tokens[name])[response], flat(values)[response], rtol=1e-11, atol=1e-12
-                )
+                difference = (flat(judge.tokens[name]) - flat(values))[response].abs()
+                assert (difference <= 1e-12 + 1e-11 * flat(values)[response].abs()).all(), name

@@ -166,6 +166,16 @@ def test_completions_end_at_the_end_token_or_the_limit_and_carry_the_version(eng
     assert any(len(completion.token_ids) < 32 for completion in completions)
 
 
+@pytest.mark.parametrize("prompt_length", [1, 216, 250, 255])
+def test_a_response_may_fill_the_model_to_its_last_position(engine, policy, prompt_length):
+    room = QWEN3.max_position_embeddings - prompt_length
+    prompts = [[5 + draw] * prompt_length for draw in range(8)]
+    completions = engine.generate(prompts, max_new_tokens=room, temperature=1.0)
+    assert all(len(c.token_ids) == room or c.token_ids[-1] == EOS for c in completions)
+    assert prompt_length == 1 or any(len(c.token_ids) == room for c in completions)
+    assert largest_difference(policy, prompts, completions, 1.0) < BF16_TOLERANCE
+
+
 def test_an_update_moves_the_engine_to_the_new_model_and_keeps_one_checkpoint(engine, policy, other_policy):
     engine.generate(PROMPTS, max_new_tokens=16, temperature=1.0)
     engine.update_weights(other_policy.state_dict(), version=8)
@@ -224,10 +234,11 @@ def test_the_checkpoint_of_another_model_is_detected(engine, policy, other_polic
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": [[5], []], "max_new_tokens": 4, "temperature": 1.0}, "request 1: the prompt is empty"),
+        ({"prompts": [[5], []], "max_new_tokens": 4, "temperature": 1.0}, "request 1: a prompt of 0 tokens"),
         ({"prompts": [[5]], "max_new_tokens": 0, "temperature": 1.0}, "max_new_tokens=0"),
         ({"prompts": [[5]], "max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0"),
-        ({"prompts": [[5] * 300], "max_new_tokens": 4, "temperature": 1.0}, "256"),
+        ({"prompts": [[5] * 253], "max_new_tokens": 4, "temperature": 1.0}, "between 1 and 252 .max_position.*=256"),
+        ({"prompts": [[5, 50]], "max_new_tokens": 4, "temperature": 1.0}, "from 5 to 50, vocab_size=50"),
     ],
 )
 def test_a_request_out_of_range_is_an_error_and_the_engine_stays_usable(engine, arguments, message):

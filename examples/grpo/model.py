@@ -20,8 +20,8 @@ class ModelShape:
     """A Qwen3-like decoder: RMSNorm, SwiGLU, rotary positions, grouped queries with normalised heads."""
 
     num_layers: int = 2
-    hidden_size: int = 128
-    ffn_hidden_size: int = 256
+    hidden_size: int = 64
+    ffn_hidden_size: int = 128
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32

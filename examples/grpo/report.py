@@ -87,7 +87,7 @@ def plot(rows: list[Row], path: Path) -> None:
         if len(measured) > 1:
             axis.legend(frameon=False)
     axes["A"].set_ylim(0, 1.02)
-    axes["D"].set_ylim(0, 1.02)
+    axes["D"].set_ylim(top=1 + 0.05 * (1 - axes["D"].get_ylim()[0]))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -96,13 +96,11 @@ def summary_table(rows: list[Row]) -> Table:
     """Show the first and last steps of every metric side by side."""
     window = max(1, min(10, len(rows) // 4))
     table = Table(title=f"{len(rows)} steps (means over {window} at each end)")
-    table.add_column("metric")
+    table.add_column("metric", no_wrap=True)
     for heading in ("first", "last", "min", "max"):
         table.add_column(heading, justify="right")
-    for name in rows[0]:
+    for name in [name for name in rows[0] if name != "step"]:
         values = [row[name] for row in rows if name in row]
-        if name == "step":
-            continue
         ends = sum(values[:window]) / window, sum(values[-window:]) / window
         table.add_row(name, *(f"{value:.5g}" for value in (*ends, min(values), max(values))))
     return table

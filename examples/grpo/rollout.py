@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine import Completion
-from .task import DigitSumTask, Problem, grade
+from .task import CountingTask, Problem, grade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +58,13 @@ def grade_groups(
     return samples, rewards_GN
 
 
-def supervised_samples(task: DigitSumTask, rng: Random, count: int) -> list[Sample]:
-    """Draw problems together with their right answers, the ungraded tail filled with zeros."""
+def supervised_samples(task: CountingTask, rng: Random, count: int) -> list[Sample]:
+    """Draw problems together with their right responses."""
     problems = [task.sample(rng) for _ in range(count)]
-    return [
-        Sample(problem=problem, response_ids=problem.answer_ids + [0] * (task.response_length - len(problem.answer_ids)))
-        for problem in problems
-    ]
+    return [Sample(problem=problem, response_ids=problem.solve(task.response_length)) for problem in problems]
 
 
-def rollout_data(task: DigitSumTask, samples: list[Sample], *, device: torch.device) -> dict[str, Any]:
+def rollout_data(task: CountingTask, samples: list[Sample], *, device: torch.device) -> dict[str, Any]:
     """Store samples the way slime hands a rollout to its hooks: a mapping of lists with one entry per sample."""
     masks = [torch.tensor(task.loss_mask(sample.problem), dtype=torch.int, device=device) for sample in samples]
     return {

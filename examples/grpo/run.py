@@ -20,7 +20,7 @@ from .loss import load_function
 from .model import ModelShape, hf_config
 from .report import MetricsLog, ProgressDisplay, Row, plot, read_metrics, summary_table
 from .rollout import Sample, grade_groups, rollout_data, supervised_samples
-from .task import DigitSumTask, Problem
+from .task import CountingTask, Problem
 from .trainer import Trainer
 
 
@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, args: Namespace, ranks: Ranks, stop: StopRequest) -> None:
         self._args, self._ranks, self._stop = args, ranks, stop
-        self._task = DigitSumTask(response_length=args.rollout_max_response_len)
+        self._task = CountingTask(response_length=args.rollout_max_response_len)
         self._rng = Random(args.seed)
         shape = ModelShape(
             num_layers=args.num_layers,

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import weakref
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -48,6 +49,9 @@ CPU_SETTINGS: dict[str, Any] = {
 }
 # The trainer's first rank shares its GPU with the engine.
 GPU_SETTINGS: dict[str, Any] = {"device": "cuda", "mem_fraction_static": 0.3}
+
+# SGLang ends a response up to two tokens short of its context, and refuses prompts within six: this much is added.
+CONTEXT_MARGIN = 8
 
 # The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
 HIDDEN_FROM_ENGINE = {
@@ -91,16 +95,20 @@ class SGLangEngine(RolloutEngine):
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._log = self._workdir / "sglang.log"
         self._tied = bool(hf_config.tie_word_embeddings)
+        self._context_length: int = hf_config.max_position_embeddings
+        self._vocab_size: int = hf_config.vocab_size
         self._config_dir = self._workdir / "config"
         hf_config.save_pretrained(self._config_dir)
         self._version: int | None = None
 
+        # SGLang leaves its sockets where temporary files go; their paths must be short.
+        sockets = tempfile.mkdtemp(prefix="sglang-")
         ours, theirs = Pipe()
         self._connection: Connection = ours
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _worker_source(theirs.fileno())],
-                env=_worker_environment(os.environ),
+                env={**_worker_environment(os.environ), "TMPDIR": sockets},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -110,7 +118,7 @@ class SGLangEngine(RolloutEngine):
             )
         theirs.close()
         # Runs at close(), when the object is collected and at interpreter exit, whichever is first.
-        self._stop = weakref.finalize(self, _stop_worker, self._process, ours)
+        self._stop = weakref.finalize(self, _stop_worker, self._process, ours, sockets)
         try:
             self._shapes: dict[str, tuple[int, ...]] = self._call(
                 "start", config=str(self._config_dir), checkpoint=str(self._workdir / "weights-initial"), seed=seed
@@ -135,8 +143,17 @@ class SGLangEngine(RolloutEngine):
             raise RuntimeError("the SGLang engine holds no weights of the trainer: call update_weights first")
         if temperature <= 0 or max_new_tokens < 1:
             raise ValueError(f"{temperature=} must be above 0 and {max_new_tokens=} at least 1")
-        if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
-            raise ValueError(f"request {empty[0]}: the prompt is empty")
+        for index, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) <= self._context_length - max_new_tokens:
+                raise ValueError(
+                    f"request {index}: a prompt of {len(prompt)} tokens; with {max_new_tokens=} it must have between 1 "
+                    f"and {self._context_length - max_new_tokens} (max_position_embeddings={self._context_length})"
+                )
+            # SGLang pads the vocabulary and takes an id in the padding for a token.
+            if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+                raise ValueError(
+                    f"request {index}: token ids from {min(prompt)} to {max(prompt)}, vocab_size={self._vocab_size}"
+                )
         if not prompts:
             return []
         sampling_params = {
@@ -334,8 +351,8 @@ def _worker_environment(environment: os._Environ[str] | dict[str, str]) -> dict[
     return {"OMP_NUM_THREADS": "1", **kept}
 
 
-def _stop_worker(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """End the worker and everything in its session."""
+def _stop_worker(process: subprocess.Popen[bytes], connection: Connection, sockets: str) -> None:
+    """End the worker and everything in its session, and remove its sockets."""
     # The worker takes the closed pipe as the end and shuts the engine down.
     connection.close()
     with suppress(subprocess.TimeoutExpired):
@@ -343,6 +360,7 @@ def _stop_worker(process: subprocess.Popen[bytes], connection: Connection) -> No
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _tail(log: Path, lines: int = 30) -> str:
@@ -362,6 +380,9 @@ class _Worker:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             sys.path.insert(0, str(Path(__file__).resolve().parent / "sglang_cpu"))
 
+        # Otherwise a context above the configuration's is refused; positions stay within it.
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+
         import sglang
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -374,6 +395,7 @@ class _Worker:
             model_path=checkpoint,
             skip_tokenizer_init=True,
             dtype="bfloat16",
+            context_length=model.config.max_position_embeddings + CONTEXT_MARGIN,
             sampling_backend="pytorch",
             grammar_backend="none",
             random_seed=seed,

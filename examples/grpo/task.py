@@ -1,63 +1,83 @@
-"""The task: continue a line of digits by a rule, graded digit by digit."""
+"""The task: count on in steps of a given size, graded digit by digit."""
 
 from dataclasses import dataclass
 from random import Random
 
-START_TOKEN = 10
-"""Begins every prompt."""
-VOCAB_SIZE = 16
+FIRST_STEP_TOKEN = 10
+"""Tokens 0 to 9 are digits; this one and the next nine say "in steps of 0", ..., "in steps of 9"."""
+VOCAB_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One prompt and what the grader expects.
+    """One prompt and what the grader needs.
 
     Attributes:
-        prompt_ids: ``START digits...``.
-        answer_ids: The digits that the grader reads.
+        step: The size of the steps, 0 to 9.
+        start: The digit before the first one of the response.
+        noise: Digits without meaning that begin the prompt.
+        num_graded: Digits of the response that the grader reads.
     """
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    step: int
+    start: int
+    noise: tuple[int, ...]
+    num_graded: int
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt: noise, step, start."""
+        return [*self.noise, FIRST_STEP_TOKEN + self.step, self.start]
+
+    def solve(self, length: int) -> list[int]:
+        """Return the right response of a given length."""
+        return [(self.start + self.step * count) % 10 for count in range(1, length + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitSumTask:
-    """Continue a line of digits: each is the sum of the two before it, modulo 10.
+class CountingTask:
+    """Count on: each digit is the one before it plus the step of the prompt, modulo 10.
 
-    One slip spoils what follows, as in any chain of calculations. A response has always ``response_length`` digits, of
-    which the grader reads a number drawn per problem; the others carry no loss, as observation tokens of other tasks do.
+    A response has always ``response_length`` digits, of which the grader reads a number drawn per problem. The others
+    carry no loss, as observation tokens of other tasks do. Noise makes prompts of different lengths.
 
     Attributes:
         response_length: Digits of a response.
-        min_graded: The fewest digits that the grader reads; at most ``response_length``.
-        max_given: The most digits that a prompt gives; at least two, of which the last two matter.
+        min_graded: The fewest digits that the grader reads, unless the response is shorter.
+        max_noise: The most noise digits.
     """
 
     response_length: int = 40
     min_graded: int = 32
-    max_given: int = 9
+    max_noise: int = 7
 
     @property
     def max_length(self) -> int:
         """Tokens of the longest prompt and its response."""
-        return 1 + self.max_given + self.response_length
+        return self.max_noise + 2 + self.response_length
 
     def sample(self, rng: Random) -> Problem:
         """Draw one problem."""
-        given = [rng.randrange(10) for _ in range(rng.randint(2, self.max_given))]
-        line = list(given)
-        for _ in range(rng.randint(min(self.min_graded, self.response_length), self.response_length)):
-            line.append((line[-2] + line[-1]) % 10)
-        return Problem(prompt_ids=[START_TOKEN, *given], answer_ids=line[len(given) :])
+        return Problem(
+            step=rng.randrange(10),
+            start=rng.randrange(10),
+            noise=tuple(rng.randrange(10) for _ in range(rng.randint(0, self.max_noise))),
+            num_graded=rng.randint(min(self.min_graded, self.response_length), self.response_length),
+        )
 
     def loss_mask(self, problem: Problem) -> list[int]:
         """Return 1 for every graded digit of a response and 0 for the others."""
-        num_graded = len(problem.answer_ids)
-        return [1] * num_graded + [0] * (self.response_length - num_graded)
+        return [1] * problem.num_graded + [0] * (self.response_length - problem.num_graded)
 
 
 def grade(problem: Problem, response_ids: list[int]) -> float:
-    """Return the share of graded digits that are right, 0 to 1; a missing digit is wrong."""
-    right = sum(expected == given for expected, given in zip(problem.answer_ids, response_ids, strict=False))
-    return right / len(problem.answer_ids)
+    """Return the share of graded digits that are one step on from the digit before them, 0 to 1.
+
+    The digit before is the one that the response really has, so that one slip costs one digit. Tokens that are no
+    digits are wrong, and so is the digit after them; missing digits are wrong.
+    """
+    line = [problem.start, *response_ids[: problem.num_graded]]
+    right = sum(
+        before < 10 and after == (before + problem.step) % 10 for before, after in zip(line, line[1:], strict=False)
+    )
+    return right / problem.num_graded

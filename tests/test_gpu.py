@@ -1,0 +1,116 @@
+"""On CUDA devices: the same numbers as the judge, the same bits on every run, and NCCL in place of gloo."""
+
+import json
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from cases import args_of, assert_hook_output, random_samples, sprinkle
+from reference import Samples, correct
+from test_parallel import TIMEOUT, TOPOLOGIES, Worker, grid
+
+import mis_ext
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_cuda(samples: Samples) -> Samples:
+    return Samples(*([x.cuda() for x in column] for column in (samples.train, samples.rollout, samples.masks)))
+
+
+def on_cpu(output: tuple) -> tuple:
+    loss, masks, metrics = output
+    return loss.cpu(), [mask.cpu() for mask in masks], {name: values.cpu() for name, values in metrics.items()}
+
+
+def call_hook_on_cuda(keys: dict, samples: Samples, pg_loss: torch.Tensor, *, per_token_loss: bool = False) -> tuple:
+    lengths = [mask.numel() for mask in samples.masks]
+    moved = on_cuda(samples)
+    return mis_ext.compute_mis_weights_with_cp(
+        args=args_of(keys, per_token_loss=per_token_loss),
+        pg_loss=pg_loss.cuda(),
+        train_log_probs=moved.train,
+        rollout_log_probs=moved.rollout,
+        loss_masks=moved.masks,
+        total_lengths=[length + 3 for length in lengths],
+        response_lengths=lengths,
+    )
+
+
+def test_every_setting_agrees_with_the_judge() -> None:
+    samples = sprinkle(random_samples([40, 1, 700, 3, 33, 32, 64], seed=5, outliers=0.02), seed=6, share=0.01)
+    pg_loss = torch.linspace(-1.0, 2.0, 873)
+    for keys, per_token_loss in grid()[::2]:
+        (expected,) = correct([samples], keys, per_token_loss=per_token_loss)
+        if expected.margin > 1e-5:
+            output = call_hook_on_cuda(keys, samples, pg_loss, per_token_loss=per_token_loss)
+            assert_hook_output(on_cpu(output), expected, samples, pg_loss=pg_loss)
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    samples = random_samples([5000, 1, 20000, 300], seed=7)
+    pg_loss = torch.linspace(-1.0, 2.0, 25301)
+    keys, _ = grid()[7]
+    first, second = (on_cpu(call_hook_on_cuda(keys, samples, pg_loss)) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(x, y) for x, y in zip(first[1], second[1], strict=True))
+    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+
+
+class CudaWorker(Worker):
+    """One rank of one topology, on its own device."""
+
+    def hook(self, args, samples: Samples, totals: list[int], *, padded_lengths=None, **keywords):
+        train, rollout = (
+            [x.cuda() for x in self.local(column, totals, padded_lengths=padded_lengths)]
+            for column in (samples.train, samples.rollout)
+        )
+        pg_loss = torch.linspace(-1.0, 2.0, sum(x.numel() for x in train))
+        output = mis_ext.compute_mis_weights_with_cp(
+            args=args,
+            pg_loss=pg_loss.cuda(),
+            train_log_probs=train,
+            rollout_log_probs=rollout,
+            loss_masks=[mask.cuda() for mask in samples.masks],
+            total_lengths=totals,
+            response_lengths=[mask.numel() for mask in samples.masks],
+            **keywords,
+        )
+        return on_cpu(output), pg_loss
+
+
+def work(rank: int, topology: str, folder: str) -> None:
+    """Compare one rank's part with the judge, and write down what differs."""
+    world_size = TOPOLOGIES[topology][0] * TOPOLOGIES[topology][1]
+    torch.cuda.set_device(rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    store = f"file://{folder}/store"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    try:
+        worker = CudaWorker(topology)
+        failures = worker.compare_hook(grid()[::5], "plain") + worker.compare_hook(grid()[1::9], "broken")
+        failures += worker.compare_hook(grid()[::9], "plain", max_seq_lens=True, qkv_format="bshd")
+    except Exception:
+        failures = [traceback.format_exc()]
+        raise
+    finally:
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(failures))
+        dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_nccl_gives_the_results_of_one_rank(topology: str, tmp_path: Path) -> None:
+    world_size = TOPOLOGIES[topology][0] * TOPOLOGIES[topology][1]
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices")
+    mp.spawn(work, args=(topology, str(tmp_path)), nprocs=world_size)
+    failures = [text for path in tmp_path.glob("*.json") for text in json.loads(path.read_text())]
+    assert not failures, f"{len(failures)} differences, the first:\n" + "\n".join(failures[:3])
