@@ -89,7 +89,7 @@ def group_totals(
     sums = torch.stack(
         [
             stats.ratio_sum_S,
-            stats.squared_ratio_excess_S + stats.num_valid_S,
+            stats.squared_ratio_sum_S,
             stats.num_valid_S,
             sequence_ratio_S,
             sequence_ratio_S.square(),

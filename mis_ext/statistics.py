@@ -16,7 +16,7 @@ class SequenceStatistics(NamedTuple):
     """Whole-sequence numbers ``[S]``, equal on every context-parallel rank, over valid tokens of the original mask.
 
     ``num_response_S`` counts response tokens with or without a ratio. ``squared_ratio_excess_S`` sums ``ratio**2 - 1``,
-    which keeps the digits that a sum of squares near 1 loses. Extremes of a sequence without a valid token are +inf
+    which has the digits that a sum of squares near 1 has lost. Extremes of a sequence without a valid token are +inf
     (min) and -inf (max).
     """
 
@@ -26,6 +26,7 @@ class SequenceStatistics(NamedTuple):
     proximal_sum_S: Tensor
     behavior_sum_S: Tensor
     ratio_sum_S: Tensor
+    squared_ratio_sum_S: Tensor
     squared_ratio_excess_S: Tensor
     token_weight_sum_S: Tensor
     num_token_kept_S: Tensor
@@ -49,7 +50,7 @@ def sequence_statistics(
     layout: PackedLayout,
     cp_group: Group | None,
 ) -> SequenceStatistics:
-    """Reduce local tokens to sequences, and ranks to one: one all-gather of ``[13, S]`` numbers.
+    """Reduce local tokens to sequences, and ranks to one: one all-gather of ``[14, S]`` numbers.
 
     Args:
         tokens: Log-ratios of the local tokens.
@@ -69,6 +70,7 @@ def sequence_statistics(
             tokens.proximal_T,
             tokens.behavior_T,
             ratio_T,
+            ratio_T.square(),
             torch.where(valid_T, bounded_expm1(log_ratio_T, scale=2.0), 0.0),
             weight_T,
             token_keep_T.float(),
