@@ -21,7 +21,7 @@ class PackedLayout:
 
     Attributes:
         response_lengths: Tokens per whole response.
-        num_local_tokens: ``T``.
+        local_lengths: How many of them are on this rank.
         sequence_T: Sequence of each local token.
         sequence_R: Sequence of each token of the whole responses.
         position_T: Index of each local token in the concatenated whole responses; None when ``T`` is ``R``.
@@ -30,7 +30,7 @@ class PackedLayout:
     """
 
     response_lengths: tuple[int, ...]
-    num_local_tokens: int
+    local_lengths: tuple[int, ...]
     sequence_T: Tensor
     sequence_R: Tensor
     position_T: Tensor | None
@@ -89,6 +89,11 @@ class PackedLayout:
         """``S``."""
         return len(self.response_lengths)
 
+    @property
+    def num_local_tokens(self) -> int:
+        """``T``."""
+        return self.sequence_T.numel()
+
     def reduce(self, values_KT: Tensor, op: Literal["sum", "min"]) -> Tensor:
         """Reduce ``[K, T]`` local tokens to ``[K, S]``; a sequence without local tokens gets the identity of ``op``."""
         return _reduce_tree(values_KT, self.local_tree, op)
@@ -127,7 +132,7 @@ def _whole_layout(response_lengths: tuple[int, ...], device: torch.device) -> Pa
     tree = _build_tree(lengths_S, device)
     return PackedLayout(
         response_lengths=response_lengths,
-        num_local_tokens=sequence_R.numel(),
+        local_lengths=response_lengths,
         sequence_T=sequence_R,
         sequence_R=sequence_R,
         position_T=None,
@@ -160,14 +165,15 @@ def _context_parallel_layout(
     length_P = end_P - begin_P
     length_S = length_P.sum(1)
     offset_P = (response_S.cumsum(0) - response_S)[:, None] + begin_P
-    num_local = int(length_S.sum())
+    local_lengths = tuple(length_S.tolist())
+    num_local = sum(local_lengths)
     # Piece after piece, each a contiguous run of its response.
     length_P, offset_P = length_P.flatten(), offset_P.flatten()
     start_P = length_P.cumsum(0) - length_P
     shift_T = (offset_P - start_P).repeat_interleave(length_P, output_size=num_local)
     return PackedLayout(
         response_lengths=response_lengths,
-        num_local_tokens=num_local,
+        local_lengths=local_lengths,
         sequence_T=_sequence_of(length_S, num_local, device),
         sequence_R=whole.sequence_R,
         position_T=_to_device(torch.arange(num_local) + shift_T, device),

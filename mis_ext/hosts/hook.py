@@ -63,28 +63,33 @@ def compute_mis_weights_with_cp(
     if is_missing:
         _report_missing(session, train_log_probs, rollout_log_probs)
     # Without log-probs nothing is measured, but the collectives run as on every other rank.
-    unmeasured = [torch.full_like(pg_loss, torch.nan)]
+    unmeasured_T = torch.full_like(pg_loss, torch.nan)
     proximal_T, behavior_T = (
-        pack(name, log_probs if log_probs and not is_missing else unmeasured, pg_loss.numel(), device=pg_loss.device)
+        unmeasured_T
+        if is_missing or log_probs is None
+        else pack(name, log_probs, layout.local_lengths, device=pg_loss.device)
         for name, log_probs in (("train_log_probs", train_log_probs), ("rollout_log_probs", rollout_log_probs))
     )
     correction = compute_correction(
         proximal_logprobs_T=proximal_T,
         behavior_logprobs_T=behavior_T,
-        response_mask_R=pack("loss_masks", loss_masks, sum(response_lengths), device=pg_loss.device),
+        response_mask_R=pack("loss_masks", loss_masks, response_lengths, device=pg_loss.device),
         layout=layout,
         config=config,
         cp_group=groups.cp_group,
         dp_group=groups.dp_group,
         rollout_scale=stored_rollout_scale(config),
     )
+    response_mask_T = correction.tokens.response_mask_T
+    if is_missing:
+        not_measured_T = torch.where(response_mask_T, torch.nan, 0.0)
+        return pg_loss, loss_masks, dict.fromkeys(correction.metrics, not_measured_T)
     metrics = {
-        name: spread_metric(metric, layout, correction.stats, correction.tokens.response_mask_T)
+        name: spread_metric(metric, layout, correction.stats, response_mask_T)
         for name, metric in correction.metrics.items()
     }
-    if not is_missing:
-        session.check(correction, layout, groups)
-    if is_missing or config.metrics_only:
+    session.check(correction, layout, groups)
+    if config.metrics_only:
         return pg_loss, loss_masks, metrics
     loss = torch.where(correction.usable_mask_T, pg_loss * correction.weights_T, 0.0)
     return loss, unpack(correction.keep_mask_R.float(), layout), metrics
@@ -115,7 +120,7 @@ def compute_mis_weights(
     device = loss_masks[0].device if loss_masks else torch.device("cpu")
     layout = PackedLayout.whole(lengths, device=device)
     proximal_T, behavior_T, response_mask_R = (
-        pack(name, tensors, sum(lengths), device=device)
+        pack(name, tensors, lengths, device=device)
         for name, tensors in (
             ("train_log_probs", train_log_probs),
             ("rollout_log_probs", rollout_log_probs),

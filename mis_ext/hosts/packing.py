@@ -12,18 +12,16 @@ from mis_ext.metrics import GroupMetric, Metric, TokenMetric
 from mis_ext.statistics import SequenceStatistics
 
 
-def pack(name: str, tensors: Sequence[Tensor], num_tokens: int, *, device: torch.device) -> Tensor:
-    """``[num_tokens]``: the samples one after the other, on ``device``.
+def pack(name: str, tensors: Sequence[Tensor], lengths: Sequence[int], *, device: torch.device) -> Tensor:
+    """``[sum of lengths]``: the samples one after the other, on ``device``.
 
     Raises:
-        ValueError: There are more or fewer tokens than the lengths say.
+        ValueError: A sample has more or fewer tokens than ``lengths`` says, or there are more or fewer samples.
     """
-    packed = torch.cat([*tensors]) if tensors else torch.empty(0)
-    if packed.numel() != num_tokens:
-        raise ValueError(
-            f"{name} has {packed.numel()} tokens in {len(tensors)} samples on this rank, the lengths say {num_tokens}"
-        )
-    return packed.to(device, non_blocking=True)
+    found = list(map(Tensor.numel, tensors))
+    if found != list(lengths):
+        raise ValueError(f"{name} has samples of {found} tokens on this rank, the lengths say {list(lengths)}")
+    return torch.cat([*tensors]).to(device, non_blocking=True) if tensors else torch.empty(0, device=device)
 
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:

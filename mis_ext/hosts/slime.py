@@ -49,11 +49,11 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         cp_size=groups.cp_size,
         device=device,
     )
-    num_local, num_whole = layout.num_local_tokens, sum(layout.response_lengths)
+    local_lengths = layout.local_lengths
     correction = compute_correction(
-        proximal_logprobs_T=pack("log_probs", rollout_data["log_probs"], num_local, device=device),
-        behavior_logprobs_T=pack("rollout_log_probs", rollout_data["rollout_log_probs"], num_local, device=device),
-        response_mask_R=pack("loss_masks", rollout_data["loss_masks"], num_whole, device=device),
+        proximal_logprobs_T=pack("log_probs", rollout_data["log_probs"], local_lengths, device=device),
+        behavior_logprobs_T=pack("rollout_log_probs", rollout_data["rollout_log_probs"], local_lengths, device=device),
+        response_mask_R=pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device),
         layout=layout,
         config=config.replace(scope="micro_batch", metrics=()),
         cp_group=groups.cp_group,

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Everything that needs GPUs, once: the tests, the cost of metrics, and the example over NCCL.
+#
+#   benchmarks/gpu_run.sh [OUTPUT_DIR]
+#
+# Expects an environment with what requirements/test.txt names, or near it. Tests that need more GPUs than there are say so.
+set -uo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+output="${1:-runs/gpu}"
+mkdir -p "${output}"
+export PYTHONPATH="${PWD}${PYTHONPATH:+:${PYTHONPATH}}"
+python -c "import torch, transformers, platform; print('python', platform.python_version(), 'torch', torch.__version__, \
+'transformers', transformers.__version__, torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
+python -m pytest -m gpu -q -rs tests 2>&1 | tee "${output}/tests.txt"
+python benchmarks/cost_of_metrics.py --device cuda 2>&1 | tee "${output}/cost_of_metrics.txt"
+# Two data-parallel ranks, and two context-parallel ones, which should learn the same.
+for cp in 1 2; do
+    torchrun --standalone --nproc-per-node 2 examples/train_grpo.py --num-rollout 20 --context-parallel-size "${cp}" \
+        --output-dir "${output}/cp${cp}" --use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp \
+        --custom-config-path yaml/mis.yaml 2>&1 | tail -40 | tee "${output}/cp${cp}.txt"
+done
