@@ -1,4 +1,4 @@
-"""On CUDA devices: the same numbers as the judge, the same bits on every run, and NCCL in place of gloo."""
+"""On CUDA devices: the same bits on every run, and the judge's numbers with NCCL in place of gloo."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import args_of, assert_hook_output, random_samples, sprinkle
-from reference import Samples, correct
+from cases import args_of, assert_hook_output, random_samples
+from reference import Samples
 from test_parallel import TIMEOUT, TOPOLOGIES, Worker, grid
 
 import mis_ext
@@ -30,11 +30,11 @@ def on_cpu(output: tuple) -> tuple:
     return loss.cpu(), [mask.cpu() for mask in masks], {name: values.cpu() for name, values in metrics.items()}
 
 
-def call_hook_on_cuda(keys: dict, samples: Samples, pg_loss: torch.Tensor, *, per_token_loss: bool = False) -> tuple:
+def call_hook_on_cuda(keys: dict, samples: Samples, pg_loss: torch.Tensor) -> tuple:
     lengths = [mask.numel() for mask in samples.masks]
     moved = on_cuda(samples)
     return mis_ext.compute_mis_weights_with_cp(
-        args=args_of(keys, per_token_loss=per_token_loss),
+        args=args_of(keys),
         pg_loss=pg_loss.cuda(),
         train_log_probs=moved.train,
         rollout_log_probs=moved.rollout,
@@ -42,16 +42,6 @@ def call_hook_on_cuda(keys: dict, samples: Samples, pg_loss: torch.Tensor, *, pe
         total_lengths=[length + 3 for length in lengths],
         response_lengths=lengths,
     )
-
-
-def test_every_setting_agrees_with_the_judge() -> None:
-    samples = sprinkle(random_samples([40, 1, 700, 3, 33, 32, 64], seed=5, outliers=0.02), seed=6, share=0.01)
-    pg_loss = torch.linspace(-1.0, 2.0, 873)
-    for keys, per_token_loss in grid()[::2]:
-        (expected,) = correct([samples], keys, per_token_loss=per_token_loss)
-        if expected.margin > 1e-5:
-            output = call_hook_on_cuda(keys, samples, pg_loss, per_token_loss=per_token_loss)
-            assert_hook_output(on_cpu(output), expected, samples, pg_loss=pg_loss)
 
 
 def test_two_runs_give_the_same_bits() -> None:
