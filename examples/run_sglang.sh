@@ -2,7 +2,7 @@
 # Trains the example with SGLang as the rollout engine. Makes the environment .venv-sglang on the first run; arguments
 # go to train_grpo.py:
 #   examples/run_sglang.sh --num-rollout 3
-# PYTHON chooses the interpreter (3.11 or newer), VENV the environment, NPROC_PER_NODE the number of trainer ranks.
+# PYTHON chooses the interpreter (3.11 or newer), VENV the environment, NPROC the number of trainer ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,7 +30,7 @@ if [[ ! -e "$installed" || requirements/sglang-cpu.txt -nt "$installed" || requi
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$venv/bin/torchrun" --standalone --nproc-per-node "${NPROC_PER_NODE:-2}" examples/train_grpo.py \
+exec "$venv/bin/torchrun" --standalone --nproc-per-node "${NPROC:-2}" examples/train_grpo.py \
     --rollout-engine sglang \
     --use-tis \
     --custom-tis-function-path mis_ext.compute_mis_weights_with_cp \

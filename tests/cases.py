@@ -12,6 +12,8 @@ import hypothesis.strategies as st
 import torch
 from reference import Corrected, Samples
 
+import mis_ext
+
 # float32 `exp` at |x| <= 20 and a few means after it.
 RTOL = 1e-5
 # Differences of numbers near 1 (k3, chi-square, total variation) lose what float32 cannot hold.
@@ -158,8 +160,6 @@ def call_hook(
     prompt_length: int = 3,
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """The hook on whole responses, as slime calls it without context parallelism; `pg_loss` defaults to ones."""
-    import mis_ext
-
     lengths = [m.numel() for m in samples.masks]
     return mis_ext.compute_mis_weights_with_cp(
         args=args_of(keys, per_token_loss=per_token_loss) if args is None else args,

@@ -103,7 +103,7 @@ REFUSED = {
     "{use_tis: true, tis_upper_bound: 0.5}": r"tis_upper_bound must be in \[1, inf\], got 0.5",
     "{use_tis: true, tis_upper_bound: .inf}": r"mode: unbounded",
     "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5}": r"tis_lower_bound must be in \[0, 1\], got 1.5",
-    "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_lower_bound must be below tis_upper_bound, got 1 and 1",
+    "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_lower_bound must be below tis_upper_bound",
     "{use_tis: true, use_rs: true, rs_upper_bound: 1.0, rs_lower_bound: 1.0}": r"rs_lower_bound must be below",
     "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold",
     "{use_tis: true, rs_veto_upper_threshold: 0.5}": r"rs_veto_upper_threshold",
@@ -193,7 +193,7 @@ def test_the_veto_needs_rejection_only_in_the_compatible_form() -> None:
 WARNED = {
     "{use_tis: true, tis_lower_bound: 0.5}": "tis_lower_bound=0.5 has no effect with tis_mode: truncate",
     "{use_tis: true, use_rs: true, rs_level: geometric}": "come from the token-level",
-    "{use_tis: true, use_rs: true, rs_level: geometric, rs_lower_bound: 0.5, rs_upper_bound: 1.01}": "almost never fires",
+    "{use_tis: true, use_rs: true, rs_level: geometric, rs_lower_bound: 0.5, rs_upper_bound: 1.01}": "almost never",
     "{use_tis: true, tis_level: geometric, tis_mode: mask, tis_upper_bound: 2.0}": "almost never fires",
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import args_of, assert_hook_output, random_samples
+from cases import args_of, random_samples
 from reference import Samples
 from test_parallel import TIMEOUT, TOPOLOGIES, Worker, grid
 

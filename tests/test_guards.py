@@ -181,7 +181,9 @@ def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mis_ext.compute_mis_weights_with_cp(args, **batch)
-    with pytest.warns(MismatchWarning, match=r"of the tokens of a micro-batch were rejected.*mis_max_reject_fraction = 0\.3"):
+    with pytest.warns(
+        MismatchWarning, match=r"of the tokens of a micro-batch were rejected.*mis_max_reject_fraction = 0\.3"
+    ):
         mis_ext.compute_mis_weights_with_cp(args, **batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -144,6 +144,24 @@ def test_half_precision_log_probs_and_any_mask_dtype_are_computed_in_float32(key
     assert_hook_agrees(keys, converted)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32, torch.bfloat16)], ids=str
+)
+def test_the_difference_of_half_precision_log_probs_is_not_rounded_to_half_precision(dtypes):
+    # Each number fits into eight bits, their difference needs thirteen.
+    train, rollout = torch.tensor([-1 / 1024, -4.0], dtype=dtypes[0]), torch.tensor([-4.0, -1 / 1024], dtype=dtypes[1])
+    weights, _, metrics = mis_ext.compute_mis_weights(
+        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "tis_mode": "unbounded", "mis_guard": "warn"}),
+        train_log_probs=[train],
+        rollout_log_probs=[rollout],
+        loss_masks=[torch.ones(2)],
+    )
+    difference = 4 - 1 / 1024
+    wanted = torch.tensor([math.exp(difference), math.exp(-difference)], dtype=torch.float64)
+    assert_close(weights[0], wanted, what="weights")
+    assert float(metrics["mis_logprob_abs_diff"]) == difference
+
+
 @pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
 def test_log_ratios_up_to_ten_thousand_give_finite_numbers(weight):
     huge = Samples(
@@ -170,6 +188,23 @@ def test_the_kept_denominator_agrees_for_both_host_reducers(veto, scope, per_tok
         )
         for samples in BATCHES.values():
             assert_hook_agrees(keys, samples, per_token_loss=per_token_loss)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_a_response_of_sixty_thousand_tokens_is_summed_without_losing_digits(level):
+    generator = torch.Generator().manual_seed(51)
+    rollout = -torch.rand(60_000, generator=generator) - 0.5
+    train = rollout + 3e-4 + 0.05 * torch.randn(60_000, generator=generator)
+    x = (train.double() - rollout.double()).sum()
+    weights, _, _ = mis_ext.compute_mis_weights(
+        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "tis_level": level, "tis_mode": "unbounded"}),
+        train_log_probs=[train],
+        rollout_log_probs=[rollout],
+        loss_masks=[torch.ones(60_000)],
+    )
+    # A running sum in float32 is off by 6e-5, a tree of sums by about 1e-6.
+    wanted = (x if level == "sequence" else x / 60_000).exp()
+    assert math.isclose(float(weights[0][0]), float(wanted), rel_tol=1e-5)
 
 
 def test_further_gates_must_all_pass_and_report_what_each_rejects():

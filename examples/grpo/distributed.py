@@ -37,12 +37,13 @@ class Ranks:
 
     @classmethod
     def start(cls, *, context_parallel_size: int, seed: int) -> Ranks:
-        """Join the processes that torchrun started: NCCL where there are GPUs, else gloo."""
+        """Join the processes that torchrun started, unless that is done: NCCL where there are GPUs, else gloo."""
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         parallel_state.initialize_model_parallel(context_parallel_size=context_parallel_size)
         if device.type == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(seed)

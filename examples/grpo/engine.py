@@ -1,6 +1,7 @@
 """Inference engines that draw the responses: their kernels, their dtype, their own log-probs."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -32,9 +33,7 @@ class Completion:
 class RolloutEngine(Protocol):
     """An inference engine that holds its own copy of the policy."""
 
-    def generate(
-        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float
-    ) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
         """Sample one response for each prompt, in order, from the whole distribution (no top-k, no top-p).
 
         Args:
@@ -65,7 +64,7 @@ class TransformersEngine:
 
     def __init__(self, config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_config(config, attn_implementation="paged|sdpa", dtype=dtype)
+        self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="paged|sdpa", dtype=dtype)
         self._model.eval().to(device)
         torch.manual_seed(seed)
         self._version = 0
@@ -140,11 +139,13 @@ class TransformersEngine:
             max_batch_tokens=self._MAX_BATCH_TOKENS,
             max_requests_per_batch=num_requests,
             use_cuda_graph=False,
+            # It concerns tensor parallelism, which this model does not use; torchrun's environment suggests otherwise.
+            disable_nccl_graph_mixing=False,
             # A shared prefix would outlive a weight update: its cached keys belong to the old weights.
             allow_block_sharing=False,
         )
         # A new generation loop seeds the default generator.
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             self._manager = self._model.init_continuous_batching(generation_config, batching_config)
             self._manager.warmup()
         self._manager.start()

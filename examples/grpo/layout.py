@@ -6,6 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+
 def padded_length(length: int, cp_size: int) -> int:
     """Return the smallest length that ``2 * cp_size`` equal chunks cover; unchanged without context parallelism."""
     if cp_size == 1:

@@ -83,8 +83,9 @@ class Reducer:
 def clipped_policy_loss(
     ratio_T: Tensor, advantages_T: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the PPO loss of every token and which tokens the clip decided ("Proximal Policy Optimization
-    Algorithms", arXiv 1707.06347; separate upper bound: "DAPO", arXiv 2503.14476).
+    """Return the PPO loss of every token, and 1 for every token that the clip decided.
+
+    "Proximal Policy Optimization Algorithms", arXiv 1707.06347; the separate upper bound is DAPO's, arXiv 2503.14476.
 
     Args:
         ratio_T: Target over proximal probability. ``[T]``.

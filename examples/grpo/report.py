@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt  # noqa: E402
+plt.switch_backend("agg")
 
 Row = dict[str, float]
 
@@ -82,6 +82,9 @@ def plot(rows: list[Row], path: Path) -> None:
             axis.text(0.5, 0.5, "not measured in this run", ha="center", transform=axis.transAxes, color="gray")
         elif panel.scale == "log":
             axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:.0e}")
+            axis.yaxis.set_minor_formatter(NullFormatter())
         else:
             axis.ticklabel_format(useOffset=False)
         if len(measured) > 1:
@@ -95,14 +98,14 @@ def plot(rows: list[Row], path: Path) -> None:
 def summary_table(rows: list[Row]) -> Table:
     """Show the first and last steps of every metric side by side."""
     window = max(1, min(10, len(rows) // 4))
-    table = Table(title=f"{len(rows)} steps (means over {window} at each end)")
-    table.add_column("metric", no_wrap=True)
+    table = Table(title=f"{len(rows)} steps; first and last: means over {window}", box=box.SIMPLE)
+    table.add_column("metric")
     for heading in ("first", "last", "min", "max"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name in [name for name in rows[0] if name != "step"]:
         values = [row[name] for row in rows if name in row]
         ends = sum(values[:window]) / window, sum(values[-window:]) / window
-        table.add_row(name, *(f"{value:.5g}" for value in (*ends, min(values), max(values))))
+        table.add_row(name.removeprefix("train/"), *(f"{value:.4g}" for value in (*ends, min(values), max(values))))
     return table
 
 

@@ -64,14 +64,30 @@ def supervised_samples(task: CountingTask, rng: Random, count: int) -> list[Samp
     return [Sample(problem=problem, response_ids=problem.solve(task.response_length)) for problem in problems]
 
 
-def rollout_data(task: CountingTask, samples: list[Sample], *, device: torch.device) -> dict[str, Any]:
-    """Store samples the way slime hands a rollout to its hooks: a mapping of lists with one entry per sample."""
-    masks = [torch.tensor(task.loss_mask(sample.problem), dtype=torch.int, device=device) for sample in samples]
-    return {
-        "tokens": [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples],
-        "total_lengths": [len(sample.problem.prompt_ids) + len(sample.response_ids) for sample in samples],
-        "response_lengths": [len(sample.response_ids) for sample in samples],
+def own_share(
+    task: CountingTask, samples: list[Sample], *, dp_rank: int, dp_size: int, padded: bool, device: torch.device
+) -> dict[str, Any]:
+    """Store one data-parallel rank's samples as slime hands them to its hooks: lists with one entry per sample.
+
+    Args:
+        task: Decides which tokens have a loss.
+        samples: The whole rollout.
+        dp_rank: The rank.
+        dp_size: Number of data-parallel ranks; sample ``i`` goes to rank ``i % dp_size``.
+        padded: Whether the model pads samples to the longest of the rollout (bshd) instead of packing them (thd).
+        device: Where masks are needed.
+    """
+    tokens = [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples]
+    own = slice(dp_rank, None, dp_size)
+    masks = [torch.tensor(task.loss_mask(sample.problem), dtype=torch.int, device=device) for sample in samples[own]]
+    data = {
+        "tokens": tokens[own],
+        "total_lengths": [len(sample_tokens) for sample_tokens in tokens[own]],
+        "response_lengths": [len(sample.response_ids) for sample in samples[own]],
         "loss_masks": masks,
-        "advantages": [sample.advantage for sample in samples],
-        "engine_log_probs": [sample.rollout_log_probs for sample in samples],
+        "advantages": [sample.advantage for sample in samples[own]],
+        "engine_log_probs": [sample.rollout_log_probs for sample in samples[own]],
     }
+    if padded:
+        data["max_seq_lens"] = [max(map(len, tokens))] * len(masks)
+    return data

@@ -19,7 +19,7 @@ from .engine import Completion, RolloutEngine, create_engine
 from .loss import load_function
 from .model import ModelShape, hf_config
 from .report import MetricsLog, ProgressDisplay, Row, plot, read_metrics, summary_table
-from .rollout import Sample, grade_groups, rollout_data, supervised_samples
+from .rollout import Sample, grade_groups, own_share, supervised_samples
 from .task import CountingTask, Problem
 from .trainer import Trainer
 
@@ -44,6 +44,7 @@ class Run:
         self._phase_seconds: dict[str, float] = {}
         if self._is_main:
             args.output_dir.mkdir(parents=True, exist_ok=True)
+            # The sampler of the transformers engine shares this process's generator, which a checkpoint restores.
             self._engine = create_engine(
                 args.rollout_engine, hf_config=hf_config(shape), seed=args.seed, workdir=args.output_dir / "engine"
             )
@@ -53,14 +54,14 @@ class Run:
         first_step = 0
         if self._args.resume:
             first_step = load_checkpoint(self._checkpoint, trainer=self._trainer, rng=self._rng)
+        elif self._is_main:
+            self._checkpoint.unlink(missing_ok=True)
         log = MetricsLog(self._metrics, first_step=first_step) if self._is_main else None
         try:
             with ProgressDisplay(console, enabled=self._is_main) as display:
-                if not self._args.resume:
-                    self._warm_up(display)
-                    self._trainer.reset_optimizer(lr=self._args.lr)
-                self._update_weights(version=first_step)
-                self._reinforce(display, log, first_step=first_step)
+                if self._args.resume or self._warm_up(display):
+                    self._update_weights(version=first_step)
+                    self._reinforce(display, log, first_step=first_step)
         finally:
             if self._engine is not None:
                 self._engine.close()
@@ -72,15 +73,19 @@ class Run:
     def _is_main(self) -> bool:
         return self._ranks.rank == 0
 
-    def _warm_up(self, display: ProgressDisplay) -> None:
+    def _warm_up(self, display: ProgressDisplay) -> bool:
+        """Return whether the model is ready for the first rollout; a warm-up that was stopped leaves no checkpoint."""
         advance = display.start_phase("warm-up", total=self._args.warmup_steps)
         for _ in range(self._args.warmup_steps):
             if self._stop_agreed():
-                return
-            samples = supervised_samples(self._task, self._rng, self._args.rollout_batch_size * self._args.n_samples_per_prompt)
+                return False
+            count = self._args.rollout_batch_size * self._args.n_samples_per_prompt
+            samples = supervised_samples(self._task, self._rng, count)
             data = self._own_share(samples)
             logged = self._trainer.imitate(data, self._trainer.micro_batches(data))
             advance(f"loss {logged['loss']:.3f}")
+        self._trainer.reset_optimizer(lr=self._args.lr)
+        return True
 
     def _reinforce(self, display: ProgressDisplay, log: MetricsLog | None, *, first_step: int) -> None:
         advance = display.start_phase("GRPO", total=self._args.num_rollout, completed=first_step)
@@ -137,12 +142,14 @@ class Run:
 
     def _own_share(self, samples: list[Sample]) -> dict[str, Any]:
         """Return the rollout data of this data-parallel rank."""
-        own = samples[self._ranks.dp_rank :: self._ranks.dp_size]
-        data = rollout_data(self._task, own, device=self._ranks.device)
-        if self._args.qkv_format == "bshd":
-            longest = max(len(sample.problem.prompt_ids) + len(sample.response_ids) for sample in samples)
-            data["max_seq_lens"] = [longest] * len(own)
-        return data
+        return own_share(
+            self._task,
+            samples,
+            dp_rank=self._ranks.dp_rank,
+            dp_size=self._ranks.dp_size,
+            padded=self._args.qkv_format == "bshd",
+            device=self._ranks.device,
+        )
 
     def _update_weights(self, *, version: int) -> None:
         if self._engine is not None:
@@ -161,12 +168,14 @@ class Run:
     def _report(self, console: Console) -> None:
         rows = read_metrics(self._metrics)
         if not rows:
-            console.print("stopped before the first step")
+            console.print("stopped before the first step: nothing to show")
             return
-        figure = self._args.output_dir / "training.png"
+        figure = self._args.output_dir / "metrics.png"
         plot(rows, figure)
         console.print(summary_table(rows))
         console.print(f"metrics {self._metrics}\nplot    {figure}", highlight=False)
+        if len(rows) < self._args.num_rollout and self._checkpoint.exists():
+            console.print(f"stopped after {len(rows)} of {self._args.num_rollout} steps: --resume goes on")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

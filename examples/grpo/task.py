@@ -1,6 +1,7 @@
 """The task: count on in steps of a given size, graded digit by digit."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 FIRST_STEP_TOKEN = 10
@@ -77,7 +78,5 @@ def grade(problem: Problem, response_ids: list[int]) -> float:
     digits are wrong, and so is the digit after them; missing digits are wrong.
     """
     line = [problem.start, *response_ids[: problem.num_graded]]
-    right = sum(
-        before < 10 and after == (before + problem.step) % 10 for before, after in zip(line, line[1:], strict=False)
-    )
+    right = sum(before < 10 and after == (before + problem.step) % 10 for before, after in pairwise(line))
     return right / problem.num_graded

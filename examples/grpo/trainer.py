@@ -23,8 +23,6 @@ from .loss import PolicyBatch, Reducer, policy_loss
 from .model import ModelShape, build_model, export_weights, transformer_config
 
 
-
-
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """The samples of one forward pass.

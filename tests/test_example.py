@@ -1,0 +1,314 @@
+"""The example run: its task, its trainer against transformers and across topologies, and the whole run end to end."""
+
+# The imports after the skip need packages that only the example's environment has.
+# ruff: noqa: E402
+
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+MISSING = [
+    name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
+]
+if MISSING:
+    pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from grpo.report import plot, read_metrics, summary_table
+from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SMALL_RUN = [
+    *["--num-layers", "2", "--hidden-size", "32", "--rollout-max-response-len", "12"],
+    *["--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--micro-batch-size", "4", "--warmup-steps", "2"],
+    *["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"],
+    *["--custom-config-path", str(ROOT / "yaml" / "mis.yaml")],
+]
+TIMEOUT_SECONDS = 120
+PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
+
+
+@contextmanager
+def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Start two ranks that import this checkout, and end them."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def finish(*command: str) -> None:
+    with torchrun(*command) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+
+
+def train(output_dir: Path, *flags: str) -> list[dict[str, float]]:
+    finish(str(EXAMPLES / "train_grpo.py"), "--output-dir", str(output_dir), *SMALL_RUN, *flags)
+    return read_metrics(output_dir / "metrics.jsonl")
+
+
+def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Leave out what depends on the clock."""
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+
+def test_prompt_is_noise_then_step_then_start():
+    assert PROBLEM.prompt_ids == [5, 0, FIRST_STEP_TOKEN + 3, 8]
+
+
+def test_right_response_has_full_reward():
+    assert PROBLEM.solve(5) == [1, 4, 7, 0, 3]
+    assert grade(PROBLEM, [1, 4, 7, 0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        pytest.param([1, 4, 7, 0, 9, 9], 1.0, id="ungraded tail is not read"),
+        pytest.param([1, 5, 8, 1], 0.75, id="a slip costs one digit"),
+        pytest.param([1, 4], 0.5, id="missing digits are wrong"),
+        pytest.param([], 0.0, id="nothing"),
+        pytest.param([1, FIRST_STEP_TOKEN + 4, 7, 0], 0.5, id="a token that is no digit, and the digit after it"),
+    ],
+)
+def test_reward_is_the_share_of_right_steps(response: list[int], reward: float):
+    assert grade(PROBLEM, response) == reward
+
+
+def test_drawn_problems_are_graded_on_32_to_40_tokens_and_masked_after():
+    task, rng = CountingTask(), Random(0)
+    problems = [task.sample(rng) for _ in range(300)]
+    assert {problem.num_graded for problem in problems} == set(range(32, 41))
+    assert {len(problem.prompt_ids) for problem in problems} == set(range(2, 10))
+    for problem in problems:
+        mask = task.loss_mask(problem)
+        assert mask == sorted(mask, reverse=True)
+        assert (len(mask), sum(mask)) == (40, problem.num_graded)
+
+
+def test_report_copes_with_metrics_that_a_run_did_not_measure(tmp_path: Path):
+    rows = [{"step": step, "rollout/reward": 0.5, "train/loss": 1.0} for step in range(2)]
+    plot(rows, tmp_path / "metrics.png")
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert summary_table(rows).row_count == 2
+
+
+def test_an_incomplete_last_line_of_the_metrics_is_left_out(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_engine_reports_the_log_probs_of_its_tokens_under_the_latest_weights(dtype: torch.dtype, tolerance: float):
+    """Float32 differs by summation order; bfloat16 keeps 8 bits of logits of a few units."""
+    from grpo.engine import TransformersEngine
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "tie_word_embeddings": False},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    )
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]] * 3
+    engine = TransformersEngine(config, seed=0, dtype=dtype)
+    try:
+        for version in (3, 4):
+            policy = Qwen3ForCausalLM(config).eval()
+            engine.update_weights(policy.state_dict(), version=version)
+            completions = engine.generate(prompts, max_new_tokens=7, temperature=0.7)
+            for prompt, completion in zip(prompts, completions, strict=True):
+                assert completion.weight_version == version
+                assert len(completion.token_ids) == 7
+                with torch.no_grad():
+                    logits = policy(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+                expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=tolerance, rtol=0)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def topologies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """What ``score_and_train`` found, by topology and layout."""
+    path = tmp_path_factory.mktemp("topologies") / "found.pt"
+    finish(__file__, str(path))
+    return torch.load(path)
+
+
+def test_trainer_scores_as_transformers_does_with_the_exported_weights(topologies):
+    for found in topologies.values():
+        torch.testing.assert_close(found["log_probs"], found["hf_log_probs"], atol=1e-4, rtol=0)
+        assert found["log_probs"].std() > 1
+
+
+@pytest.mark.parametrize("loss", ["per sample", "per token"])
+@pytest.mark.parametrize("topology", ["DP 2 bshd", "CP 2 thd", "CP 2 bshd"])
+def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_update(topologies, topology: str, loss: str):
+    """Float32 sums in another order: about 1e-6 of log-probs of size 3; Adam's first step amplifies what is near 0."""
+    expected, found = topologies[f"DP 2 thd {loss}"], topologies[f"{topology} {loss}"]
+    torch.testing.assert_close(found["log_probs"], expected["log_probs"], atol=2e-5, rtol=0)
+    for name in ("loss", "grad_norm", "mis_k3_kl", "mis_ess_ratio_seq", "mis_logprob_abs_diff"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(found["log_probs_after"], expected["log_probs_after"], atol=1e-3, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a long run that got Ctrl-C after a few steps."""
+    output_dir = tmp_path_factory.mktemp("interrupted")
+    metrics = output_dir / "metrics.jsonl"
+    command = [str(EXAMPLES / "train_grpo.py"), "--output-dir", str(output_dir), *SMALL_RUN, "--num-rollout", "100000"]
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with torchrun(*command) as process:
+        while len(read_metrics(metrics)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert len(read_metrics(metrics)) >= 2, output
+    return output_dir
+
+
+def test_interrupted_run_leaves_metrics_plot_and_checkpoint(interrupted: Path):
+    assert (interrupted / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert (interrupted / "checkpoint.pt").exists()
+
+
+def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path):
+    done = len(read_metrics(interrupted / "metrics.jsonl"))
+    resumed = train(interrupted, "--num-rollout", str(done + 2), "--resume")
+    assert [row["step"] for row in resumed] == list(range(done + 2))
+    assert learned(resumed) == learned(train(tmp_path, "--num-rollout", str(done + 2)))
+
+    for row in resumed:
+        assert all(math.isfinite(value) for value in row.values())
+        assert 0 <= row["rollout/reward"] <= 1
+        # bfloat16 against float32: neither nothing nor more than rounding.
+        assert 1e-5 < row["train/mis_logprob_abs_diff"] < 0.05
+        assert row["train/mis_k3_kl"] > 0
+        assert row["train/mis_ess_ratio_seq"] < 1
+
+
+def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+    from grpo.model import ModelShape
+    from grpo.rollout import own_share
+    from grpo.trainer import Trainer
+
+    shape = ModelShape(max_length=task.max_length)
+    trainer = Trainer(args, shape, ranks)
+    with torch.no_grad():
+        # Weights as initialised give nearly uniform distributions.
+        for name, weight in trainer.state_dict()["model"].items():
+            if "_extra_state" not in name:
+                weight.mul_(4 if weight.dim() == 2 else 1.5)
+    data = own_share(
+        task,
+        samples,
+        dp_rank=ranks.dp_rank,
+        dp_size=ranks.dp_size,
+        padded=args.qkv_format == "bshd",
+        device=ranks.device,
+    )
+    batches = trainer.micro_batches(data)
+    indices = [index for batch in batches for index in batch.inputs.response_indices]
+
+    def whole(log_probs: list[torch.Tensor]) -> torch.Tensor:
+        values = torch.zeros(len(samples), task.response_length)
+        for row, index, local in zip(values[ranks.dp_rank :: ranks.dp_size], indices, log_probs, strict=True):
+            row[index] = local
+        dist.all_reduce(values)
+        return values
+
+    data["log_probs"] = trainer.score(batches)
+    differences = trainer.own_tokens(data["engine_log_probs"], batches)
+    data["rollout_log_probs"] = [ours + other for ours, other in zip(data["log_probs"], differences, strict=True)]
+    hf_log_probs = transformers_log_probs(shape, trainer.export_weights(), samples)
+    logged = trainer.train(data, batches)
+    return {
+        "log_probs": whole(data["log_probs"]),
+        "hf_log_probs": hf_log_probs,
+        "log_probs_after": whole(trainer.score(batches)),
+        **{name: torch.tensor(value) for name, value in logged.items()},
+    }
+
+
+@torch.no_grad()
+def transformers_log_probs(shape: Any, weights: dict[str, torch.Tensor], samples: list[Any]) -> torch.Tensor:
+    from grpo.model import hf_config
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(hf_config(shape)).eval()
+    model.load_state_dict(weights)
+    rows = []
+    for sample in samples:
+        logits = model(torch.tensor([sample.problem.prompt_ids + sample.response_ids])).logits[0]
+        log_probs = logits[len(sample.problem.prompt_ids) - 1 : -1].log_softmax(-1)
+        rows.append(log_probs.gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+def score_and_train(path: Path) -> None:
+    """On each of two ranks: score a rollout, make one optimizer step on it, and score it again, on each topology."""
+    import torch.distributed as dist
+    from grpo.arguments import parse_args
+    from grpo.distributed import Ranks
+    from grpo.rollout import Sample
+    from megatron.core import parallel_state
+
+    task, rng = CountingTask(response_length=11, min_graded=7), Random(3)
+    samples = [
+        Sample(
+            problem=task.sample(rng),
+            response_ids=[rng.randrange(12) for _ in range(task.response_length)],
+            # The engine's difference from the trainer; ``examine`` adds the trainer's own log-probs.
+            rollout_log_probs=[rng.gauss(0, 0.1) for _ in range(task.response_length)],
+            advantage=rng.uniform(-1, 1),
+        )
+        for _ in range(8)
+    ]
+    found = {}
+    for cp_size in (1, 2):
+        for qkv_format in ("thd", "bshd"):
+            for loss in ("per sample", "per token"):
+                flags = ["--context-parallel-size", str(cp_size), "--qkv-format", qkv_format, *SMALL_RUN]
+                # Four samples in a call over all data-parallel ranks, the scope of normalisation and group metrics.
+                flags += ["--num-steps-per-rollout", "1", "--micro-batch-size", "4" if cp_size == 2 else "2"]
+                flags += ["--calculate-per-token-loss"] if loss == "per token" else []
+                ranks = Ranks.start(context_parallel_size=cp_size, seed=1)
+                name = f"{'CP' if cp_size == 2 else 'DP'} 2 {qkv_format} {loss}"
+                found[name] = examine(parse_args(flags), ranks, task, samples)
+                parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(found, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    score_and_train(Path(sys.argv[1]))
