@@ -162,8 +162,9 @@ def _whole_keep_mask(
     keep_R = response_mask_R & layout.to_whole(keep_S)
     if layout.position_T is None:
         return keep_R & token_keep_T
-    if config.rejects_whole_sequences and not any(gate.level == "token" for gate in config.all_gates):
-        # A kept sequence keeps all its tokens: nothing to ask the other ranks.
+    single_tokens = not config.rejects_whole_sequences or any(gate.level == "token" for gate in config.all_gates)
+    if config.metrics_only or not single_tokens:
+        # Nobody uses the mask, or a kept sequence keeps all its tokens: nothing to ask the other ranks.
         return keep_R
     flags_R = torch.zeros_like(response_mask_R).index_copy(0, layout.position_T, token_keep_T)
     return keep_R & merge_flags(flags_R, cp_group)
