@@ -3,6 +3,7 @@
 import argparse
 import math
 import pickle
+import types
 import warnings
 
 import pytest
@@ -215,6 +216,15 @@ def test_a_session_leaves_args_as_they_were() -> None:
     mis_ext.compute_mis_weights_with_cp(args, **make_batch())
     assert vars(args) == before
     assert pickle.loads(pickle.dumps(args)) == args
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
+def test_any_namespace_will_do(kind) -> None:
+    args = kind(use_tis=True)
+    loss, _, _ = mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+    again, _, _ = mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+    assert torch.equal(loss, again)
+    assert session_for(args) is session_for(args)
 
 
 def test_a_configuration_is_built_once_per_args() -> None:

@@ -59,17 +59,15 @@ def compute_mis_weights_with_cp(
             f"pg_loss has {pg_loss.numel()} tokens on context-parallel rank {groups.cp_rank} of {groups.cp_size}, the "
             f"lengths say {layout.num_local_tokens}"
         )
-    is_missing = not (train_log_probs and rollout_log_probs)
-    if is_missing:
-        _report_missing(session, train_log_probs, rollout_log_probs)
-    # Without log-probs nothing is measured, but the collectives run as on every other rank.
-    unmeasured_T = torch.full_like(pg_loss, torch.nan)
-    proximal_T, behavior_T = (
-        unmeasured_T
-        if is_missing or log_probs is None
-        else pack(name, log_probs, layout.local_lengths, device=pg_loss.device)
-        for name, log_probs in (("train_log_probs", train_log_probs), ("rollout_log_probs", rollout_log_probs))
-    )
+    if train_log_probs and rollout_log_probs:
+        is_missing = False
+        proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=pg_loss.device)
+        behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=pg_loss.device)
+    else:
+        is_missing = True
+        _report_missing(session, is_rollout_missing=not rollout_log_probs)
+        # Nothing is measured, but the collectives run as on every other rank.
+        proximal_T = behavior_T = torch.full_like(pg_loss, torch.nan)
     correction = compute_correction(
         proximal_logprobs_T=proximal_T,
         behavior_logprobs_T=behavior_T,
@@ -159,12 +157,11 @@ def _layout(
     )
 
 
-def _report_missing(session: Session, train: list[Tensor] | None, rollout: list[Tensor] | None) -> None:
+def _report_missing(session: Session, *, is_rollout_missing: bool) -> None:
     if session.config.metrics_only:
         return  # The hosts may measure without log-probs: the metrics then say so by being NaN.
-    if not rollout:
+    if is_rollout_missing:
         message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
     else:
-        assert not train
         message = "train_log_probs are missing: the host must score the rollout with the trainer before training"
     session.report("missing_log_probs", message)

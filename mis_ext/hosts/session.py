@@ -7,7 +7,7 @@ on it: Megatron pickles ``args`` into every checkpoint. Only the rollout's scale
 from __future__ import annotations
 
 import warnings
-import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,17 +109,19 @@ class RejectionMonitor:
                 )
 
 
-_sessions: dict[int, tuple[weakref.ref[Any], Session]] = {}
+# Of the last few ``args``: a process has one, a test suite many. Holding them keeps their identity from being reused.
+_sessions: deque[tuple[Any, Session]] = deque(maxlen=8)
 _rollout_scales: dict[CorrectionConfig, RolloutScale] = {}
 
 
 def session_for(args: Any) -> Session:
     """The session of this ``args`` object; a new one when one of our keys has changed."""
-    known = _sessions.get(id(args))
-    if known is not None and known[0]() is args and known[1].fingerprint == fingerprint(args):
-        return known[1]
-    session, key = Session(args), id(args)
-    _sessions[key] = (weakref.ref(args, lambda _: _sessions.pop(key, None)), session)
+    current = fingerprint(args)
+    for known_args, session in _sessions:
+        if known_args is args and session.fingerprint == current:
+            return session
+    session = Session(args)
+    _sessions.append((args, session))
     return session
 
 
