@@ -10,6 +10,8 @@ import yaml
 
 import mis_ext
 from mis_ext import Band, CorrectionConfig, GateFactor, WeightFactor, list_presets, load_config, preset
+from mis_ext.config import GUARD_NAMES
+from mis_ext.flat_keys import FLAT_KEYS
 
 REPOSITORY = Path(__file__).parents[1]
 PRESETS = sorted((REPOSITORY / "yaml").glob("*.yaml"))
@@ -199,7 +201,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("text", "message"), WARNED.items(), ids=WARNED)
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 def test_legal_but_doubtful_settings_warn(text: str, message: str) -> None:
     with pytest.warns(UserWarning, match=message):
         from_yaml(text)
@@ -256,3 +258,22 @@ def test_a_file_error_names_the_file(tmp_path: Path) -> None:
 
 def test_the_public_names_are_there() -> None:
     assert all(hasattr(mis_ext, name) for name in mis_ext.__all__)
+
+
+def test_the_readme_explains_every_key_guard_and_preset() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    names = [*FLAT_KEYS, *GUARD_NAMES, *list_presets()]
+    assert [name for name in names if f"`{name}`" not in readme] == []
+
+
+def test_the_readme_explains_every_metric() -> None:
+    glossary = (REPOSITORY / "README.md").read_text().split("## Metrics")[1].split("**What they cost.**")[0]
+    explained = {name for row in re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE) for name in row.split("`")[1::2]}
+    spelled = {name.replace("low/high", edge) for name in explained for edge in ("low", "high")}
+    gates = GateFactor(level="token", band=Band(high=3.0)), GateFactor(level="sequence_min", band=Band(low=0.1))
+    configs = [
+        CorrectionConfig(weight=WeightFactor(mode=mode), normalize_over="kept", denominator="kept", gates=gates)
+        for mode in ("truncate", "clip", "mask")
+    ]
+    emitted = {name for config in configs for name in config.selected_metrics}
+    assert emitted - spelled == set()
