@@ -133,7 +133,7 @@ def mismatch_formulas(
         "rollout_log_ppl": lambda: sequence(-stats.behavior_sum_S / count_S),
         "rollout_ppl": lambda: sequence(bounded_exp(-stats.behavior_sum_S / count_S)),
         "kl": lambda: token(-log_ratio_T),
-        "k3_kl": lambda: token((bounded_expm1(log_ratio_T) - log_ratio_T).clamp_max(metric_max)),
+        "k3_kl": lambda: token((bounded_expm1(log_ratio_T) - log_ratio_T).clamp(0.0, metric_max)),
         "log_ppl_diff": lambda: sequence(-stats.log_ratio_mean_S),
         "log_ppl_abs_diff": lambda: sequence(stats.log_ratio_mean_S.abs()),
         "ppl_ratio": lambda: sequence(bounded_exp(-stats.log_ratio_mean_S)),
