@@ -45,7 +45,7 @@ def _degenerate_behavior(tokens: TokenRatios) -> list[Finding]:
     # Padded, so that a rank without tokens has extremes too.
     lowest = torch.nn.functional.pad(behavior_T.masked_fill(~valid_T, torch.inf), (0, 1), value=torch.inf).amin()
     highest = torch.nn.functional.pad(behavior_T.masked_fill(~valid_T, -torch.inf), (0, 1), value=-torch.inf).amax()
-    is_sentinel_T = torch.isin(behavior_T, behavior_T.new_tensor(SENTINELS)) & valid_T
+    is_sentinel_T = torch.isin(behavior_T, behavior_T.new_tensor(SENTINELS))
     low, high, num_valid, num_sentinel = torch.stack([lowest, highest, valid_T.sum(), is_sentinel_T.sum()]).tolist()
     if num_valid >= MIN_CONSTANT_TOKENS and low == high:
         cause = (

@@ -193,10 +193,11 @@ def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
 
 def test_rejecting_whole_sequences_counts_as_sequences_too() -> None:
     batch = make_batch()
-    batch["rollout_log_probs"][0][3] += 20.0  # One token in 160 vetoes one sequence in four.
+    batch["loss_masks"][0][4:] = 0
+    batch["rollout_log_probs"][0][3] += 20.0  # Vetoes 4 of 124 tokens, but one sequence in four.
     args = argparse.Namespace(use_tis=True, rs_veto_threshold=1e-4, mis_max_reject_fraction=0.2)
     mis_ext.compute_mis_weights_with_cp(args, **batch)
-    with pytest.warns(MismatchWarning, match=r"25\.0% of the tokens"):
+    with pytest.warns(MismatchWarning, match=r"25\.0% of the sequences"):
         mis_ext.compute_mis_weights_with_cp(args, **batch)
 
 
