@@ -7,6 +7,7 @@ import torch
 from test_guards import call, make_batch
 
 import mis_ext
+from mis_ext.collectives import gather_rows, merge_flags
 from mis_ext.hosts.slime import prepare_rollout
 
 SCOPE = {"use_tis": True, "tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
@@ -93,3 +94,24 @@ def test_every_micro_batch_of_a_rollout_is_scaled_alike_until_the_next_rollout()
         for other in batches:
             _, _, metrics = mis_ext.compute_mis_weights_with_cp(args, **other)
             torch.testing.assert_close(metrics["mis_batch_norm_factor"], mean.expand(160), rtol=1e-6, atol=0.0)
+
+
+class FailingGroup:
+    """A fault-tolerant group whose peer is gone: the work it returns reports a failure instead of raising."""
+
+    _replica_id, _rank = 0, 0
+
+    def size(self) -> int:
+        return 2
+
+    def fail(self, *_: object) -> argparse.Namespace:
+        return argparse.Namespace(wait=lambda: False)
+
+    allgather = allreduce = fail
+
+
+def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        gather_rows(torch.ones(3), FailingGroup())
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        merge_flags(torch.ones(3, dtype=torch.bool), FailingGroup())
