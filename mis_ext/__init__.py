@@ -8,7 +8,7 @@ from mis_ext.correction import Correction, compute_correction
 from mis_ext.guards import MismatchWarning
 from mis_ext.hosts.hook import compute_mis_weights, compute_mis_weights_with_cp
 from mis_ext.layout import PackedLayout
-from mis_ext.normalization import RolloutScale
+from mis_ext.normalization import WeightScale
 from mis_ext.presets import list_presets, load_config, preset
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "GateFactor",
     "MismatchWarning",
     "PackedLayout",
-    "RolloutScale",
     "WeightFactor",
+    "WeightScale",
     "compute_correction",
     "compute_mis_weights",
     "compute_mis_weights_with_cp",

@@ -17,7 +17,7 @@ GateLevel = Literal["token", "sequence", "geometric", "sequence_min", "sequence_
 Statistic = Literal["ratio", "proximal_probability"]
 WeightMode = Literal["truncate", "clip", "mask", "unbounded"]
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
-Population = Literal["kept", "valid"]
+NormalizeOver = Literal["kept", "valid"]
 Denominator = Literal["fixed", "kept"]
 GuardName = Literal["double_correction", "missing_log_probs", "degenerate_behavior", "shifted_log_probs"]
 
@@ -140,7 +140,7 @@ class CorrectionConfig:
 
     weight: WeightFactor | None = WeightFactor()
     gates: tuple[GateFactor, ...] = ()
-    normalize_over: Population | None = None
+    normalize_over: NormalizeOver | None = None
     scope: Scope = "data_parallel"
     denominator: Denominator = "fixed"
     per_token_loss: bool = False
@@ -152,7 +152,7 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         if self.normalize_over is not None:
-            check_choice("normalize_over", self.normalize_over, get_args(Population))
+            check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
         check_choice("scope", self.scope, get_args(Scope))
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_bool("per_token_loss", self.per_token_loss)
@@ -175,6 +175,7 @@ class CorrectionConfig:
             ValueError: A key is unknown, has no effect, or its value is out of range.
             TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
         """
+        # The parser of mappings imports this module.
         from mis_ext.flat_keys import config_from_flat_keys
 
         return config_from_flat_keys(mapping)

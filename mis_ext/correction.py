@@ -12,7 +12,7 @@ from mis_ext.config import CorrectionConfig
 from mis_ext.layout import PackedLayout
 from mis_ext.log_ratio import TokenRatios, compute_log_ratio
 from mis_ext.metrics import Metric, Outcome, correction_formulas, mismatch_formulas, select
-from mis_ext.normalization import GroupTotals, RolloutScale, group_totals
+from mis_ext.normalization import GroupTotals, WeightScale, group_totals
 from mis_ext.rejection import sequence_keep, token_keep
 from mis_ext.statistics import SequenceStatistics, sequence_statistics
 from mis_ext.weights import sequence_weights, token_weights
@@ -56,7 +56,7 @@ def compute_correction(
     config: CorrectionConfig,
     cp_group: Group | None = None,
     dp_group: Group | None = None,
-    rollout_scale: RolloutScale | None = None,
+    rollout_scale: WeightScale | None = None,
 ) -> Correction:
     """Correct for the difference between the policy that sampled and the policy that trains.
 
@@ -135,8 +135,8 @@ def _usable_sequences(stats: SequenceStatistics, config: CorrectionConfig) -> Te
 
 
 def _scale(
-    config: CorrectionConfig, totals: GroupTotals, over_group: GroupTotals, rollout_scale: RolloutScale | None
-) -> RolloutScale:
+    config: CorrectionConfig, totals: GroupTotals, over_group: GroupTotals, rollout_scale: WeightScale | None
+) -> WeightScale:
     if config.scope == "rollout" and rollout_scale is not None:
         scale = rollout_scale
     elif config.scope == "rollout" and (config.normalize_over is not None or config.denominator == "kept"):
@@ -144,7 +144,7 @@ def _scale(
     else:
         scale = (over_group if config.scope == "data_parallel" else totals).scale()
     one = torch.ones_like(totals.num_valid)
-    return RolloutScale(
+    return WeightScale(
         mean_weight=scale.mean_weight if config.normalize_over is not None else one,
         denominator_factor=scale.denominator_factor if config.denominator == "kept" else one,
     )

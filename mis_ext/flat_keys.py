@@ -16,7 +16,7 @@ from mis_ext.config import (
     Denominator,
     GateFactor,
     Level,
-    Population,
+    NormalizeOver,
     Scope,
     WeightFactor,
     WeightMode,
@@ -147,9 +147,11 @@ def _flat_vetoes(keys: _Mapping) -> tuple[GateFactor, ...]:
     return () if requires_rs and not keys.get("use_rs", False) else tuple(gates)
 
 
-def _flat_normalization(keys: _Mapping, *, weight: WeightFactor | None) -> tuple[Population | None, Scope, Denominator]:
+def _flat_normalization(
+    keys: _Mapping, *, weight: WeightFactor | None
+) -> tuple[NormalizeOver | None, Scope, Denominator]:
     enabled = check_bool("tis_batch_normalize", keys.get("tis_batch_normalize", False))
-    over = check_choice("tis_normalize_over", keys.get("tis_normalize_over", "kept"), get_args(Population))
+    over = check_choice("tis_normalize_over", keys.get("tis_normalize_over", "kept"), get_args(NormalizeOver))
     scope = check_choice("tis_normalize_scope", keys.get("tis_normalize_scope", "data_parallel"), get_args(Scope))
     denominator = check_choice("mis_denominator", keys.get("mis_denominator", "fixed"), get_args(Denominator))
     if enabled and weight is None:
@@ -168,6 +170,8 @@ def _from_native(mapping: Any, *, measure_only: bool, per_token_loss: bool) -> C
     weight = _weight(keys["weight"]) if keys.get("weight") is not None else None
     gates = tuple(_gate(f"gates[{i}]", gate) for i, gate in enumerate(_as_list("gates", keys)))
     fields = {key: keys[key] for key in ("normalize_over", "scope", "denominator") if key in keys}
+    if keys.get("normalize_over") is None and keys.get("denominator", "fixed") == "fixed":
+        _refuse_idle(keys, ["scope"], because="there is neither normalize_over nor denominator: kept")
     return CorrectionConfig(
         weight=None if measure_only else weight,
         gates=() if measure_only else gates,
@@ -231,11 +235,11 @@ def _refuse_idle(keys: _Mapping, names: Sequence[str], *, because: str) -> None:
 def _as_mapping(key: str, value: Any) -> _Mapping:
     if not isinstance(value, Mapping):
         raise TypeError(f"{key} must be a mapping, got {value!r}")
-    return {str(k): v for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return {str(k): v for k, v in value.items()}
 
 
 def _as_list(key: str, keys: _Mapping) -> list[Any]:
     value = keys.get(key, [])
     if not isinstance(value, list):
         raise TypeError(f"{key} must be a list, got {value!r}")
-    return list(value)  # pyright: ignore[reportUnknownArgumentType]
+    return list(value)

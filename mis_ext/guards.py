@@ -108,13 +108,16 @@ def find_doubts(
             f"{MAX_MEAN_ABS_DIFF:g}: check temperature, top-p, tokenisation, and that the weights were synchronised"
         )
     length = all_tokens / max(num_sequences, 1.0)
-    share = math.exp(-min(2.0 * k3 * length, 700.0))
+    variance = 2.0 * k3 * length
+    share = math.exp(-min(variance, 700.0))
     if "sequence" in (level, *(gate.level for gate in config.all_gates)) and share < MIN_SEQUENCE_ESS:
+        cap = config.weight.clip_band.high if config.weight is not None and level == "sequence" else math.inf
+        cap = cap if cap < math.inf else DEFAULT_UPPER_BOUND
         doubts.append(
             f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
-            f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at "
-            f"{DEFAULT_UPPER_BOUND:g} have mean {expected_truncated_mean(2.0 * k3 * length, DEFAULT_UPPER_BOUND):.2g} "
-            "instead of 1; use the token or geometric level, or shorter responses"
+            f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at {cap:g} have mean "
+            f"{expected_truncated_mean(variance, cap):.2g} instead of 1; use the token or geometric level, or shorter "
+            "responses"
         )
     return doubts
 

@@ -152,6 +152,7 @@ def _context_parallel_layout(
     device: torch.device,
 ) -> PackedLayout:
     whole = _whole_layout(response_lengths, device)
+    # Lengths are known on the host, and so is all that follows from them; only the results go to the device.
     response_S, total_S, padded_S = torch.tensor([response_lengths, total_lengths, padded_lengths])
     first_logit_S = total_S - response_S - 1
     if bool(((first_logit_S < 0) & (response_S > 0)).any()):

@@ -16,7 +16,7 @@ from torch import Tensor
 from mis_ext.config import CorrectionConfig, GateFactor, WeightFactor
 from mis_ext.log_ratio import TokenRatios, bounded_exp, bounded_expm1, clipped_exp
 from mis_ext.metric_names import PREFIX, gate_names
-from mis_ext.normalization import GroupTotals, RolloutScale
+from mis_ext.normalization import GroupTotals, WeightScale
 from mis_ext.rejection import gate_statistic, vetoing_tokens
 from mis_ext.statistics import SequenceStatistics
 from mis_ext.weights import sequence_log_ratio
@@ -98,7 +98,7 @@ class Outcome(NamedTuple):
     kept_count_S: Tensor
     token_weight_T: Tensor
     sequence_weight_S: Tensor
-    scale: RolloutScale
+    scale: WeightScale
 
 
 def select(formulas: Formulas, names: tuple[str, ...]) -> dict[str, Metric]:

@@ -13,7 +13,7 @@ from mis_ext.log_ratio import bounded_exp
 from mis_ext.statistics import SequenceStatistics
 
 
-class RolloutScale(NamedTuple):
+class WeightScale(NamedTuple):
     """What the weights are scaled by: divided by ``mean_weight``, multiplied by ``denominator_factor`` (0-dim)."""
 
     mean_weight: Tensor
@@ -51,9 +51,9 @@ class GroupTotals(NamedTuple):
         extremes = gathered_NK[:, -2].amin(), gathered_NK[:, -1].amax()
         return GroupTotals._make([*gathered_NK[:, :-2].sum(0).unbind(), *extremes])
 
-    def scale(self) -> RolloutScale:
+    def scale(self) -> WeightScale:
         """Mean weight and denominator factor, each 1 where nothing was counted."""
-        return RolloutScale(
+        return WeightScale(
             mean_weight=_ratio_or_one(self.weight_sum, self.weight_count),
             denominator_factor=_ratio_or_one(self.original_terms, self.kept_terms),
         )

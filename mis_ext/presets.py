@@ -27,7 +27,7 @@ def load_config(path: str | Path) -> CorrectionConfig:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
     try:
-        return CorrectionConfig.from_mapping(content)  # pyright: ignore[reportUnknownArgumentType]
+        return CorrectionConfig.from_mapping(content)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from None
 

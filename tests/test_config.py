@@ -131,6 +131,7 @@ REFUSED = {
     "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
     # The native form.
     "mis: {wight: {level: token}}": r"'wight' \(did you mean 'weight'\?\)",
+    "mis: {weight: {level: token}, scope: rollout}": r"scope='rollout': no effect",
     "mis: {weight: {levle: token}}": r"did you mean 'level'",
     "mis: {gates: [{level: token}]}": r"gates\[0\]\.a gate needs low or high",
     "mis: {gates: [{low: 0.5}]}": r"gates\[0\] needs a level",

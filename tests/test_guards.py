@@ -166,6 +166,8 @@ def test_a_large_mean_difference_warns() -> None:
 def test_sequence_ratios_of_long_responses_warn_with_numbers() -> None:
     with pytest.warns(MismatchWarning, match=r"400 tokens at k3 0\.0\d+.*exp\(-2 \* k3 \* length\) = "):
         call(make_batch(length=400, noise=0.1), tis_level="sequence")
+    with pytest.warns(MismatchWarning, match=r"truncated at 5 have mean 0\.\d+ instead of 1"):
+        call(make_batch(length=400, noise=0.1), tis_level="sequence", tis_upper_bound=5.0)
     with pytest.warns(MismatchWarning, match="sequence-level ratios"):
         call(make_batch(length=400, noise=0.1), tis_level="none", use_rs=True, rs_level="sequence")
 

@@ -20,7 +20,7 @@ from mis_ext.flat_keys import FLAT_KEYS, NATIVE_KEY
 from mis_ext.guards import MismatchWarning, find_doubts, find_mistakes
 from mis_ext.hosts.groups import Groups
 from mis_ext.layout import PackedLayout
-from mis_ext.normalization import RolloutScale
+from mis_ext.normalization import WeightScale
 
 _READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, "get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 
@@ -82,6 +82,7 @@ class RejectionMonitor:
             shares, copied = self._pending
             if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
                 return
+            # On the host by now: the event says so, or it never was elsewhere.
             self._warn_above(shares.tolist())
         num_response_S, kept_count_S = correction.stats.num_response_S, correction.kept_count_S
         kept = torch.stack([kept_count_S.sum(), (kept_count_S > 0).sum()])
@@ -111,7 +112,7 @@ class RejectionMonitor:
 
 # Of the last few ``args``: a process has one, a test suite many. Holding them keeps their identity from being reused.
 _sessions: deque[tuple[Any, Session]] = deque(maxlen=8)
-_rollout_scales: dict[CorrectionConfig, RolloutScale] = {}
+_rollout_scales: dict[CorrectionConfig, WeightScale] = {}
 
 
 def session_for(args: Any) -> Session:
@@ -130,11 +131,11 @@ def fingerprint(args: Any) -> tuple[str, ...]:
     return tuple(repr(getattr(args, key, None)) for key in _READ_KEYS)
 
 
-def store_rollout_scale(config: CorrectionConfig, scale: RolloutScale) -> None:
+def store_rollout_scale(config: CorrectionConfig, scale: WeightScale) -> None:
     """Keep the scale of the rollout that is about to be trained on, in place of the last one's."""
     _rollout_scales[config] = scale
 
 
-def stored_rollout_scale(config: CorrectionConfig) -> RolloutScale | None:
+def stored_rollout_scale(config: CorrectionConfig) -> WeightScale | None:
     """The scale of the current rollout, if somebody computed it."""
     return _rollout_scales.get(config)
