@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, once: the tests, the cost of metrics, and the example over NCCL.
+# Everything that needs GPUs, once: the tests, what a correction costs, the cost of metrics, and the example over NCCL.
 #
 #   benchmarks/gpu_run.sh [OUTPUT_DIR]
 #
@@ -13,6 +13,14 @@ python -c "import torch, transformers, platform; print('python', platform.python
 'transformers', transformers.__version__, torch.cuda.device_count(), 'x', torch.cuda.get_device_name())"
 python -m pytest -m gpu -q -rs tests 2>&1 | tee "${output}/tests.txt"
 python benchmarks/cost_of_metrics.py --device cuda 2>&1 | tee "${output}/cost_of_metrics.txt"
+python benchmarks/bench_correction.py --json "${output}/correction_cp1.json" | tee "${output}/correction_cp1.md"
+for cp in 2 4; do
+    [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -ge "${cp}" ] || continue
+    # The baseline's collectives per sample take seconds per call with 4,096 samples.
+    torchrun --standalone --nproc-per-node "${cp}" benchmarks/bench_correction.py --cp "${cp}" --no-step \
+        --shapes 8x2048 64x2048 256x1024 64x8192 16x32768 --json "${output}/correction_cp${cp}.json" |
+        tee "${output}/correction_cp${cp}.md"
+done
 # Two data-parallel ranks, and two context-parallel ones, which should learn the same.
 for cp in 1 2; do
     torchrun --standalone --nproc-per-node 2 examples/train_grpo.py --num-rollout 20 --context-parallel-size "${cp}" \

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,18 +31,16 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     return rows
 
 
-def merge_flags(flags: Tensor, group: Group | None) -> Tensor:
-    """Logical or of a bool tensor over the ranks, at one byte per element on the wire."""
+def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
+    """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
     if group is None:
-        return flags
-    merged = flags.to(torch.uint8)
+        return packed
+    merged = packed.clone()
     if _is_wrapped(group):
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        _wait(group.allreduce([merged], options))
+        _wait(group.allreduce([merged], dist.AllreduceOptions()))
     else:
-        dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group)
-    return merged.bool()
+        dist.all_reduce(merged, group=group)
+    return merged
 
 
 def _is_wrapped(group: Group) -> bool:

@@ -215,6 +215,12 @@ class CorrectionConfig:
         return bool(levels & {"sequence", "geometric"})
 
     @property
+    def rejects_single_tokens(self) -> bool:
+        """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
+        gates_tokens = any(gate.level == "token" for gate in self.all_gates)
+        return not self.metrics_only and (gates_tokens or not self.rejects_whole_sequences)
+
+    @property
     def available_metrics(self) -> tuple[str, ...]:
         """Names, without prefix, that this configuration can emit, in the order of emission."""
         names = list(metric_names.MISMATCH)

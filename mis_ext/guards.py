@@ -63,10 +63,10 @@ def _degenerate_behavior(tokens: TokenRatios) -> list[Finding]:
 
 
 def _shifted_log_probs(tokens: TokenRatios, layout: PackedLayout) -> list[Finding]:
-    sequence_T, valid_T = layout.sequence_T, tokens.valid_mask_T
-    paired_T = valid_T[1:] & valid_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
-    if layout.position_T is not None:
-        paired_T = paired_T & (layout.position_T[1:] == layout.position_T[:-1] + 1)
+    index, valid_T = layout.index, tokens.valid_mask_T
+    paired_T = valid_T[1:] & valid_T[:-1] & (index.sequence_T[1:] == index.sequence_T[:-1])
+    if index.position_T is not None:
+        paired_T = paired_T & (index.position_T[1:] == index.position_T[:-1] + 1)
     proximal_T, behavior_T = tokens.proximal_T, tokens.behavior_T
     differences = [
         proximal_T[1:] - behavior_T[1:],

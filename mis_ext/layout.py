@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+
+from mis_ext.token_index import TokenIndex
 
 Partition = Literal["zigzag", "contiguous"]
 
-_FAN_IN = 32
+
+class Pieces(NamedTuple):
+    """Contiguous runs of local tokens, sequence after sequence; ``per_sequence`` of each, some of them empty.
+
+    ``lengths`` are in tokens, ``whole_starts`` say where a piece begins in the concatenated whole responses.
+    """
+
+    per_sequence: int
+    lengths: tuple[int, ...]
+    whole_starts: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
     """``T`` local tokens of ``S`` sequences; ``R`` tokens in the whole responses, equal on all context-parallel ranks.
 
     Attributes:
         response_lengths: Tokens per whole response.
         local_lengths: How many of them are on this rank.
-        sequence_T: Sequence of each local token.
-        sequence_R: Sequence of each token of the whole responses.
-        position_T: Index of each local token in the concatenated whole responses; None when ``T`` is ``R``.
-        local_tree: Index tensors of a reduction tree from local tokens to sequences, see :meth:`reduce`.
-        whole_tree: The same from the tokens of whole responses.
+        is_whole: Whether the layout gives every rank whole responses, so that local tokens are all tokens.
+        pieces: Where the local tokens lie.
+        device: Where index tensors go.
+        num_local_tokens: ``T``.
+        num_whole_tokens: ``R``.
     """
 
     response_lengths: tuple[int, ...]
     local_lengths: tuple[int, ...]
-    sequence_T: Tensor
-    sequence_R: Tensor
-    position_T: Tensor | None
-    local_tree: tuple[Tensor, ...]
-    whole_tree: tuple[Tensor, ...]
+    is_whole: bool
+    pieces: Pieces
+    device: torch.device
+    num_local_tokens: int
+    num_whole_tokens: int
+    _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -90,54 +102,34 @@ class PackedLayout:
         return len(self.response_lengths)
 
     @property
-    def num_local_tokens(self) -> int:
-        """``T``."""
-        return self.sequence_T.numel()
+    def index(self) -> TokenIndex:
+        """The index tensors that the eager pipeline works with; built when first asked for.
 
-    def reduce(self, values_KT: Tensor, op: Literal["sum", "min"]) -> Tensor:
-        """Reduce ``[K, T]`` local tokens to ``[K, S]``; a sequence without local tokens gets the identity of ``op``."""
-        return _reduce_tree(values_KT, self.local_tree, op)
-
-    def reduce_whole(self, values_KR: Tensor) -> Tensor:
-        """Sum ``[K, R]`` tokens of whole responses to ``[K, S]``."""
-        return _reduce_tree(values_KR, self.whole_tree, "sum")
-
-    def to_tokens(self, values_S: Tensor) -> Tensor:
-        """Give every local token the value of its sequence."""
-        return values_S.index_select(-1, self.sequence_T)
-
-    def to_whole(self, values_S: Tensor) -> Tensor:
-        """Give every token of the whole responses the value of its sequence."""
-        return values_S.index_select(-1, self.sequence_R)
-
-    def local_part(self, values_R: Tensor) -> Tensor:
-        """This rank's tokens out of whole responses."""
-        return values_R if self.position_T is None else values_R.index_select(-1, self.position_T)
-
-
-def _reduce_tree(values_KT: Tensor, tree: tuple[Tensor, ...], op: Literal["sum", "min"]) -> Tensor:
-    """Sum or minimum over groups of at most 32, level by level: accurate, and the same bits on every run."""
-    identity = 0.0 if op == "sum" else torch.inf
-    for index in tree:
-        padded = torch.nn.functional.pad(values_KT, (0, 1), value=identity)
-        grouped = padded.index_select(-1, index.flatten()).view(len(values_KT), -1, _FAN_IN)
-        values_KT = grouped.sum(-1) if op == "sum" else grouped.amin(-1)
-    return values_KT
+        To compile the pipeline with ``torch.compile``, ask once before: they are no part of the graph.
+        """
+        if not self._index:
+            index = TokenIndex.build(
+                response_lengths=self.response_lengths,
+                local_lengths=self.local_lengths,
+                piece_lengths=self.pieces.lengths,
+                piece_whole_starts=None if self.is_whole else self.pieces.whole_starts,
+                device=self.device,
+            )
+            self._index.append(index)
+        return self._index[0]
 
 
 @functools.lru_cache(maxsize=2)
 def _whole_layout(response_lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
-    lengths_S = torch.tensor(response_lengths, dtype=torch.int64)
-    sequence_R = _sequence_of(lengths_S, sum(response_lengths), device)
-    tree = _build_tree(lengths_S, device)
+    starts = tuple(itertools.accumulate(response_lengths, initial=0))
     return PackedLayout(
         response_lengths=response_lengths,
         local_lengths=response_lengths,
-        sequence_T=sequence_R,
-        sequence_R=sequence_R,
-        position_T=None,
-        local_tree=tree,
-        whole_tree=tree,
+        is_whole=True,
+        pieces=Pieces(per_sequence=1, lengths=response_lengths, whole_starts=starts[:-1]),
+        device=device,
+        num_local_tokens=starts[-1],
+        num_whole_tokens=starts[-1],
     )
 
 
@@ -151,63 +143,32 @@ def _context_parallel_layout(
     partition: Partition,
     device: torch.device,
 ) -> PackedLayout:
-    whole = _whole_layout(response_lengths, device)
-    # Lengths are known on the host, and so is all that follows from them; only the results go to the device.
-    response_S, total_S, padded_S = torch.tensor([response_lengths, total_lengths, padded_lengths])
-    first_logit_S = total_S - response_S - 1
-    if bool(((first_logit_S < 0) & (response_S > 0)).any()):
-        raise ValueError("context parallelism needs a prompt token before every response: total > response length")
     chunks = 2 * cp_size if partition == "zigzag" else cp_size
     owned = (cp_rank, chunks - 1 - cp_rank) if partition == "zigzag" else (cp_rank,)
-    chunk_S = (padded_S + chunks - 1) // chunks
-    begin_P = torch.stack([chunk_S * chunk - first_logit_S for chunk in owned], dim=1)
-    end_P = begin_P + chunk_S[:, None]
-    begin_P, end_P = (edge.clamp_min(0).minimum(response_S[:, None]) for edge in (begin_P, end_P))
-    length_P = end_P - begin_P
-    length_S = length_P.sum(1)
-    offset_P = (response_S.cumsum(0) - response_S)[:, None] + begin_P
-    local_lengths = tuple(length_S.tolist())
-    num_local = sum(local_lengths)
-    # Piece after piece, each a contiguous run of its response.
-    length_P, offset_P = length_P.flatten(), offset_P.flatten()
-    start_P = length_P.cumsum(0) - length_P
-    shift_T = (offset_P - start_P).repeat_interleave(length_P, output_size=num_local)
+    lengths: list[int] = []
+    whole_starts: list[int] = []
+    whole_start = 0
+    # Of Python numbers: a micro-batch's lengths are new in training, and it has few of them.
+    for response, total, padded in zip(response_lengths, total_lengths, padded_lengths, strict=True):
+        first_logit = total - response - 1
+        if first_logit < 0 < response:
+            raise ValueError("context parallelism needs a prompt token before every response: total > response length")
+        chunk_length = -(-padded // chunks)
+        for chunk in owned:
+            begin = chunk * chunk_length - first_logit
+            end = min(max(begin + chunk_length, 0), response)
+            begin = min(max(begin, 0), response)
+            lengths.append(end - begin)
+            whole_starts.append(whole_start + begin)
+        whole_start += response
+    per_sequence = len(owned)
+    local_lengths = tuple(map(sum, zip(*(lengths[part::per_sequence] for part in range(per_sequence)), strict=True)))
     return PackedLayout(
         response_lengths=response_lengths,
         local_lengths=local_lengths,
-        sequence_T=_sequence_of(length_S, num_local, device),
-        sequence_R=whole.sequence_R,
-        position_T=_to_device(torch.arange(num_local) + shift_T, device),
-        local_tree=_build_tree(length_S, device),
-        whole_tree=whole.whole_tree,
+        is_whole=False,
+        pieces=Pieces(per_sequence=per_sequence, lengths=tuple(lengths), whole_starts=tuple(whole_starts)),
+        device=device,
+        num_local_tokens=sum(local_lengths),
+        num_whole_tokens=whole_start,
     )
-
-
-def _sequence_of(lengths_S: Tensor, total: int, device: torch.device) -> Tensor:
-    sequence = torch.arange(len(lengths_S)).repeat_interleave(lengths_S, output_size=total)
-    return _to_device(sequence, device)
-
-
-def _build_tree(lengths_S: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-    """Index tensors ``[groups, 32]``, one per level, until one group per sequence is left.
-
-    A slot without a token points behind the last value, where :func:`_reduce_tree` puts the identity.
-    """
-    tree: list[Tensor] = []
-    while not tree or int(lengths_S.sum()) > len(lengths_S):
-        total = int(lengths_S.sum())
-        groups_S = ((lengths_S + _FAN_IN - 1) // _FAN_IN).clamp_min(1)
-        num_groups = int(groups_S.sum())
-        first_group_S, first_value_S = groups_S.cumsum(0) - groups_S, lengths_S.cumsum(0) - lengths_S
-        sequence_G = torch.arange(len(lengths_S)).repeat_interleave(groups_S, output_size=num_groups)
-        within_G = torch.arange(num_groups) - first_group_S[sequence_G]
-        slots = within_G[:, None] * _FAN_IN + torch.arange(_FAN_IN)
-        index = torch.where(slots < lengths_S[sequence_G][:, None], first_value_S[sequence_G][:, None] + slots, total)
-        tree.append(_to_device(index, device))
-        lengths_S = groups_S
-    return tuple(tree)
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    # Pinned memory, so that the copy does not wait for the device.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.config import CorrectionConfig, GateFactor, WeightFactor
-from mis_ext.log_ratio import TokenRatios, bounded_exp, bounded_expm1, clipped_exp
+from mis_ext.layout import PackedLayout
+from mis_ext.log_ratio import TokenRatios, bounded_exp, bounded_expm1, clipped_exp, mask_as_float, squared_excess
 from mis_ext.metric_names import PREFIX, gate_names
 from mis_ext.normalization import GroupTotals, WeightScale
 from mis_ext.rejection import gate_statistic, vetoing_tokens
@@ -37,13 +38,14 @@ class Mean:
 class Population(NamedTuple):
     """The tokens that a token metric is a mean over, and how many of them each sequence has on all ranks."""
 
+    name: Literal["valid", "usable", "response"]
     mask_T: Tensor
     count_S: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMetric:
-    """One number per local token of a population."""
+    """One number per local token of a population; finite on the others too."""
 
     values_T: Tensor
     population: Population
@@ -90,20 +92,32 @@ Formulas = dict[str, Callable[[], Metric]]
 
 
 class Outcome(NamedTuple):
-    """What the correction decided, as the metrics need it."""
+    """What the correction decided, as the metrics need it; ``keep_T`` is 1 where a token stays in the loss, else 0."""
 
-    usable_mask_T: Tensor
+    layout: PackedLayout
     usable_S: Tensor
-    keep_mask_T: Tensor
+    keep_T: Tensor
     kept_count_S: Tensor
     token_weight_T: Tensor
     sequence_weight_S: Tensor
     scale: WeightScale
 
 
-def select(formulas: Formulas, names: tuple[str, ...]) -> dict[str, Metric]:
-    """Compute the named metrics, in that order, under their public names."""
-    return {PREFIX + name: formulas[name]() for name in names}
+def measure(
+    tokens: TokenRatios, stats: SequenceStatistics, over_group: GroupTotals, outcome: Outcome, config: CorrectionConfig
+) -> dict[str, Metric]:
+    """The selected metrics in their order, under their public names.
+
+    Args:
+        tokens: Log-ratios of the local tokens.
+        stats: Statistics of whole sequences.
+        over_group: Totals of all data-parallel ranks.
+        outcome: What the correction decided.
+        config: Says which metrics.
+    """
+    formulas = mismatch_formulas(tokens, stats, over_group, metric_max=config.metric_max)
+    formulas |= correction_formulas(tokens, stats, outcome, config)
+    return {PREFIX + name: formulas[name]() for name in config.selected_metrics}
 
 
 def mismatch_formulas(
@@ -116,13 +130,13 @@ def mismatch_formulas(
     effective sample size is Kish's, ``(sum w)**2 / (n sum w**2)``.
     """
     log_ratio_T = tokens.log_ratio_T
-    valid = Population(tokens.valid_mask_T, stats.num_valid_S)
-    response = Population(tokens.response_mask_T, stats.num_response_S)
+    valid = Population("valid", tokens.valid_mask_T, stats.num_valid_S)
+    response = Population("response", tokens.response_mask_T, stats.num_response_S)
     measured_S = stats.num_valid_S > 0
     count_S = stats.num_valid_S.clamp_min(1.0)
 
     def token(values_T: Tensor) -> TokenMetric:
-        return TokenMetric(values_T.float(), valid)
+        return TokenMetric(values_T, valid)
 
     def sequence(values_S: Tensor) -> SequenceMetric:
         return SequenceMetric(values_S, measured_S)
@@ -133,16 +147,16 @@ def mismatch_formulas(
         "rollout_log_ppl": lambda: sequence(-stats.behavior_sum_S / count_S),
         "rollout_ppl": lambda: sequence(bounded_exp(-stats.behavior_sum_S / count_S)),
         "kl": lambda: token(-log_ratio_T),
-        "k3_kl": lambda: token((bounded_expm1(log_ratio_T) - log_ratio_T).clamp(0.0, metric_max)),
+        "k3_kl": lambda: token((tokens.ratio_excess_T - log_ratio_T).clamp(0.0, metric_max)),
         "log_ppl_diff": lambda: sequence(-stats.log_ratio_mean_S),
         "log_ppl_abs_diff": lambda: sequence(stats.log_ratio_mean_S.abs()),
         "ppl_ratio": lambda: sequence(bounded_exp(-stats.log_ratio_mean_S)),
         "chi2_token": lambda: sequence((stats.squared_ratio_excess_S / count_S).clamp_max(metric_max)),
-        "chi2_seq": lambda: sequence(bounded_expm1(stats.log_ratio_sum_S, scale=2.0).clamp_max(metric_max)),
+        "chi2_seq": lambda: sequence(squared_excess(bounded_expm1(stats.log_ratio_sum_S)).clamp_max(metric_max)),
         "logprob_abs_diff": lambda: token(log_ratio_T.abs()),
-        "tv": lambda: token(-log_ratio_T.clamp_max(0.0).expm1()),
-        "ratio_above_2_fraction": lambda: token(log_ratio_T > math.log(2.0)),
-        "ratio_below_half_fraction": lambda: token(log_ratio_T < -math.log(2.0)),
+        "tv": lambda: token(-tokens.ratio_excess_T.clamp_max(0.0)),
+        "ratio_above_2_fraction": lambda: token(mask_as_float(log_ratio_T > math.log(2.0))),
+        "ratio_below_half_fraction": lambda: token(mask_as_float(log_ratio_T < -math.log(2.0))),
         "ess_ratio_token": lambda: GroupMetric(
             _effective_share(group.ratio_sum, group.squared_ratio_sum, group.num_valid)
         ),
@@ -151,7 +165,7 @@ def mismatch_formulas(
         ),
         "ratio_max": lambda: GroupMetric(_if_any(group, bounded_exp(group.log_ratio_max))),
         "ratio_min": lambda: GroupMetric(_if_any(group, bounded_exp(group.log_ratio_min))),
-        "nonfinite_token_fraction": lambda: TokenMetric((~tokens.valid_mask_T).float(), response),
+        "nonfinite_token_fraction": lambda: TokenMetric(mask_as_float(~tokens.valid_mask_T), response),
     }
 
 
@@ -164,10 +178,10 @@ def correction_formulas(
         formulas |= _weight_formulas(tokens, stats, outcome, config.weight)
     for name, gate in config.named_gates:
         formulas |= _gate_formulas(name, gate, tokens, stats)
-    response = Population(tokens.response_mask_T, stats.num_response_S)
+    response = Population("response", tokens.response_mask_T, stats.num_response_S)
     return formulas | {
         "batch_norm_factor": lambda: GroupMetric(outcome.scale.mean_weight),
-        "kept_token_fraction": lambda: TokenMetric(outcome.keep_mask_T.float(), response),
+        "kept_token_fraction": lambda: TokenMetric(outcome.keep_T, response),
         "kept_seq_fraction": lambda: SequenceMetric((outcome.kept_count_S > 0).float(), stats.num_response_S > 0),
         "denominator_factor": lambda: GroupMetric(outcome.scale.denominator_factor),
     }
@@ -183,13 +197,15 @@ def _weight_formulas(
         log_ratio, bounded = tokens.log_ratio_T, outcome.token_weight_T
         lowest_S, highest_S = stats.log_ratio_min_S, stats.log_ratio_max_S
         mean_S = stats.token_weight_sum_S / count_S
-        usable = Population(outcome.usable_mask_T, torch.where(usable_S, stats.num_valid_S, 0.0))
     else:
         log_ratio, bounded = sequence_log_ratio(stats, weight.level), outcome.sequence_weight_S
-        lowest_S, highest_S, mean_S, usable = log_ratio, log_ratio, bounded, None
+        lowest_S, highest_S, mean_S = log_ratio, log_ratio, bounded
 
     def at_level(values: Tensor) -> Metric:
-        return SequenceMetric(values.float(), usable_S) if usable is None else TokenMetric(values.float(), usable)
+        if weight.level != "token":
+            return SequenceMetric(values, usable_S)
+        mask_T = tokens.valid_mask_T & outcome.layout.index.to_tokens(usable_S)
+        return TokenMetric(values, Population("usable", mask_T, torch.where(usable_S, stats.num_valid_S, 0.0)))
 
     def extreme(log_ratio_S: Tensor) -> SequenceMetric:
         # The weight grows with the ratio, so its extremes are the weights of the extreme ratios.
@@ -197,10 +213,10 @@ def _weight_formulas(
         return SequenceMetric(weight_S * factor, usable_S)
 
     def below() -> Metric:
-        return at_level(log_ratio < weight.band.log_low)
+        return at_level(mask_as_float(log_ratio < weight.band.log_low))
 
     def above() -> Metric:
-        return at_level(log_ratio > weight.band.log_high)
+        return at_level(mask_as_float(log_ratio > weight.band.log_high))
 
     return {
         "tis_weight_before_bound": lambda: at_level(bounded_exp(log_ratio)),
@@ -218,20 +234,20 @@ def _weight_formulas(
 
 
 def _gate_formulas(name: str, gate: GateFactor, tokens: TokenRatios, stats: SequenceStatistics) -> Formulas:
-    valid = Population(tokens.valid_mask_T, stats.num_valid_S)
+    valid = Population("valid", tokens.valid_mask_T, stats.num_valid_S)
     measured_S = stats.num_valid_S > 0
     first, second = gate_names(name, is_veto=gate.is_veto)
     band = gate.band
     if gate.level == "token":
         return {
-            first: lambda: TokenMetric((tokens.log_ratio_T < band.log_low).float(), valid),
-            second: lambda: TokenMetric((tokens.log_ratio_T > band.log_high).float(), valid),
+            first: lambda: TokenMetric(mask_as_float(tokens.log_ratio_T < band.log_low), valid),
+            second: lambda: TokenMetric(mask_as_float(tokens.log_ratio_T > band.log_high), valid),
         }
     statistic_S = gate_statistic(stats, gate)
     below_S, above_S = statistic_S < band.log_low, statistic_S > band.log_high
     if gate.is_veto:
         return {
-            first: lambda: TokenMetric(vetoing_tokens(tokens, gate).float(), valid),
+            first: lambda: TokenMetric(mask_as_float(vetoing_tokens(tokens, gate)), valid),
             second: lambda: SequenceMetric((below_S | above_S).float(), measured_S),
         }
     return {

@@ -1,4 +1,4 @@
-"""Self-normalisation and denominators, over one micro-batch, the data-parallel group, or a whole rollout."""
+"""Totals, and what follows from them: self-normalisation and denominators, over one call, a group, or a rollout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.collectives import Group, gather_rows
 from mis_ext.config import CorrectionConfig
 from mis_ext.log_ratio import bounded_exp
 from mis_ext.statistics import SequenceStatistics
@@ -38,18 +37,17 @@ class GroupTotals(NamedTuple):
     sequence_ratio_sum: Tensor
     squared_sequence_ratio_sum: Tensor
     num_measured_sequences: Tensor
+    num_usable_sequences: Tensor
+    num_response: Tensor
+    num_response_sequences: Tensor
+    num_kept: Tensor
+    num_kept_sequences: Tensor
     weight_sum: Tensor
     weight_count: Tensor
     original_terms: Tensor
     kept_terms: Tensor
     log_ratio_min: Tensor
     log_ratio_max: Tensor
-
-    def over_group(self, dp_group: Group | None) -> GroupTotals:
-        """The same over all data-parallel ranks: one all-gather of 12 numbers."""
-        gathered_NK = gather_rows(torch.stack(self), dp_group)
-        extremes = gathered_NK[:, -2].amin(), gathered_NK[:, -1].amax()
-        return GroupTotals._make([*gathered_NK[:, :-2].sum(0).unbind(), *extremes])
 
     def scale(self) -> WeightScale:
         """Mean weight and denominator factor, each 1 where nothing was counted."""
@@ -59,6 +57,27 @@ class GroupTotals(NamedTuple):
         )
 
 
+def merge_totals(gathered_NK: Tensor) -> Tensor:
+    """``[K]`` totals of all ranks from the ``[N, K]`` of each."""
+    extremes = gathered_NK[:, -2].amin(), gathered_NK[:, -1].amax()
+    return torch.cat([gathered_NK[:, :-2].sum(0), torch.stack(extremes)])
+
+
+def weight_scale(
+    config: CorrectionConfig, totals: GroupTotals, over_group: GroupTotals, rollout_scale: WeightScale | None
+) -> WeightScale:
+    """The scale of the configured scope; a factor that is not configured is 1."""
+    if config.scope == "rollout" and rollout_scale is not None:
+        scale = rollout_scale
+    else:
+        scale = (over_group if config.scope == "data_parallel" else totals).scale()
+    one = torch.ones_like(totals.num_valid)
+    return WeightScale(
+        mean_weight=scale.mean_weight if config.normalize_over is not None else one,
+        denominator_factor=scale.denominator_factor if config.denominator == "kept" else one,
+    )
+
+
 def group_totals(
     stats: SequenceStatistics,
     *,
@@ -66,8 +85,8 @@ def group_totals(
     keep_S: Tensor,
     sequence_weight_S: Tensor,
     config: CorrectionConfig,
-) -> GroupTotals:
-    """Totals over the sequences of this call.
+) -> Tensor:
+    """``[K]``: :class:`GroupTotals` over the sequences of this call.
 
     Args:
         stats: Per-sequence statistics.
@@ -94,6 +113,11 @@ def group_totals(
             sequence_ratio_S,
             sequence_ratio_S.square(),
             measured_S.float(),
+            usable_S.float(),
+            stats.num_response_S,
+            has_response_S.float(),
+            kept_tokens_S,
+            (kept_tokens_S > 0).float(),
             weight_sum_S,
             weight_count_S,
             original_S,
@@ -103,7 +127,7 @@ def group_totals(
     # Padded, so that a micro-batch without sequences has extremes too.
     minimum = torch.nn.functional.pad(stats.log_ratio_min_S, (0, 1), value=torch.inf).amin()
     maximum = torch.nn.functional.pad(stats.log_ratio_max_S, (0, 1), value=-torch.inf).amax()
-    return GroupTotals._make([*sums.unbind(), minimum, maximum])
+    return torch.cat([sums, torch.stack([minimum, maximum])])
 
 
 def _weight_terms(

@@ -1,4 +1,4 @@
-"""Per-sequence statistics over all context-parallel ranks, in one collective."""
+"""Per-sequence statistics: each rank's share, and what the shares of all context-parallel ranks add up to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.collectives import Group, gather_rows
-from mis_ext.layout import PackedLayout
-from mis_ext.log_ratio import TokenRatios, bounded_exp, bounded_expm1
+from mis_ext.log_ratio import TokenRatios, bounded_exp, mask_as_float, squared_excess
+from mis_ext.token_index import TokenIndex
+
+NUM_SUMS = 11
+"""The first so many of :class:`SequenceStatistics` are sums over tokens, the others extremes."""
 
 
 class SequenceStatistics(NamedTuple):
@@ -22,6 +24,7 @@ class SequenceStatistics(NamedTuple):
 
     num_response_S: Tensor
     num_valid_S: Tensor
+    num_token_kept_S: Tensor
     log_ratio_sum_S: Tensor
     proximal_sum_S: Tensor
     behavior_sum_S: Tensor
@@ -29,7 +32,6 @@ class SequenceStatistics(NamedTuple):
     squared_ratio_sum_S: Tensor
     squared_ratio_excess_S: Tensor
     token_weight_sum_S: Tensor
-    num_token_kept_S: Tensor
     token_weight_kept_sum_S: Tensor
     log_ratio_min_S: Tensor
     log_ratio_max_S: Tensor
@@ -41,53 +43,40 @@ class SequenceStatistics(NamedTuple):
         return self.log_ratio_sum_S / self.num_valid_S.clamp_min(1.0)
 
 
-def sequence_statistics(
-    tokens: TokenRatios,
-    *,
-    response_mask_R: Tensor,
-    token_weight_T: Tensor,
-    token_keep_T: Tensor,
-    layout: PackedLayout,
-    cp_group: Group | None,
-) -> SequenceStatistics:
-    """Reduce local tokens to sequences, and ranks to one: one all-gather of ``[14, S]`` numbers.
+def local_statistics(tokens: TokenRatios, *, token_weight_T: Tensor, token_keep_T: Tensor, index: TokenIndex) -> Tensor:
+    """``[14, S]``: this rank's share of :class:`SequenceStatistics`, 11 sums and 3 minima.
 
     Args:
         tokens: Log-ratios of the local tokens.
-        response_mask_R: ``[R]`` bool, the whole responses, equal on every rank.
-        token_weight_T: ``[T]``, the token-level part of the weight.
+        token_weight_T: ``[T]``, the token-level part of the weight; 0 where a token has no ratio.
         token_keep_T: ``[T]`` bool, valid tokens that pass every token-level gate.
-        layout: Where the local tokens belong.
-        cp_group: The ranks that share the sequences.
+        index: Where the local tokens belong.
     """
-    valid_T, log_ratio_T = tokens.valid_mask_T, tokens.log_ratio_T
-    ratio_T = torch.where(valid_T, bounded_exp(log_ratio_T), 0.0)
-    weight_T = torch.where(valid_T, token_weight_T, 0.0)
-    sums_KT = torch.stack(
-        [
-            valid_T.float(),
-            log_ratio_T,
-            tokens.proximal_T,
-            tokens.behavior_T,
-            ratio_T,
-            ratio_T.square(),
-            torch.where(valid_T, bounded_expm1(log_ratio_T, scale=2.0), 0.0),
-            weight_T,
-            token_keep_T.float(),
-            torch.where(token_keep_T, weight_T, 0.0),
-        ]
-    )
-    minima_KT = torch.stack(
-        [
-            log_ratio_T.masked_fill(~valid_T, torch.inf),
-            (-log_ratio_T).masked_fill(~valid_T, torch.inf),
-            tokens.proximal_T.masked_fill(~valid_T, torch.inf),
-        ]
-    )
-    local_KS = torch.cat([layout.reduce(sums_KT, "sum"), layout.reduce(minima_KT, "min")])
-    gathered_NKS = gather_rows(local_KS, cp_group)
-    sums_KS = gathered_NKS[:, : len(sums_KT)].sum(0)
-    minimum_S, negated_maximum_S, proximal_minimum_S = gathered_NKS[:, len(sums_KT) :].amin(0)
-    num_response_S = layout.reduce_whole(response_mask_R.float().unsqueeze(0)).squeeze(0)
-    extremes = minimum_S, -negated_maximum_S, proximal_minimum_S
-    return SequenceStatistics._make([num_response_S, *sums_KS.unbind(), *extremes])
+    # Rows, and factors too: what they multiply is finite.
+    valid_T, kept_T = mask_as_float(tokens.valid_mask_T), mask_as_float(token_keep_T)
+    log_ratio_T = tokens.log_ratio_T
+    ratio_T = bounded_exp(log_ratio_T) * valid_T
+    sums_T = [
+        mask_as_float(tokens.response_mask_T),
+        valid_T,
+        kept_T,
+        log_ratio_T,
+        tokens.proximal_T,
+        tokens.behavior_T,
+        ratio_T,
+        ratio_T.square(),
+        squared_excess(tokens.ratio_excess_T),
+        token_weight_T,
+        token_weight_T * kept_T,
+    ]
+    # 0 on valid tokens, else infinity.
+    never_T = valid_T.reciprocal() - 1.0
+    minima_T = [never_T + log_ratio_T, never_T - log_ratio_T, never_T + tokens.proximal_T]
+    return torch.cat([index.reduce(sums_T, "sum"), index.reduce(minima_T, "min")])
+
+
+def merge_statistics(gathered_NKS: Tensor) -> SequenceStatistics:
+    """Statistics of whole sequences from the shares of the ``N`` context-parallel ranks."""
+    sums_KS = gathered_NKS[:, :NUM_SUMS].sum(0)
+    minimum_S, negated_maximum_S, proximal_minimum_S = gathered_NKS[:, NUM_SUMS:].amin(0)
+    return SequenceStatistics._make([*sums_KS.unbind(), minimum_S, -negated_maximum_S, proximal_minimum_S])

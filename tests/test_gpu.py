@@ -85,8 +85,8 @@ def work(rank: int, topology: str, folder: str) -> None:
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
         worker = CudaWorker(topology)
-        failures = worker.compare_hook(grid()[::5], "plain") + worker.compare_hook(grid()[1::9], "broken")
-        failures += worker.compare_hook(grid()[::9], "plain", max_seq_lens=True, qkv_format="bshd")
+        failures = worker.compare_hook(grid()[::12], "plain") + worker.compare_hook(grid()[1::18], "broken")
+        failures += worker.compare_hook(grid()[::24], "plain", max_seq_lens=True, qkv_format="bshd")
     except Exception:
         failures = [traceback.format_exc()]
         raise

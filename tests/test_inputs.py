@@ -7,7 +7,7 @@ import torch
 from test_guards import call, make_batch
 
 import mis_ext
-from mis_ext.collectives import gather_rows, merge_flags
+from mis_ext.collectives import gather_rows, merge_bits
 from mis_ext.hosts.slime import prepare_rollout
 
 SCOPE = {"use_tis": True, "tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
@@ -114,4 +114,4 @@ def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a peer is gone"):
         gather_rows(torch.ones(3), FailingGroup())
     with pytest.raises(RuntimeError, match="a peer is gone"):
-        merge_flags(torch.ones(3, dtype=torch.bool), FailingGroup())
+        merge_bits(torch.ones(3, dtype=torch.uint8), FailingGroup())

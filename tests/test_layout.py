@@ -41,17 +41,29 @@ def test_every_rank_gets_the_tokens_that_the_contract_says_and_together_all_of_t
             )
             for i, (total, response) in enumerate(zip(totals, responses, strict=True))
         ]
-        assert layout.position_T is not None
+        index = layout.index
+        assert index.position_T is not None
         assert layout.local_lengths == tuple(map(len, own))
-        assert layout.position_T.tolist() == [offsets[i] + t for i, tokens in enumerate(own) for t in tokens]
-        assert layout.sequence_T.tolist() == [i for i, tokens in enumerate(own) for _ in tokens]
-        seen += layout.position_T.tolist()
+        assert index.position_T.tolist() == [offsets[i] + t for i, tokens in enumerate(own) for t in tokens]
+        assert index.sequence_T.tolist() == [i for i, tokens in enumerate(own) for _ in tokens]
+        seen += index.position_T.tolist()
     assert sorted(seen) == list(range(sum(responses)))
 
 
 @pytest.mark.parametrize(
     "lengths",
-    [[], [0], [1], [0, 0, 3], [31, 32, 33], [1023, 1, 1024, 0, 1025], [40_000], [1] * 3000, [32_769, 5]],
+    [
+        [],
+        [0],
+        [1],
+        [0, 0, 3],
+        [31, 32, 33],
+        [63, 64, 65, 0, 128, 1, 62, 64, 1],
+        [1023, 1, 1024, 0, 1025],
+        [40_000],
+        [1] * 3000,
+        [32_769, 5],
+    ],
     ids=lambda lengths: f"{len(lengths)} sequences of up to {max(lengths, default=0)}",
 )
 def test_reductions_agree_with_one_sequence_at_a_time(lengths) -> None:
@@ -61,20 +73,20 @@ def test_reductions_agree_with_one_sequence_at_a_time(lengths) -> None:
     sums = torch.stack([piece.sum(1) for piece in pieces], dim=1) if lengths else torch.empty(3, 0).double()
     error = math.log2(max([2, *lengths])) * torch.finfo(torch.float32).eps
     scale = torch.stack([piece.abs().sum(1) for piece in pieces], dim=1) if lengths else sums
-    assert ((layout.reduce(values, "sum").double() - sums).abs() <= error * scale).all()
+    assert ((layout.index.reduce(values, "sum").double() - sums).abs() <= error * scale).all()
     lowest = [[piece[row].min().item() if piece.numel() else math.inf for piece in pieces] for row in range(3)]
-    assert layout.reduce(values, "min").tolist() == (lowest if lengths else [[], [], []])
+    assert layout.index.reduce(values, "min").tolist() == (lowest if lengths else [[], [], []])
 
 
 def test_a_long_sequence_of_equal_numbers_is_summed_exactly() -> None:
     # Added one by one in float32, ones stop counting at 2**24 and tenths drift by a percent.
     ones = torch.full((1, 2_000_000), 0.1)
-    total = PackedLayout.whole([2_000_000]).reduce(ones, "sum").item()
+    total = PackedLayout.whole([2_000_000]).index.reduce(ones, "sum").item()
     assert total == pytest.approx(2_000_000 * ones[0, 0].item(), rel=1e-6)
 
 
 def test_values_of_sequences_reach_their_tokens() -> None:
     layout = PackedLayout.context_parallel([3, 0, 2], total_lengths=[4, 2, 3], cp_rank=0, cp_size=2)
-    assert layout.to_tokens(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
-    assert layout.to_whole(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 3 + [9.0] * 2
-    assert layout.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]
+    assert layout.index.to_tokens(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
+    assert layout.index.to_whole(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 3 + [9.0] * 2
+    assert layout.index.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]

@@ -11,7 +11,7 @@ from torch import Tensor
 from mis_ext.config import CorrectionConfig
 from mis_ext.correction import compute_correction
 from mis_ext.hosts.groups import Groups, find_groups
-from mis_ext.hosts.packing import pack, spread_metric, unpack
+from mis_ext.hosts.packing import pack, unpack
 from mis_ext.hosts.session import Session, session_for, stored_rollout_scale
 from mis_ext.layout import PackedLayout
 
@@ -76,21 +76,16 @@ def compute_mis_weights_with_cp(
         config=config,
         cp_group=groups.cp_group,
         dp_group=groups.dp_group,
-        rollout_scale=stored_rollout_scale(config),
+        rollout_scale=stored_rollout_scale(config) if config.scope == "rollout" else None,
+        host_metrics=True,
     )
-    response_mask_T = correction.tokens.response_mask_T
     if is_missing:
-        not_measured_T = torch.where(response_mask_T, torch.nan, 0.0)
-        return pg_loss, loss_masks, dict.fromkeys(correction.metrics, not_measured_T)
-    metrics = {
-        name: spread_metric(metric, layout, correction.stats, response_mask_T)
-        for name, metric in correction.metrics.items()
-    }
+        not_measured_T = torch.where(correction.tokens.response_mask_T, torch.nan, 0.0)
+        return pg_loss, loss_masks, dict.fromkeys(correction.host_metrics, not_measured_T)
     session.check(correction, layout, groups)
     if config.metrics_only:
-        return pg_loss, loss_masks, metrics
-    loss = torch.where(correction.usable_mask_T, pg_loss * correction.weights_T, 0.0)
-    return loss, unpack(correction.keep_mask_R.float(), layout), metrics
+        return pg_loss, loss_masks, correction.host_metrics
+    return correction.weigh(pg_loss), unpack(correction.loss_mask_R, layout), correction.host_metrics
 
 
 def compute_mis_weights(
@@ -133,7 +128,7 @@ def compute_mis_weights(
         config=config.replace(scope="micro_batch"),
     )
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
-    return unpack(correction.weights_T, layout), unpack(correction.keep_mask_R.float(), layout), metrics
+    return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
 
 
 def _layout(

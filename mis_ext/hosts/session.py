@@ -6,6 +6,7 @@ on it: Megatron pickles ``args`` into every checkpoint. Only the rollout's scale
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -20,9 +21,12 @@ from mis_ext.flat_keys import FLAT_KEYS, NATIVE_KEY
 from mis_ext.guards import MismatchWarning, find_doubts, find_mistakes
 from mis_ext.hosts.groups import Groups
 from mis_ext.layout import PackedLayout
-from mis_ext.normalization import WeightScale
+from mis_ext.normalization import GroupTotals, WeightScale
 
 _READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, "get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
+
+
+_CALLS_PER_LOOK = 8
 
 
 class Session:
@@ -30,7 +34,8 @@ class Session:
 
     def __init__(self, args: Any) -> None:
         mapping: Mapping[str, Any] = vars(args)
-        self.fingerprint = fingerprint(args)
+        # A copy, because lists and mappings among the values can be changed in place.
+        self.fingerprint = copy.deepcopy(fingerprint(args))
         self.config = CorrectionConfig.from_mapping(mapping)
         self.rejection = RejectionMonitor(self.config.max_reject_fraction)
         self._is_first_call = True
@@ -67,38 +72,47 @@ class Session:
 
 
 class RejectionMonitor:
-    """Warns, once and a call late, when more is rejected than the user thought possible; never waits for the device."""
+    """Warns, once, when more is rejected than the user thought possible.
+
+    Looks at one call in eight, from the first on, and is a call late: so it never waits for the device.
+    """
 
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
         self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._warned = False
+        self._num_calls = 0
 
     def observe(self, correction: Correction) -> None:
-        """Look at the previous call's shares if they have arrived, and send for this call's."""
-        if self._warned:
+        """Look at what was sent for if it has arrived, and send for this call's totals if it is their turn."""
+        totals_K = correction.totals_K
+        if self._warned or (totals_K.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
+        self._num_calls += 1
         if self._pending is not None:
-            shares, copied = self._pending
+            sent_K, copied = self._pending
             if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
                 return
             # On the host by now: the event says so, or it never was elsewhere.
-            self._warn_above(shares.tolist())
-        num_response_S, kept_count_S = correction.stats.num_response_S, correction.kept_count_S
-        kept = torch.stack([kept_count_S.sum(), (kept_count_S > 0).sum()])
-        original = torch.stack([num_response_S.sum(), (num_response_S > 0).sum()])
-        shares = 1.0 - kept / original
-        if shares.is_cuda:
-            on_host = torch.empty_like(shares, device="cpu", pin_memory=True)
-            on_host.copy_(shares, non_blocking=True)
+            self._warn_above(dict(zip(GroupTotals._fields, sent_K.tolist(), strict=True)))
+            self._pending = None
+        if self._num_calls % _CALLS_PER_LOOK != 1:
+            return
+        if totals_K.is_cuda:
+            on_host = torch.empty_like(totals_K, device="cpu", pin_memory=True)
+            on_host.copy_(totals_K, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
             self._pending = (on_host, copied)
         else:
-            self._pending = (shares, None)
+            self._pending = (totals_K, None)
 
-    def _warn_above(self, shares: list[float]) -> None:
-        for what, share in zip(("tokens", "sequences"), shares, strict=True):
+    def _warn_above(self, totals: dict[str, float]) -> None:
+        for what, kept, original in (
+            ("tokens", totals["num_kept"], totals["num_response"]),
+            ("sequences", totals["num_kept_sequences"], totals["num_response_sequences"]),
+        ):
+            share = 1.0 - kept / original if original else 0.0
             if share > self._max_fraction:
                 self._warned = True
                 warnings.warn(
@@ -126,9 +140,9 @@ def session_for(args: Any) -> Session:
     return session
 
 
-def fingerprint(args: Any) -> tuple[str, ...]:
-    """Everything in ``args`` that a configuration is made of, cheap to compare."""
-    return tuple(repr(getattr(args, key, None)) for key in _READ_KEYS)
+def fingerprint(args: Any) -> list[Any]:
+    """Everything in ``args`` that a configuration is made of."""
+    return [*map(vars(args).get, _READ_KEYS)]
 
 
 def store_rollout_scale(config: CorrectionConfig, scale: WeightScale) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from mis_ext.collectives import gather_rows
 from mis_ext.correction import compute_correction
 from mis_ext.hosts.groups import find_groups, initialized_megatron
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.session import session_for, store_rollout_scale
 from mis_ext.layout import PackedLayout
+from mis_ext.normalization import GroupTotals, merge_totals
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -58,4 +60,5 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         config=config.replace(scope="micro_batch", metrics=()),
         cp_group=groups.cp_group,
     )
-    store_rollout_scale(config, correction.totals.over_group(groups.dp_group).scale())
+    totals_K = merge_totals(gather_rows(correction.totals_K, groups.dp_group))
+    store_rollout_scale(config, GroupTotals._make(totals_K.unbind()).scale())
