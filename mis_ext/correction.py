@@ -35,8 +35,10 @@ class Correction:
         """``[T]`` float32, what multiplies the loss of each local token.
 
         A token that a gate rejects keeps its weight: the mask removes it. A token that cannot have one (masked, or
-        without a finite ratio) has 0.
+        without a finite ratio) has 0. With ``metrics_only`` all weights are 1.
         """
+        if self._outputs.weights_T is None:
+            return torch.ones_like(self._backend.streams.proximal_logprobs_T, dtype=torch.float32)
         return self._outputs.weights_T
 
     @property
@@ -51,12 +53,17 @@ class Correction:
 
     @property
     def keep_mask_R(self) -> Tensor:
-        """``[R]`` bool, the same for whole responses, equal on all context-parallel ranks."""
+        """``[R]`` bool, the same for whole responses, equal on all context-parallel ranks.
+
+        With ``metrics_only`` that is the response mask.
+        """
         return self.loss_mask_R != 0
 
     @property
     def loss_mask_R(self) -> Tensor:
         """``[R]`` float32, :attr:`keep_mask_R` as 1 and 0: what the hosts multiply by."""
+        if self._outputs.loss_mask_R is None:
+            return self._backend.streams.response_mask_R.bool().float()
         return self._outputs.loss_mask_R
 
     @property

@@ -61,7 +61,7 @@ def compute_log_ratio(
 def mask_as_float(mask: Tensor) -> Tensor:
     """1 where ``mask`` is True, else 0."""
     # On a CPU bytes become floats five times as fast as booleans.
-    return mask.view(torch.uint8).float()
+    return mask.to(torch.uint8).float()
 
 
 def zero_outside(mask: Tensor, values: Tensor) -> Tensor:

@@ -70,14 +70,14 @@ class Sequences(Protocol):
 
 
 class Outputs(NamedTuple):
-    """What the last pass writes.
+    """What the last pass writes; neither weights nor a mask where nothing is corrected (``metrics_only``).
 
     ``weights_T``: ``[T]`` float32, 0 where a token has none, and nowhere else. ``loss_mask_R``: ``[R]`` float32, 1
     where a token of the whole responses stays in the loss, else 0. ``host_metrics``: ``[T]`` by public name.
     """
 
-    weights_T: Tensor
-    loss_mask_R: Tensor
+    weights_T: Tensor | None
+    loss_mask_R: Tensor | None
     host_metrics: dict[str, Tensor]
 
 
@@ -197,6 +197,12 @@ class EagerBackend:
             scale=scale,
             layout=self.layout,
         )
+        metrics = {}
+        if host_metrics:
+            measured = measure(tokens, sequences.stats, over_group, outcome, config)
+            metrics = spread_metrics(measured, index, sequences.stats, tokens.response_mask_T)
+        if config.metrics_only:
+            return Outputs(None, None, metrics)
         factor_S = torch.where(decisions.usable_S, decisions.sequence_weight_S * scale.factor, 0.0)
         loss_mask_R = outcome.keep_T
         if not self.layout.is_whole:
@@ -204,10 +210,6 @@ class EagerBackend:
             if keep_bits is not None:
                 keep_mask_R = keep_mask_R & _unpack_bits(keep_bits, len(keep_mask_R))
             loss_mask_R = mask_as_float(keep_mask_R)
-        metrics = {}
-        if host_metrics:
-            measured = measure(tokens, sequences.stats, over_group, outcome, config)
-            metrics = spread_metrics(measured, index, sequences.stats, tokens.response_mask_T)
         return Outputs(
             weights_T=self._token_weight_T * index.to_tokens(factor_S),
             loss_mask_R=loss_mask_R,
@@ -216,7 +218,8 @@ class EagerBackend:
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
         """See :class:`Backend`."""
-        return zero_outside(weights_T, values_T * weights_T)
+        weighed_T = values_T * weights_T
+        return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
 
 
 def outcome_of(

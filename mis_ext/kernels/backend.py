@@ -140,8 +140,9 @@ class TritonBackend:
         local, layout = self._tiles.local, self.layout
         plan = self._plan if host_metrics else plan_of(self.config, host_metrics=False, is_whole=layout.is_whole)
         num_tokens = layout.num_local_tokens
-        weights_T = self._empty(num_tokens)
-        loss_mask_R = self._empty(layout.num_whole_tokens)
+        writes = not self.config.metrics_only
+        weights_T = self._empty(num_tokens if writes else 0)
+        loss_mask_R = self._empty(layout.num_whole_tokens if writes else 0)
         metrics_MT = self._empty(len(plan.metric_names), num_tokens)
         # Read with another scope than rollout by nobody.
         scale = rollout_scale if rollout_scale is not None else WeightScale(over_group_K, over_group_K)
@@ -164,11 +165,11 @@ class TritonBackend:
             layout.pieces.per_sequence,
             varying=self._dtypes,
         )
-        if not layout.is_whole:
+        if writes and not layout.is_whole:
             self._write_whole_mask(loss_mask_R, sequences, keep_bits)
         return Outputs(
-            weights_T=weights_T,
-            loss_mask_R=loss_mask_R,
+            weights_T=weights_T if writes else None,
+            loss_mask_R=loss_mask_R if writes else None,
             host_metrics=dict(zip(plan.metric_names, metrics_MT.unbind(), strict=True)),
         )
 
@@ -216,7 +217,7 @@ class _Weigh(torch.autograd.Function):
 
 def _weighed(values: Tensor, weights: Tensor) -> Tensor:
     values = values.contiguous()
-    weighed = torch.empty_like(values)
+    weighed = torch.empty_like(values, dtype=torch.promote_types(values.dtype, weights.dtype))
     num_tokens = values.numel()
     _weigh(-(-num_tokens // TILE), values, weights, weighed, num_tokens, varying=(values.dtype,))
     return weighed

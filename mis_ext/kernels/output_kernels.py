@@ -58,6 +58,7 @@ def output_kernel(
     TOKEN_HIGH: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     HAS_KEPT_DENOMINATOR: tl.constexpr,
+    IS_CORRECTED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     SCOPE_IS_GROUP: tl.constexpr,
     SCOPE_IS_ROLLOUT: tl.constexpr,
@@ -107,8 +108,9 @@ def output_kernel(
     keep = valid & inside(log_ratio, TOKEN_LOW, TOKEN_HIGH) & in_kept
     scaled = weight * (tl.load(column + SEQUENCE_WEIGHT * num_sequences) * scale_factor)
     token = begin + lane
-    tl.store(weights + token, tl.where(usable, scaled, 0.0).to(tl.float32), mask=is_token)
-    if IS_WHOLE:
+    if IS_CORRECTED:
+        tl.store(weights + token, tl.where(usable, scaled, 0.0).to(tl.float32), mask=is_token)
+    if IS_CORRECTED and IS_WHOLE:
         tl.store(loss_mask + token, tl.where(keep, 1.0, 0.0), mask=is_token)
 
     num_response = tl.load(column + NUM_RESPONSE * num_sequences).to(tl.float64)

@@ -56,6 +56,7 @@ def plan_of(config: CorrectionConfig, *, host_metrics: bool, is_whole: bool) -> 
             output_kernel,
             **weight_constants,
             **token_gate,
+            IS_CORRECTED=not config.metrics_only,
             IS_WHOLE=is_whole,
             IS_NORMALIZED=config.normalize_over is not None,
             HAS_KEPT_DENOMINATOR=config.denominator == "kept",
