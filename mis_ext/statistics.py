@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,27 +53,33 @@ def local_statistics(tokens: TokenRatios, *, token_weight_T: Tensor, token_keep_
         token_keep_T: ``[T]`` bool, valid tokens that pass every token-level gate.
         index: Where the local tokens belong.
     """
-    # Rows, and factors too: what they multiply is finite.
+    sums_T = _summed_rows(tokens, token_weight_T, token_keep_T)
+    return torch.cat([index.reduce(sums_T, "sum"), index.reduce(_least_rows(tokens), "min")])
+
+
+def _summed_rows(tokens: TokenRatios, token_weight_T: Tensor, token_keep_T: Tensor) -> Iterator[Tensor]:
+    # One at a time, so that on a CPU the next row takes the memory of the last, which is still in the cache.
     valid_T, kept_T = mask_as_float(tokens.valid_mask_T), mask_as_float(token_keep_T)
-    log_ratio_T = tokens.log_ratio_T
-    ratio_T = bounded_exp(log_ratio_T) * valid_T
-    sums_T = [
-        mask_as_float(tokens.response_mask_T),
-        valid_T,
-        kept_T,
-        log_ratio_T,
-        tokens.proximal_T,
-        tokens.behavior_T,
-        ratio_T,
-        ratio_T.square(),
-        squared_excess(tokens.ratio_excess_T),
-        token_weight_T,
-        token_weight_T * kept_T,
-    ]
+    yield mask_as_float(tokens.response_mask_T)
+    yield valid_T
+    yield kept_T
+    yield tokens.log_ratio_T
+    yield tokens.proximal_T
+    yield tokens.behavior_T
+    ratio_T = bounded_exp(tokens.log_ratio_T) * valid_T
+    yield ratio_T
+    yield ratio_T.square()
+    yield squared_excess(tokens.ratio_excess_T)
+    yield token_weight_T
+    yield token_weight_T * kept_T
+
+
+def _least_rows(tokens: TokenRatios) -> Iterator[Tensor]:
     # 0 on valid tokens, else infinity.
-    never_T = valid_T.reciprocal() - 1.0
-    minima_T = [never_T + log_ratio_T, never_T - log_ratio_T, never_T + tokens.proximal_T]
-    return torch.cat([index.reduce(sums_T, "sum"), index.reduce(minima_T, "min")])
+    never_T = mask_as_float(tokens.valid_mask_T).reciprocal() - 1.0
+    yield never_T + tokens.log_ratio_T
+    yield never_T - tokens.log_ratio_T
+    yield never_T + tokens.proximal_T
 
 
 def merge_statistics(gathered_NKS: Tensor) -> SequenceStatistics:

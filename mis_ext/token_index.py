@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,21 +67,22 @@ class TokenIndex:
             tree=tuple(_to_device(level, device) for level in tree),
         )
 
-    def reduce(self, rows_T: Sequence[Tensor], op: Literal["sum", "min"]) -> Tensor:
+    def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
         """Reduce ``K`` rows of local tokens to ``[K, S]``; a sequence without local tokens gets the identity of ``op``.
 
         First blocks of 64 tokens as they lie in memory, whatever their sequences, so that only the edges of sequences
         are gathered; then groups of at most 32 blocks and edges, level by level: accurate, and the same bits on every
-        run.
+        run. Rows are taken one after the other, so that a row can be gone before the next is computed.
         """
         identity = 0.0 if op == "sum" else torch.inf
         in_blocks = len(self.sequence_T) // _BLOCK * _BLOCK
-        blocks = torch.stack([_fold(row_T[:in_blocks].view(-1, _BLOCK), op) for row_T in rows_T])
-        edges = torch.stack([row_T.index_select(0, self.edge_E) for row_T in rows_T])
-        values = torch.cat([blocks, edges], dim=-1)
+        parts = [
+            (_fold(row_T[:in_blocks].view(-1, _BLOCK), op), row_T.index_select(0, self.edge_E)) for row_T in rows_T
+        ]
+        values = torch.cat([torch.stack(column) for column in zip(*parts, strict=True)], dim=-1)
         for index in self.tree:
             padded = torch.nn.functional.pad(values, (0, 1), value=identity)
-            values = _fold(padded.index_select(-1, index).view(len(rows_T), -1, _FAN_IN), op)
+            values = _fold(padded.index_select(-1, index).view(len(values), -1, _FAN_IN), op)
         return values
 
     def to_tokens(self, values_S: Tensor) -> Tensor:
