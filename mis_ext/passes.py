@@ -147,7 +147,7 @@ class EagerBackend:
         position_T = self.layout.index.position_T
         assert position_T is not None
         flags_R = torch.zeros(self.layout.num_whole_tokens, dtype=torch.uint8, device=position_T.device)
-        flags_R = flags_R.index_copy(0, position_T, self._token_keep_T.view(torch.uint8))
+        flags_R = flags_R.index_copy(0, position_T, self._token_keep_T.to(torch.uint8))
         padded = torch.nn.functional.pad(flags_R, (0, -len(flags_R) % _BITS))
         return (padded.view(-1, _BITS) << _bit_numbers(padded.device)).sum(1, dtype=torch.uint8)
 

@@ -15,4 +15,5 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+# A file at a time per process: some files start processes of their own, once for all their tests.
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"

@@ -72,7 +72,7 @@ def assert_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = False)
 
 
 def batch(name: str) -> Samples:
-    lengths = [5, 1, 9, 3, 12, 1, 2]
+    lengths = [5, 1, 9, 3]
     samples = random_samples(lengths, seed={"finite": 11, "broken": 12}[name])
     samples.masks[3].zero_()
     return samples if name == "finite" else sprinkle(samples, seed=5)
@@ -92,9 +92,9 @@ def test_the_hook_agrees_with_the_judge(weight, gate) -> None:
         for normalizer in (["no normaliser"] if weight[0] == "none" else NORMALIZERS)
         for denominator in ("fixed", "kept")
     ]
-    # Every point is compiled, or interpreted: a few seconds each.
-    for name in ("finite", "broken"):
-        assert_agrees(points[(7 * index) % len(points)], batch(name), per_token_loss=index % 2 == 1)
+    # Every point is compiled, or interpreted: a second or more each.
+    name = ("broken", "finite")[index % 3 == 0]
+    assert_agrees(points[(7 * index) % len(points)], batch(name), per_token_loss=index % 2 == 1)
 
 
 def test_metrics_only_agrees_with_the_judge() -> None:
