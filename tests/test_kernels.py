@@ -120,6 +120,18 @@ def test_several_gates_of_a_level_agree_with_the_judge() -> None:
 
 
 @pytest.mark.parametrize(
+    ("veto", "kept"), [("low veto", [1, 0, 1, 1]), ("high veto", [1, 1, 0, 1]), ("probability veto", [1, 1, 1, 0])]
+)
+def test_each_veto_rejects_the_sequence_of_its_token(veto, kept) -> None:
+    train = [torch.tensor([-1.0, second]) for second in (-1.0, -2.0, -2.0, -5.0)]
+    rollout = [torch.tensor([-1.0, second]) for second in (-1.0, 3.0, -6.0, -5.0)]
+    samples = Samples(train, rollout, [torch.ones(2, dtype=torch.int32)] * 4)
+    keys = correction_keys(("token", "truncate"), veto=veto)
+    assert_agrees(keys, samples)
+    assert [int(mask[0]) for mask in call(keys, samples)[1]] == kept
+
+
+@pytest.mark.parametrize(
     "lengths",
     [[0], [1], [0, 3, 0], [TILE], [TILE + 1, 7], [3 * TILE - 1, 0, TILE, 2]],
     ids=lambda lengths: f"{len(lengths)} sequences of up to {max(lengths, default=0)}",
