@@ -1,0 +1,61 @@
+"""Floating-point numbers as bits: equality without tolerance, and distance in units in the last place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_INTEGER_OF: dict[torch.dtype, torch.dtype] = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+FLOAT_DTYPES = tuple(_INTEGER_OF)
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise, bool: the same bit pattern. A NaN equals itself, +0 and -0 differ.
+
+    Raises:
+        TypeError: The dtypes differ.
+        ValueError: The shapes differ.
+    """
+    _check_pair(a, b)
+    if a.dtype not in _INTEGER_OF:
+        return a == b
+    integer = _INTEGER_OF[a.dtype]
+    return a.contiguous().view(integer) == b.contiguous().view(integer)
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise, int64: how many representable numbers lie between ``a`` and ``b``, plus one; 0 where equal.
+
+    +0 and -0 are the same number here. The distance to a NaN is meaningless and not an error; float64 numbers further
+    apart than an int64 can say are at the largest int64.
+
+    Raises:
+        TypeError: The dtypes differ, or are not floating point.
+        ValueError: The shapes differ.
+    """
+    _check_pair(a, b)
+    if a.dtype not in _INTEGER_OF:
+        raise TypeError(f"a distance in ULPs needs a floating-point dtype, got {a.dtype}")
+    low, high = _ordinal(a), _ordinal(b)
+    low, high = torch.minimum(low, high), torch.maximum(low, high)
+    distance = high - low
+    return torch.where(distance < 0, torch.iinfo(torch.int64).max, distance)
+
+
+def _ordinal(x: Tensor) -> Tensor:
+    """Integers in the order of the numbers: neighbours are one apart, and both zeros are 0."""
+    integer = _INTEGER_OF[x.dtype]
+    bits = x.contiguous().view(integer).to(torch.int64)
+    return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)
+
+
+def _check_pair(a: Tensor, b: Tensor) -> None:
+    if a.dtype != b.dtype:
+        raise TypeError(f"cannot compare bits of {a.dtype} and {b.dtype}")
+    if a.shape != b.shape:
+        raise ValueError(f"cannot compare bits of shapes {[*a.shape]} and {[*b.shape]}")
