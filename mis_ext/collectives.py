@@ -31,6 +31,15 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     return rows
 
 
+def gather_objects(value: Any, group: Group | None) -> list[Any]:
+    """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
     """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
     if group is None:

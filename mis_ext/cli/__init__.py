@@ -1,0 +1,21 @@
+"""The ``mis-ext`` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mis_ext.cli import audit, diff
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input."""
+    parser = argparse.ArgumentParser(prog="mis-ext", description="Why do the inference and training engines disagree?")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (audit, diff):
+        module.add_command(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except (OSError, ValueError, TypeError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")

@@ -1,0 +1,110 @@
+"""``mis-ext audit``: the exactness audit of dumped log-probs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mis_ext.onpolicy.audit_files import FileSample
+    from mis_ext.onpolicy.audit_report import AuditReport
+
+_MIN_FILES_FOR_PROGRESS = 4
+_COLORS = {"EXACT": "green", "EXACT_UP_TO_SIGNED_ZERO": "green", "DIFFERENT": "red", "INVALID": "magenta"}
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext audit``."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="are the trainer's log-probs the bits that the engine sampled with?",
+        description=(
+            "Compares the log-probs of both engines bit by bit. Files: .pt of slime's --save-debug-train-data or of "
+            "Miles' --dump-details (one per data-parallel rank, of the last pipeline stage, without context "
+            "parallelism), or .jsonl with log_probs, rollout_log_probs, loss_mask, ... of one sample per line. Exit "
+            "code: 0 exact, 1 different or invalid, 2 unreadable."
+        ),
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
+    parser.add_argument(
+        "--provenance",
+        choices=("decode", "prefill", "unknown"),
+        default="unknown",
+        help="how the rollout log-probs came about: recorded while sampling, or by scoring the finished text again",
+    )
+    parser.add_argument(
+        "--train-weight-version",
+        metavar="VERSION",
+        help="with which the trainer scored, for files that do not say; compared with the engine's weight_versions",
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read .pt files that hold more than tensors; this can run any code that is in them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Audit the files, show the report; 0 if it passed, else 1."""
+    # Before the work: the report is shown with it.
+    _require_rich()
+    from mis_ext.onpolicy.audit_files import audit_samples
+
+    report = audit_samples(
+        _read_all(parsed.files, trust_pickle=parsed.trust_pickle),
+        provenance=parsed.provenance,
+        train_weight_version=parsed.train_weight_version,
+    )
+    if parsed.json is not None:
+        files = [str(path) for path in parsed.files]
+        parsed.json.write_text(json.dumps({"files": files} | report.to_dict(), indent=2, allow_nan=False) + "\n")
+    _show(report)
+    return 0 if report.passed else 1
+
+
+def _require_rich() -> None:
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise OSError("mis-ext audit needs rich: pip install mis_ext[cli]") from error
+
+
+def _read_all(paths: list[Path], *, trust_pickle: bool) -> list[FileSample]:
+    from rich.console import Console
+    from rich.progress import track
+
+    from mis_ext.onpolicy.audit_files import read_samples
+
+    few = len(paths) < _MIN_FILES_FOR_PROGRESS
+    tracked = track(paths, "reading", console=Console(stderr=True), transient=True, disable=few)
+    return [sample for path in tracked for sample in read_samples(path, trust_pickle=trust_pickle)]
+
+
+def _show(report: AuditReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(report.verdict.value, style=f"bold {_COLORS[report.verdict.value]}"))
+    console.print(_grid(report.rows()))
+    if report.num_active_tokens:
+        table = Table("probability", "tokens", "different", "mean", "max", title="by rollout probability")
+        for row in report.decile_rows():
+            table.add_row(*row)
+        console.print(table)
+
+
+def _grid(rows: list[tuple[str, str]]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        # Text, because names of files may hold what rich would read as markup.
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid

@@ -1,0 +1,114 @@
+"""``mis-ext diff``: where two recordings of the same tokens part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mis_ext.onpolicy.comparison import compare
+from mis_ext.onpolicy.comparison_result import Comparison
+from mis_ext.onpolicy.name_map import NameMap
+from mis_ext.onpolicy.recording import Recording
+from mis_ext.onpolicy.sglang_dumps import read_sglang_dumps
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SIDE = "a saved recording, or a directory of SGLang dumper files"
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``diff`` to the subcommands of ``mis-ext``."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="compare two recordings module by module, bit for bit",
+        description="Compare two recordings of the same tokens bit for bit: the first module, in A's order of "
+        "execution, and the position at which they part. Exit code 0: equal, 1: not, 2: wrong usage.",
+    )
+    parser.add_argument("a", metavar="A", type=Path, help=_SIDE)
+    parser.add_argument("b", metavar="B", type=Path, help=_SIDE)
+    parser.add_argument("--map", metavar="FILE", type=Path, help="YAML or JSON: A's module names to B's, with {layer}")
+    for flag, what in {
+        "missing": "modules that may be on one side only",
+        "rows": "modules of which one side may have more rows",
+        "dtype": "modules whose dtypes may differ",
+        "shape": "modules whose rows may differ in size, not compared",
+    }.items():
+        parser.add_argument(
+            f"--allow-{flag}", metavar="PATTERN", action="append", default=[], help=f"{what}; repeatable"
+        )
+    parser.add_argument(
+        "--request", metavar="ID", action="append", help="SGLang request of sequence 0, 1, ...; repeatable"
+    )
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write everything found to this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print, and return the exit code: 0 equal, 1 not."""
+    from rich.console import Console
+
+    comparison = compare(
+        _read(arguments.a, arguments.request),
+        _read(arguments.b, arguments.request),
+        names=NameMap.load(arguments.map) if arguments.map else None,
+        allow_missing=arguments.allow_missing,
+        allow_rows=arguments.allow_rows,
+        allow_dtype=arguments.allow_dtype,
+        allow_shape=arguments.allow_shape,
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(comparison), indent=2) + "\n")
+    console = Console()
+    if comparison.modules:
+        console.print(_table(comparison))
+    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
+    return 0 if comparison.passed else 1
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Everything in the comparison; numbers that JSON does not have are strings."""
+    found = asdict(comparison)
+    for module in found["modules"]:
+        if not math.isfinite(module["max_abs"]):
+            module["max_abs"] = str(module["max_abs"])
+        for row in ("first", "culprit_row"):
+            module[row] = module[row] and module[row]._asdict()
+    first = comparison.first_divergent
+    return {
+        "verdict": comparison.verdict,
+        "first_divergent": first and first.name,
+        "culprits": [module.name for module in comparison.culprits],
+        **found,
+    }
+
+
+def _read(path: Path, requests: list[str] | None) -> Recording:
+    return read_sglang_dumps(path, requests=requests) if path.is_dir() else Recording.load(path)
+
+
+def _table(comparison: Comparison) -> Table:
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    name = Column("module", overflow="fold")
+    table = Table(name, "rows", "differing", "first", "max abs", "max ULP", "inputs")
+    for module in comparison.modules:
+        names = module.name if module.name == module.other else f"{module.name}\n{module.other}"
+        inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
+        cells = [
+            names,
+            str(module.num_rows),
+            str(module.num_differing),
+            f"{module.first.sequence}:{module.first.position}" if module.first else "",
+            f"{module.max_abs:.3g}" if module.num_differing else "",
+            str(module.max_ulp) if module.num_differing else "",
+            f"{inputs} <- culprit" if module.is_culprit else inputs,
+        ]
+        style = "bold red" if module.is_culprit else "yellow" if module.num_differing else ""
+        table.add_row(*(Text(cell) for cell in cells), style=style)
+    return table

@@ -1,0 +1,201 @@
+"""Exactness audit: are the trainer's log-probs the bits that the inference engine sampled with?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_ext.checks import check_choice
+from mis_ext.collectives import gather_objects
+from mis_ext.onpolicy.audit_checks import Sample
+from mis_ext.onpolicy.audit_hints import cautions, likely_cause
+from mis_ext.onpolicy.audit_report import PROVENANCES, AuditReport, DecileRow, Problem, Provenance, Verdict
+from mis_ext.onpolicy.audit_sample import NUM_DECILES, Facts, examine
+
+Version = str | int
+
+
+class _Part(NamedTuple):
+    """What one rank found; sample indices are its own."""
+
+    num_samples: int
+    problems: list[Problem]
+    facts: list[Facts]
+
+
+def audit_logprobs(
+    train_log_probs: Sequence[Tensor | None] | None,
+    rollout_log_probs: Sequence[Tensor | None] | None,
+    *,
+    masks: Sequence[Tensor | None] | None = None,
+    train_token_ids: Sequence[Tensor | None] | None = None,
+    rollout_token_ids: Sequence[Tensor | None] | None = None,
+    provenance: Provenance = "unknown",
+    train_weight_version: Version | Sequence[Version | None] | None = None,
+    rollout_weight_versions: Sequence[Version | Sequence[Version] | None] | None = None,
+    names: Sequence[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> AuditReport:
+    """Verdict and numbers of a bitwise comparison of two streams of log-probs; what cannot be compared never passes.
+
+    INVALID are: a list or a sample that is missing, lengths or token ids that differ (masked tokens included, being
+    the context of others), NaN or infinity on an active token, a dtype that is not floating point or not the same
+    for all samples of a side, both sides being the same memory, and no active token at all. What lies under the mask
+    is otherwise ignored.
+
+    Two dtypes are compared in the narrowest that holds the numbers of both exactly (float32 for float32 against
+    bfloat16): the verdict is about the numbers that were given, and ULPs are those of that dtype. Rounding the wider
+    side first would hide differences; ``equal_after_bf16_rounding`` says when it would hide all of them.
+
+    Args:
+        train_log_probs: Of each sample the trainer's log-probs, ``[T]``, in nats. None, as the list or as a sample,
+            means that they are missing.
+        rollout_log_probs: Of each sample the inference engine's, ``[T]``.
+        masks: Of each sample ``[T]``, nonzero where a token is active; None where all are.
+        train_token_ids: Of each sample the ids ``[T]`` that the trainer scored; None where unknown.
+        rollout_token_ids: Of each sample the ids ``[T]`` that the engine sampled.
+        provenance: Whether the rollout log-probs were recorded while sampling (``"decode"``) or by scoring the
+            finished text again (``"prefill"``).
+        train_weight_version: Version of the weights that the trainer scored with, one for all samples or one each.
+        rollout_weight_versions: Of each sample the version, or all versions, that its tokens were sampled with.
+        names: What to call each sample in the report, besides its number.
+        group: Process group over whose ranks the samples are spread; each rank passes its own, or two empty lists.
+            Samples are numbered in rank order. Every rank gets the same report, whatever the number of ranks.
+
+    Raises:
+        ValueError: An unknown provenance.
+    """
+    check_choice("provenance", provenance, PROVENANCES)
+    train_versions: Sequence[Version | None] = (
+        [train_weight_version] * len(train_log_probs or ())
+        if train_weight_version is None or isinstance(train_weight_version, (str, int))
+        else train_weight_version
+    )
+    part = _examine_part(
+        {
+            "train": train_log_probs,
+            "rollout": rollout_log_probs,
+            "mask": masks,
+            "train_token_ids": train_token_ids,
+            "rollout_token_ids": rollout_token_ids,
+            "train_version": train_versions,
+            "rollout_versions": rollout_weight_versions,
+            "name": names,
+        }
+    )
+    # The only communication, and nothing above raises because of the data: no rank is left waiting.
+    return _report(_join(gather_objects(part, group)), provenance)
+
+
+def _examine_part(columns: dict[str, Sequence[Any] | None]) -> _Part:
+    lengths = {key: len(column) for key, column in columns.items() if column is not None}
+    num_samples = max(lengths.values(), default=0)
+    problems, facts = [], []
+    missing = [key for key in ("train", "rollout") if columns[key] is None]
+    if missing:
+        problems.append(Problem(f"the {' and '.join(missing)} log-probs are missing"))
+    elif len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{length} of {key}" for key, length in lengths.items())
+        problems.append(Problem(f"lists of different lengths: {listed}"))
+    else:
+        for index in range(num_samples):
+            row = {key: None if column is None else column[index] for key, column in columns.items()}
+            found = examine(Sample(**row), index)
+            if isinstance(found, Problem):
+                problems.append(found)
+            elif found is not None:
+                facts.append(found)
+    return _Part(num_samples, problems, facts)
+
+
+def _join(parts: list[_Part]) -> _Part:
+    """One part of all, with samples numbered in rank order."""
+    num_samples, problems, facts = 0, [], []
+    for part in parts:
+        problems += [
+            problem if problem.sample is None else problem._replace(sample=problem.sample + num_samples)
+            for problem in part.problems
+        ]
+        for found in part.facts:
+            first = found.first_divergence
+            if first is not None:
+                found = found._replace(first_divergence=first._replace(sample=first.sample + num_samples))
+            facts.append(found)
+        num_samples += part.num_samples
+    for side, dtypes in (
+        ("train", {found.train_dtype for found in facts}),
+        ("rollout", {found.rollout_dtype for found in facts}),
+    ):
+        if len(dtypes) > 1:
+            problems.append(
+                Problem(f"the {side} log-probs of some samples are {' and of others '.join(sorted(dtypes))}")
+            )
+    if not problems and not facts:
+        problems.append(Problem("no active token: nothing was compared"))
+    return _Part(num_samples, problems, facts)
+
+
+def _report(whole: _Part, provenance: Provenance) -> AuditReport:
+    facts = whole.facts
+    num_active = sum(found.num_active for found in facts)
+    num_nonzero = sum(found.num_nonzero for found in facts)
+    num_signed_zero = sum(found.num_signed_zero for found in facts)
+    # fsum rounds the exact sum once, so its order and its grouping by rank cannot matter.
+    sum_abs_diff = math.fsum(decile.sum_abs_diff for found in facts for decile in found.deciles)
+    mean_abs_diff = sum_abs_diff / num_active if num_active else None
+    if whole.problems:
+        verdict = Verdict.INVALID
+    elif num_nonzero:
+        verdict = Verdict.DIFFERENT
+    else:
+        verdict = Verdict.EXACT_UP_TO_SIGNED_ZERO if num_signed_zero else Verdict.EXACT
+    different = verdict is Verdict.DIFFERENT
+    divergences = [found.first_divergence for found in facts if found.first_divergence is not None]
+    return AuditReport(
+        verdict=verdict,
+        num_samples=whole.num_samples,
+        num_active_tokens=num_active,
+        num_nonzero=num_nonzero,
+        num_signed_zero=num_signed_zero,
+        nonzero_fraction=num_nonzero / num_active if num_active else None,
+        mean_abs_diff=mean_abs_diff,
+        max_abs_diff=max((decile.max_abs_diff for found in facts for decile in found.deciles), default=None),
+        max_ulp=max((found.max_ulp for found in facts), default=None),
+        first_divergence=divergences[0] if divergences else None,
+        deciles=tuple(_decile_row(facts, number) for number in range(NUM_DECILES)),
+        equal_after_bf16_rounding=different and not any(found.num_nonzero_in_bf16 for found in facts),
+        train_dtype=_one_of({found.train_dtype for found in facts}),
+        rollout_dtype=_one_of({found.rollout_dtype for found in facts}),
+        provenance=provenance,
+        train_weight_versions=_sorted_versions(found.train_versions for found in facts),
+        rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
+        problems=tuple(whole.problems),
+        hint=likely_cause(facts, mean_abs_diff) if different and mean_abs_diff is not None else None,
+        cautions=tuple(cautions(facts, provenance)),
+    )
+
+
+def _decile_row(facts: list[Facts], number: int) -> DecileRow:
+    rows = [found.deciles[number] for found in facts]
+    num_tokens = sum(row.num_tokens for row in rows)
+    return DecileRow(
+        low=number / NUM_DECILES,
+        high=(number + 1) / NUM_DECILES,
+        num_tokens=num_tokens,
+        num_nonzero=sum(row.num_nonzero for row in rows),
+        mean_abs_diff=math.fsum(row.sum_abs_diff for row in rows) / num_tokens if num_tokens else None,
+        max_abs_diff=max(row.max_abs_diff for row in rows) if num_tokens else None,
+    )
+
+
+def _one_of(dtypes: set[str]) -> str | None:
+    return ", ".join(sorted(dtypes)) or None
+
+
+def _sorted_versions(versions: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    # Numbers in their own order: "9" before "10".
+    return tuple(sorted({name for names in versions for name in names}, key=lambda name: (len(name), name)))

@@ -1,0 +1,84 @@
+"""What makes the log-probs of a sample incomparable."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.onpolicy.audit_report import Problem
+from mis_ext.onpolicy.bits import FLOAT_DTYPES
+
+
+class Sample(NamedTuple):
+    """One sample as the caller gave it: log-probs ``[T]``, and what belongs to them (None where not given)."""
+
+    train: Any
+    rollout: Any
+    mask: Any
+    train_token_ids: Any
+    rollout_token_ids: Any
+    train_version: Any
+    rollout_versions: Any
+    name: str | None
+
+
+def find_problem(sample: Sample) -> Problem | None:
+    """The first reason why the log-probs of a sample cannot be compared, and the position if it is one token's."""
+    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+        if log_probs is None:
+            return Problem(f"{side} log-probs are missing")
+        if not isinstance(log_probs, Tensor):
+            return Problem(f"{side} log-probs are a {type(log_probs).__name__}, not a tensor")
+        if log_probs.ndim != 1:
+            return Problem(f"{side} log-probs have shape {[*log_probs.shape]}, not [T]")
+        if log_probs.dtype not in FLOAT_DTYPES:
+            return Problem(f"{side} log-probs are {log_probs.dtype}, which is none of the floating-point dtypes here")
+    length = len(sample.train)
+    if len(sample.rollout) != length:
+        return Problem(f"{length} train and {len(sample.rollout)} rollout log-probs")
+    for what, values in (
+        ("mask values", sample.mask),
+        ("train token ids", sample.train_token_ids),
+        ("rollout token ids", sample.rollout_token_ids),
+    ):
+        shape = [length] if values is None else [*torch.as_tensor(values).shape]
+        if shape != [length]:
+            part = " (a part of a response needs its own part of them)" if len(shape) == 1 and length < shape[0] else ""
+            return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
+    return _find_problem_of_tokens(sample)
+
+
+def _find_problem_of_tokens(sample: Sample) -> Problem | None:
+    if sample.train_token_ids is not None and sample.rollout_token_ids is not None:
+        train_ids, rollout_ids = torch.as_tensor(sample.train_token_ids), torch.as_tensor(sample.rollout_token_ids)
+        # Masked tokens too: they are the context of the tokens behind them.
+        position = first_true(train_ids.cpu() != rollout_ids.cpu())
+        if position is not None:
+            pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
+            return Problem(f"the token id is {pair}", position=position)
+    active_T = active_tokens(sample)
+    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+        position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
+        if position is not None:
+            return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
+    same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
+    if same_memory and active_T.any():
+        return Problem(
+            "train and rollout log-probs are the same memory: one was filled in from the other, and to compare a "
+            "tensor with itself proves nothing"
+        )
+    return None
+
+
+def active_tokens(sample: Sample) -> Tensor:
+    """``[T]``, bool: where the mask is not zero."""
+    if sample.mask is None:
+        return torch.ones(len(sample.train), dtype=torch.bool)
+    return torch.as_tensor(sample.mask).cpu() != 0
+
+
+def first_true(chosen_T: Tensor) -> int | None:
+    """The lowest position where ``chosen_T`` is true."""
+    return int(chosen_T.nonzero()[0]) if chosen_T.any() else None

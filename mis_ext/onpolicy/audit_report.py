@@ -1,0 +1,205 @@
+"""What an exactness audit found, as numbers, as JSON and as text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+Provenance = Literal["decode", "prefill", "unknown"]
+PROVENANCES: tuple[Provenance, ...] = ("decode", "prefill", "unknown")
+MAX_LISTED_PROBLEMS = 8
+
+
+class Verdict(str, Enum):
+    """Whether trainer and rollout agree; a mean that rounds to zero has no say in it."""
+
+    EXACT = "EXACT"
+    """The same bits on every active token."""
+    EXACT_UP_TO_SIGNED_ZERO = "EXACT_UP_TO_SIGNED_ZERO"
+    """The same number on every active token, but a +0 meets a -0."""
+    DIFFERENT = "DIFFERENT"
+    """Another number on at least one active token."""
+    INVALID = "INVALID"
+    """The log-probs could not be compared: this is never a pass."""
+
+
+class Problem(NamedTuple):
+    """Why log-probs could not be compared, and where; None where it concerns all samples, or a sample as a whole."""
+
+    reason: str
+    sample: int | None = None
+    position: int | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{_where(self)}{self.reason}"
+
+
+class Divergence(NamedTuple):
+    """An active token on which the two log-probs are different numbers, ``ulps`` apart in the dtype compared in."""
+
+    sample: int
+    position: int
+    token_id: int | None
+    train: float
+    rollout: float
+    ulps: int
+    name: str | None = None
+
+    def __str__(self) -> str:
+        token = "" if self.token_id is None else f"token {self.token_id}: "
+        apart = f"{self.ulps} ULP{'s' if self.ulps != 1 else ''} apart"
+        return f"{_where(self)}{token}train {self.train!r}, rollout {self.rollout!r}, {apart}"
+
+
+class DecileRow(NamedTuple):
+    """Active tokens whose rollout probability lies in ``[low, high)``; the last row has 1 in it."""
+
+    low: float
+    high: float
+    num_tokens: int
+    num_nonzero: int
+    mean_abs_diff: float | None
+    max_abs_diff: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """The verdict and every number behind it; equal, bit for bit, on every rank and for every number of ranks.
+
+    Numbers cover the active tokens of the samples without a problem, and are None where there is no such token.
+
+    Attributes:
+        verdict: The verdict.
+        num_samples: Samples that were given, with or without a problem.
+        num_active_tokens: Tokens that were compared.
+        num_nonzero: Tokens whose two log-probs are different numbers.
+        num_signed_zero: Tokens on which a +0 meets a -0; they are not among ``num_nonzero``.
+        nonzero_fraction: ``num_nonzero / num_active_tokens``.
+        mean_abs_diff: Nats; over all active tokens, from differences in float64 and their exact sum.
+        max_abs_diff: Nats.
+        max_ulp: Largest distance in units in the last place of the wider of the two dtypes.
+        first_divergence: Of the tokens in ``num_nonzero``, the one with the lowest sample, then the lowest position.
+        deciles: Ten rows by the probability that the rollout gave the token.
+        equal_after_bf16_rounding: Different, but equal once both are rounded to bfloat16: a comparison in bfloat16
+            would have passed.
+        train_dtype: As given, such as ``"float32"``.
+        rollout_dtype: As given.
+        provenance: How the rollout log-probs came about: while sampling (``"decode"``), or by scoring the finished
+            text again (``"prefill"``).
+        train_weight_versions: All versions of the trainer's weights that occur, sorted.
+        rollout_weight_versions: All versions of the engine's weights that occur, sorted.
+        problems: Why the verdict is INVALID: the first problem of each sample that has one.
+        hint: The likely cause of a difference and the evidence for it; None where no rule fits.
+        cautions: What a reader of the verdict must know besides.
+    """
+
+    verdict: Verdict
+    num_samples: int
+    num_active_tokens: int
+    num_nonzero: int
+    num_signed_zero: int
+    nonzero_fraction: float | None
+    mean_abs_diff: float | None
+    max_abs_diff: float | None
+    max_ulp: int | None
+    first_divergence: Divergence | None
+    deciles: tuple[DecileRow, ...]
+    equal_after_bf16_rounding: bool
+    train_dtype: str | None
+    rollout_dtype: str | None
+    provenance: Provenance
+    train_weight_versions: tuple[str, ...]
+    rollout_weight_versions: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    hint: str | None
+    cautions: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """EXACT or EXACT_UP_TO_SIGNED_ZERO."""
+        return self.verdict in (Verdict.EXACT, Verdict.EXACT_UP_TO_SIGNED_ZERO)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ``passed`` included, as plain values that JSON can hold."""
+        plain = asdict(self)
+        return plain | {
+            "verdict": self.verdict.value,
+            "passed": self.passed,
+            "first_divergence": None if self.first_divergence is None else self.first_divergence._asdict(),
+            "deciles": [row._asdict() for row in self.deciles],
+            "problems": [problem._asdict() for problem in self.problems],
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of everything but the deciles, for display."""
+        rows = [
+            ("samples", f"{self.num_samples}"),
+            ("active tokens", f"{self.num_active_tokens}"),
+            ("different tokens", f"{self.num_nonzero}{_in_brackets(self.nonzero_fraction)}"),
+            ("signed zeros", f"{self.num_signed_zero}"),
+            ("mean abs diff", _number(self.mean_abs_diff)),
+            ("max abs diff", _number(self.max_abs_diff)),
+            ("max ULPs", "-" if self.max_ulp is None else f"{self.max_ulp}"),
+            ("equal in bf16 only", "yes" if self.equal_after_bf16_rounding else "no"),
+            ("dtypes", f"train {self.train_dtype or '-'}, rollout {self.rollout_dtype or '-'}"),
+            ("provenance", self.provenance),
+            (
+                "weight versions",
+                f"train {_listed(self.train_weight_versions)}, rollout {_listed(self.rollout_weight_versions)}",
+            ),
+        ]
+        if self.first_divergence is not None:
+            rows.append(("first divergent", str(self.first_divergence)))
+        if self.hint is not None:
+            rows.append(("hint", self.hint))
+        rows += [("caution", caution) for caution in self.cautions]
+        rows += [("problem", str(problem)) for problem in self.problems[:MAX_LISTED_PROBLEMS]]
+        if len(self.problems) > MAX_LISTED_PROBLEMS:
+            rows.append(("problem", f"... and {len(self.problems) - MAX_LISTED_PROBLEMS} more"))
+        return rows
+
+    def decile_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Probability range, count, different tokens, mean and largest difference of every decile, for display."""
+        return [
+            (
+                f"{row.low:.1f} - {row.high:.1f}",
+                f"{row.num_tokens}",
+                f"{row.num_nonzero}",
+                _number(row.mean_abs_diff),
+                _number(row.max_abs_diff),
+            )
+            for row in self.deciles
+        ]
+
+    def summary(self) -> str:
+        """The report as plain text."""
+        lines = [f"log-prob audit: {self.verdict.value}"]
+        lines += [f"  {name:<20}{value}" for name, value in self.rows()]
+        header = ("probability", "tokens", "different", "mean", "max")
+        lines += ["  {:<14}{:>10}{:>11}{:>12}{:>12}".format(*row) for row in (header, *self.decile_rows())]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def _where(found: Problem | Divergence) -> str:
+    if found.sample is None:
+        return ""
+    name = "" if found.name is None else f" ({found.name})"
+    position = "" if found.position is None else f", position {found.position}"
+    return f"sample {found.sample}{name}{position}: "
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _in_brackets(fraction: float | None) -> str:
+    return "" if fraction is None else f" ({100.0 * fraction:.3g} %)"
+
+
+def _listed(versions: tuple[str, ...]) -> str:
+    return ", ".join(versions) or "unknown"

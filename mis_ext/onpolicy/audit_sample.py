@@ -1,0 +1,169 @@
+"""What the comparison of one sample measures.
+
+Everything here is a function of one sample, so that no number depends on how samples are spread over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.onpolicy.audit_checks import Sample, active_tokens, find_problem, first_true
+from mis_ext.onpolicy.audit_report import Divergence, Problem
+from mis_ext.onpolicy.bits import same_bits, ulp_distance
+
+NUM_DECILES = 10
+# Where the probability is this close to 1, the log-probs of two engines can agree by saturation alone.
+UNCERTAIN_BELOW = math.log(0.999)
+UNIT_ULP = torch.finfo(torch.float32).eps
+
+
+class Decile(NamedTuple):
+    """Active tokens of one decile of the rollout probability."""
+
+    num_tokens: int
+    num_nonzero: int
+    sum_abs_diff: float
+    max_abs_diff: float
+
+
+class Shift(NamedTuple):
+    """Sums of absolute differences over pairs of neighbouring active tokens: as given, and moved by a token."""
+
+    num_pairs: int
+    aligned: float
+    rollout_late: float
+    rollout_early: float
+
+
+class Facts(NamedTuple):
+    """What the comparison of one sample measures; counts are of active tokens, of which there is at least one."""
+
+    train_dtype: str
+    rollout_dtype: str
+    train_versions: tuple[str, ...]
+    rollout_versions: tuple[str, ...]
+    num_active: int
+    num_nonzero: int
+    num_signed_zero: int
+    num_nonzero_in_bf16: int
+    max_ulp: int
+    deciles: tuple[Decile, ...]
+    first_divergence: Divergence | None
+    shift: Shift
+    """Of the whole sample."""
+    max_unit_ulps: float
+    """Largest difference in float32 ULPs of ``max(1, |log-prob|)``: rounding near 1 and of the log-prob itself."""
+    train_is_bf16: bool
+    rollout_is_bf16: bool
+    """Every active log-prob is a bfloat16 number, whatever the dtype it is stored in."""
+    train_range: tuple[float, float]
+    rollout_range: tuple[float, float]
+    first_token_differs: bool | None
+    """Of the token at position 0; None where it is masked or all but certain."""
+    num_uncertain: int
+    num_uncertain_nonzero: int
+    """Later tokens that are not all but certain."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Some of the sample was drawn with other weights than the trainer's, as far as the versions are known."""
+        return bool(self.train_versions) and not set(self.rollout_versions) <= set(self.train_versions)
+
+
+def examine(sample: Sample, index: int) -> Problem | Facts | None:
+    """The first problem of a sample, else what the comparison measures, or None without an active token."""
+    problem = find_problem(sample)
+    if problem is not None:
+        return problem._replace(sample=index, name=sample.name)
+    active_T = active_tokens(sample)
+    return _measure(sample, active_T, index) if active_T.any() else None
+
+
+def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
+    # Widening is exact, so this compares the numbers that were given.
+    dtype = torch.promote_types(sample.train.dtype, sample.rollout.dtype)
+    train_T, rollout_T = (x.detach().cpu().to(dtype) for x in (sample.train, sample.rollout))
+    train, rollout = train_T[active_T], rollout_T[active_T]
+    nonzero = train != rollout
+    abs_diff = (train.double() - rollout.double()).abs()
+    ulps = ulp_distance(train, rollout)
+    uncertain = (rollout < UNCERTAIN_BELOW) & (active_T.nonzero().squeeze(-1) > 0)
+    return Facts(
+        train_dtype=_dtype_name(sample.train),
+        rollout_dtype=_dtype_name(sample.rollout),
+        train_versions=_version_names(sample.train_version),
+        rollout_versions=_version_names(sample.rollout_versions),
+        num_active=train.numel(),
+        num_nonzero=int(nonzero.sum()),
+        num_signed_zero=int((~same_bits(train, rollout) & ~nonzero).sum()),
+        num_nonzero_in_bf16=int((train.bfloat16() != rollout.bfloat16()).sum()),
+        max_ulp=int(ulps.max()),
+        deciles=_deciles(rollout, nonzero, abs_diff),
+        first_divergence=_first_divergence(sample, train_T, rollout_T, active_T, index),
+        shift=_shift(train_T, rollout_T, active_T),
+        max_unit_ulps=float((abs_diff / (UNIT_ULP * rollout.double().abs().clamp_min(1.0))).max()),
+        train_is_bf16=torch.equal(train, train.bfloat16().to(dtype)),
+        rollout_is_bf16=torch.equal(rollout, rollout.bfloat16().to(dtype)),
+        train_range=(float(train.min()), float(train.max())),
+        rollout_range=(float(rollout.min()), float(rollout.max())),
+        first_token_differs=bool(nonzero[0]) if active_T[0] and rollout[0] < UNCERTAIN_BELOW else None,
+        num_uncertain=int(uncertain.sum()),
+        num_uncertain_nonzero=int((uncertain & nonzero).sum()),
+    )
+
+
+def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile, ...]:
+    # A log-prob above 0 is a mistake that must not leave the table.
+    decile = (rollout.double().clamp_max(0.0).exp() * NUM_DECILES).long().clamp_max(NUM_DECILES - 1)
+    rows = []
+    for number in range(NUM_DECILES):
+        chosen = decile == number
+        differences = abs_diff[chosen].tolist()
+        rows.append(
+            Decile(
+                num_tokens=len(differences),
+                num_nonzero=int(nonzero[chosen].sum()),
+                sum_abs_diff=math.fsum(differences),
+                max_abs_diff=max(differences, default=0.0),
+            )
+        )
+    return tuple(rows)
+
+
+def _first_divergence(
+    sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor, index: int
+) -> Divergence | None:
+    position = first_true(active_T & (train_T != rollout_T))
+    if position is None:
+        return None
+    ids = sample.rollout_token_ids if sample.rollout_token_ids is not None else sample.train_token_ids
+    return Divergence(
+        sample=index,
+        position=position,
+        token_id=None if ids is None else int(ids[position]),
+        train=train_T[position].item(),
+        rollout=rollout_T[position].item(),
+        ulps=int(ulp_distance(train_T[position], rollout_T[position])),
+        name=sample.name,
+    )
+
+
+def _shift(train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Shift:
+    paired = active_T[1:] & active_T[:-1]
+    train, rollout = train_T.double(), rollout_T.double()
+    differences = (train[1:] - rollout[1:], train[:-1] - rollout[1:], train[1:] - rollout[:-1])
+    return Shift(int(paired.sum()), *(math.fsum(difference[paired].abs().tolist()) for difference in differences))
+
+
+def _version_names(versions: Any) -> tuple[str, ...]:
+    if versions is None:
+        return ()
+    return tuple(str(v) for v in versions) if isinstance(versions, (list, tuple)) else (str(versions),)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

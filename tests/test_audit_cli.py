@@ -1,0 +1,251 @@
+"""`mis-ext audit` on files as slime and Miles write them, and on JSON lines."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mis_ext.cli import main as mis_ext_command
+from mis_ext.onpolicy.audit_files import read_samples
+
+pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
+
+
+def main(*arguments: object) -> int:
+    return mis_ext_command(["audit", *map(str, arguments)])
+
+
+def error_of(capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(*arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def rollout_data(*lengths: int, seed: int = 0) -> dict:
+    """The part of what both hosts dump that the audit reads, among what it does not."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = [-0.01 - 3.0 * torch.rand(length, generator=generator) for length in lengths]
+    return {
+        "tokens": [torch.arange(length + 5) + 1000 for length in lengths],
+        "response_lengths": [*lengths],
+        "total_lengths": [length + 5 for length in lengths],
+        "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
+        "log_probs": log_probs,
+        "rollout_log_probs": [x.clone() for x in log_probs],
+        "advantages": [torch.zeros(length) for length in lengths],
+        "rewards": [1.0 for _ in lengths],
+        "partition": range(len(lengths)),
+    }
+
+
+def dump(folder: Path, rank: int, data: dict) -> Path:
+    path = folder / f"7_{rank}.pt"
+    torch.save({"rollout_id": 7, "rank": rank, "rollout_data": data}, path)
+    return path
+
+
+def lines(folder: Path, *rows: dict) -> Path:
+    path = folder / "samples.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return path
+
+
+def report_of(folder: Path, *arguments: object) -> dict:
+    path = folder / "report.json"
+    main(*arguments, "--json", path)
+    return json.loads(path.read_text())
+
+
+def test_dumps_of_all_ranks_that_agree_pass(tmp_path, capsys) -> None:
+    paths = [dump(tmp_path, rank, rollout_data(4, 9, seed=rank)) for rank in range(5)]
+    assert main(*paths) == 0
+    shown = capsys.readouterr().out
+    assert "EXACT" in shown
+    assert "0.9 - 1.0" in shown
+    report = report_of(tmp_path, *paths)
+    assert (report["num_samples"], report["num_active_tokens"]) == (10, 65)
+    assert report["files"] == [str(path) for path in paths]
+
+
+def test_one_ulp_in_the_dump_of_one_rank_is_found_there(tmp_path) -> None:
+    data = rollout_data(4, 9)
+    data["rollout_log_probs"][1][6] = torch.nextafter(data["rollout_log_probs"][1][6], torch.tensor(0.0))
+    data["loss_masks"][0][1] = 0
+    data["rollout_log_probs"][0][1] = math.nan
+    paths = [dump(tmp_path, 0, rollout_data(3)), dump(tmp_path, 1, data)]
+    assert main(*paths) == 1
+    report = report_of(tmp_path, *paths, "--provenance", "prefill")
+    first = report["first_divergence"]
+    # Sample 1 of the second file; of its 14 ids the last 9 are the response.
+    assert (first["sample"], first["position"], first["token_id"], first["ulps"]) == (2, 6, 1011, 1)
+    assert first["name"] == f"{paths[1]}, its sample 1"
+    assert (report["verdict"], report["max_ulp"], report["num_active_tokens"]) == ("DIFFERENT", 1, 15)
+    assert report["provenance"] == "prefill"
+    assert "scoring the finished text again" in report["cautions"][0]
+
+
+@pytest.mark.parametrize("key", ["log_probs", "rollout_log_probs"])
+def test_a_file_without_log_probs_is_invalid_and_named(tmp_path, capsys, key) -> None:
+    data = rollout_data(4, 2)
+    del data[key]
+    paths = [dump(tmp_path, 0, rollout_data(4)), dump(tmp_path, 1, data)]
+    assert main(*paths) == 1
+    assert "INVALID" in capsys.readouterr().out
+    side = "train" if key == "log_probs" else "rollout"
+    report = report_of(tmp_path, *paths)
+    assert report["verdict"] == "INVALID"
+    assert [(p["sample"], p["name"], p["reason"]) for p in report["problems"]] == [
+        (1 + index, f"{paths[1]}, its sample {index}", f"{side} log-probs are missing") for index in range(2)
+    ]
+
+
+def test_a_file_with_neither_side_is_one_missing_sample(tmp_path) -> None:
+    report = report_of(tmp_path, dump(tmp_path, 0, {}), dump(tmp_path, 1, rollout_data(4)))
+    assert (report["verdict"], report["num_samples"]) == ("INVALID", 2)
+
+
+def test_parts_of_responses_with_whole_masks_are_invalid(tmp_path) -> None:
+    data = rollout_data(8)
+    data["log_probs"], data["rollout_log_probs"] = [[x[0][:3] for x in (data["log_probs"],)] for _ in range(2)]
+    report = report_of(tmp_path, dump(tmp_path, 0, data))
+    assert "3 log-probs, but mask values of shape [8] (a part of a response" in report["problems"][0]["reason"]
+
+
+def test_log_probs_that_were_filled_in_from_the_other_side_are_seen_in_the_file(tmp_path) -> None:
+    data = rollout_data(4)
+    data["rollout_log_probs"] = data["log_probs"]
+    assert "same memory" in report_of(tmp_path, dump(tmp_path, 0, data))["problems"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "listed"),
+    [
+        ([["3", "4"], ["4"]], ["3", "4"]),
+        ([[[{"version": "3", "abs_start": 0, "abs_end": 2}], [{"version": 4}]], []], ["3", "4"]),
+        ([3, None], ["3"]),
+    ],
+)
+def test_weight_versions_of_all_shapes_are_compared_with_the_given_one(tmp_path, versions, listed) -> None:
+    data = rollout_data(4, 4) | {"weight_versions": versions}
+    data["rollout_log_probs"][0][2] -= 1e-3
+    path = dump(tmp_path, 0, data)
+    report = report_of(tmp_path, path, "--train-weight-version", "4")
+    assert report["rollout_weight_versions"] == listed
+    assert "likely stale weights" in report["hint"]
+    assert report_of(tmp_path, path)["hint"] is None
+
+
+def test_a_bare_rollout_data_with_lists_of_floats_is_read_as_float32(tmp_path) -> None:
+    data = rollout_data(6)
+    data["rollout_log_probs"] = [x.tolist() for x in data["rollout_log_probs"]]
+    path = tmp_path / "bare.pt"
+    torch.save(data, path)
+    report = report_of(tmp_path, path)
+    assert (report["verdict"], report["rollout_dtype"]) == ("EXACT", "float32")
+
+
+def test_json_lines_keep_float32_exactly_and_hosts_own_names_are_known(tmp_path) -> None:
+    x = -3.0 * torch.rand(6)
+    row = {"log_probs": x.tolist(), "rollout_log_probs": x.tolist(), "tokens": [9, 1, 2, 3, 4, 5, 6]}
+    path = lines(tmp_path, row | {"loss_mask": [0, 1, 1, 1, 1, 1], "response_length": 6})
+    report = report_of(tmp_path, path)
+    assert (report["verdict"], report["num_active_tokens"], report["train_dtype"]) == ("EXACT", 5, "float32")
+    moved = torch.nextafter(x, torch.zeros(6)).tolist()
+    late = row | {"rollout_log_probs": [*x.tolist()[:5], moved[5]], "response_length": 6}
+    first = report_of(tmp_path, lines(tmp_path, row, late))["first_divergence"]
+    assert (first["sample"], first["position"], first["token_id"], first["ulps"]) == (1, 5, 6, 1)
+
+
+def test_json_lines_with_rounded_decimals_are_float64_and_different(tmp_path) -> None:
+    x = -3.0 * torch.rand(6)
+    path = lines(tmp_path, {"log_probs": x.tolist(), "rollout_log_probs": [float(f"{v:.6f}") for v in x.tolist()]})
+    report = report_of(tmp_path, path)
+    assert (report["verdict"], report["train_dtype"], report["rollout_dtype"]) == ("DIFFERENT", "float64", "float64")
+
+
+def test_null_in_json_lines_is_invalid_unless_masked(tmp_path) -> None:
+    row = {"log_probs": [-1.0, -2.0], "rollout_log_probs": [None, -2.0]}
+    report = report_of(tmp_path, lines(tmp_path, row))
+    assert report["problems"][0]["reason"] == "the rollout log-prob is nan"
+    assert main(lines(tmp_path, row | {"loss_masks": [0, 1]})) == 0
+
+
+def test_ids_and_versions_in_json_lines_are_compared(tmp_path) -> None:
+    row = {
+        "log_probs": [-1.0, -2.0],
+        "rollout_log_probs": [-1.0, -2.5],
+        "tokens": [5, 6, 7],
+        "response_length": 2,
+        "rollout_token_ids": [6, 8],
+    }
+    report = report_of(tmp_path, lines(tmp_path, row))
+    assert report["problems"][0]["reason"] == "the token id is 7 in training and 8 in the rollout"
+    row |= {"rollout_token_ids": [6, 7], "train_weight_version": 3, "weight_version": 2}
+    report = report_of(tmp_path, lines(tmp_path, row), "--train-weight-version", "2")
+    assert (report["train_weight_versions"], report["rollout_weight_versions"]) == (["3"], ["2"])
+    assert "stale weights" in report["hint"]
+
+
+UNREADABLE = {
+    "empty.jsonl": (b"\n", "holds no sample"),
+    "text.jsonl": (b'{"log_probs": [\n', "line 1"),
+    "list.jsonl": (b"{}\n[1]\n", "line 2: a list"),
+    "words.jsonl": (b'{"log_probs": ["a"]}\n', "words.jsonl: "),
+    "text.pt": (b"not a zip file", "text.pt cannot be read"),
+    "samples.csv": (b"1,2", "must end in .pt or .jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_files_are_errors_that_name_the_file(tmp_path, capsys, name) -> None:
+    content, message = UNREADABLE[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    error = error_of(capsys, path)
+    assert str(path) in error
+    assert message in error
+
+
+def test_columns_of_different_lengths_are_an_error(tmp_path, capsys) -> None:
+    data = rollout_data(4, 4)
+    data["loss_masks"].pop()
+    assert "'loss_masks': 1" in error_of(capsys, dump(tmp_path, 0, data))
+
+
+def test_a_missing_file_is_an_error(tmp_path, capsys) -> None:
+    assert "none.pt" in error_of(capsys, tmp_path / "none.pt")
+
+
+class Dangerous:
+    """Reading it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (self.path, "ran")
+
+
+def test_code_in_a_file_runs_only_if_the_user_trusts_it(tmp_path, capsys) -> None:
+    mark = tmp_path / "mark"
+    path = dump(tmp_path, 0, rollout_data(4) | {"object": Dangerous(mark)})
+    assert "--trust-pickle" in error_of(capsys, path)
+    assert not mark.exists()
+    assert main(path, "--trust-pickle") == 0
+    assert mark.exists()
+
+
+def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "pip install mis_ext[cli]" in error_of(capsys, dump(tmp_path, 0, rollout_data(4)))
+
+
+def test_tensors_keep_the_dtype_they_were_dumped_in(tmp_path) -> None:
+    data = rollout_data(4)
+    data["rollout_log_probs"] = [x.bfloat16() for x in data["rollout_log_probs"]]
+    sample = read_samples(dump(tmp_path, 0, data))[0]
+    assert (sample.train_log_probs.dtype, sample.rollout_log_probs.dtype) == (torch.float32, torch.bfloat16)
