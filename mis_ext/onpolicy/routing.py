@@ -1,0 +1,202 @@
+"""What a rollout engine says about its experts: the choices per token and layer, and how far two engines' differ.
+
+Row ``p`` belongs to the token at position ``p`` as the model's input: it is the choice made while that token was fed
+forward, and it shapes the log-prob of the token at ``p + 1``. A sampled token that ends the sample is never fed
+forward, so the last row has no choice. Mixture-of-experts layers only; dense layers have no column.
+
+Rollout routing replay (R3): "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
+arXiv 2510.11370.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.checks import check_choice
+
+NOT_RECORDED = -1
+_DTYPES = (torch.int16, torch.int32, torch.int64)
+_SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutedExperts:
+    """The experts that an engine chose for every token of one sample.
+
+    Attributes:
+        experts_TLK: Expert indices of ``T`` tokens (prompt and response), ``L`` mixture-of-experts layers and ``K``
+            choices; -1 in the whole row of a token that was not recorded. int16, int32 or int64.
+        num_experts: Experts per layer.
+
+    Raises:
+        TypeError: The dtype is none of these.
+        ValueError: The shape is not ``[T, L, K]``, an index is out of range, a token has an expert twice in a layer, or
+            only a part of a token's row is recorded.
+    """
+
+    experts_TLK: Tensor
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        experts_TLK = self.experts_TLK
+        if experts_TLK.dtype not in _DTYPES:
+            raise TypeError(f"experts_TLK must be int16, int32 or int64, got {experts_TLK.dtype}")
+        if experts_TLK.dim() != 3 or 0 in experts_TLK.shape:
+            raise ValueError(f"experts_TLK must be [tokens, layers, topk], none of them 0, got {[*experts_TLK.shape]}")
+        legal_TLK = (experts_TLK >= NOT_RECORDED) & (experts_TLK < self.num_experts)
+        if not legal_TLK.all():
+            where, value = _first(~legal_TLK, experts_TLK)
+            raise ValueError(f"expert {value} at {where} is outside [0, {self.num_experts}) and not -1 (not recorded)")
+        recorded_TLK = experts_TLK != NOT_RECORDED
+        partial_T = recorded_TLK.flatten(1).any(1) & ~recorded_TLK.flatten(1).all(1)
+        if partial_T.any():
+            token = int(partial_T.nonzero()[0])
+            raise ValueError(f"token {token} is recorded in part only: {experts_TLK[token].tolist()}")
+        ordered_TLK = experts_TLK.sort(-1).values
+        repeated_TLK = (ordered_TLK[..., 1:] == ordered_TLK[..., :-1]) & recorded_TLK[..., 1:]
+        if repeated_TLK.any():
+            where, value = _first(repeated_TLK, ordered_TLK[..., 1:])
+            raise ValueError(
+                f"expert {value} is chosen twice at {where}: dense layers or unwritten rows of the engine?"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``."""
+        return len(self.experts_TLK)
+
+    @property
+    def recorded_T(self) -> Tensor:
+        """Which tokens have a choice, bool."""
+        return self.experts_TLK[:, 0, 0] != NOT_RECORDED
+
+    @classmethod
+    def from_rows(cls, rows_RLK: Tensor, *, num_tokens: int, num_experts: int, start: int = 0) -> RoutedExperts:
+        """A sample of ``num_tokens`` tokens of which the ``R`` from position ``start`` on are recorded.
+
+        Raises:
+            TypeError: See the class.
+            ValueError: The rows do not fit in, or see the class.
+        """
+        if not 0 <= start <= start + len(rows_RLK) <= num_tokens:
+            raise ValueError(f"{len(rows_RLK)} rows from position {start} on do not fit into {num_tokens} tokens")
+        experts_TLK = rows_RLK.new_full((num_tokens, *rows_RLK.shape[1:]), NOT_RECORDED)
+        experts_TLK[start : start + len(rows_RLK)] = rows_RLK
+        return cls(experts_TLK=experts_TLK, num_experts=num_experts)
+
+    @classmethod
+    def from_sglang(
+        cls,
+        meta_info: Mapping[str, Any] | str,
+        *,
+        num_tokens: int,
+        num_layers: int,
+        topk: int,
+        num_experts: int,
+        moe_layers: Sequence[int] | None = None,
+    ) -> RoutedExperts:
+        """What SGLang returns for one sample when asked with ``return_routed_experts``.
+
+        SGLang 0.5 sends base64 of row-major ``[rows, num_layers, topk]``: the positions from
+        ``routed_experts_start_len`` (0 unless asked otherwise) to the last but one token, prompt included, also where a
+        prefix was cached. Its layers are all decoder layers; dense ones hold zeros.
+
+        Args:
+            meta_info: ``meta_info`` of the response, or only its ``routed_experts`` (then int32, from position 0 on).
+            num_tokens: Tokens of prompt and response.
+            num_layers: All decoder layers of the model, dense ones included.
+            topk: Experts per token.
+            num_experts: Experts per layer.
+            moe_layers: Which of the decoder layers are mixture-of-experts layers, from 0; by default all.
+
+        Raises:
+            ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
+                value is 0, or see the class.
+        """
+        fields = {"routed_experts": meta_info} if isinstance(meta_info, str) else meta_info
+        encoded = fields.get("routed_experts")
+        if not encoded:
+            raise ValueError(
+                "meta_info has no routed_experts: start SGLang with --enable-return-routed-experts and send "
+                "return_routed_experts: true"
+            )
+        name = check_choice("routed_experts_dtype", fields.get("routed_experts_dtype") or "int32", _SGLANG_DTYPES)
+        start = int(fields.get("routed_experts_start_len") or 0)
+        values = _decode(encoded, _SGLANG_DTYPES[name])
+        rows, rest = divmod(len(values), num_layers * topk)
+        # Some versions feed the last token forward too.
+        if rest or start + rows not in (num_tokens - 1, num_tokens):
+            raise ValueError(
+                f"routed_experts has {len(values)} values: with num_layers = {num_layers} and topk = {topk} that is "
+                f"{len(values) / (num_layers * topk):g} rows from position {start} on, and num_tokens = {num_tokens} "
+                f"needs {num_tokens - 1 - start}"
+            )
+        rows_RLK = values.view(rows, num_layers, topk)
+        if moe_layers is not None:
+            rows_RLK = rows_RLK[:, list(moe_layers)]
+        if rows and not rows_RLK.any():
+            raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
+        return cls.from_rows(rows_RLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
+
+
+class RoutingDisagreement(NamedTuple):
+    """How far two routings differ, over what both recorded.
+
+    ``differing_tokens`` is the share of (token, layer) pairs whose sets of experts differ, ``differing_choices`` the
+    share of the expert choices that the other routing did not make, ``num_compared`` the number of pairs.
+    """
+
+    differing_tokens: float
+    differing_choices: float
+    num_compared: int
+
+
+def routing_disagreement(a: Sequence[Tensor], b: Sequence[Tensor]) -> RoutingDisagreement:
+    """How far two routings of the same tokens differ; the order of the experts of a token does not matter.
+
+    Args:
+        a: One routing: a tensor ``[T, L, K]`` per sample, or per micro-batch in a trainer's order; -1: not recorded.
+        b: The other one.
+
+    Raises:
+        ValueError: The numbers of tensors or their shapes differ, or no pair is recorded in both.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"cannot compare {len(a)} routings with {len(b)}")
+    pairs = choices = differing_pairs = differing_choices = 0
+    for x_TLK, y_TLK in zip(a, b, strict=True):
+        if x_TLK.shape != y_TLK.shape:
+            raise ValueError(f"cannot compare routings of shapes {[*x_TLK.shape]} and {[*y_TLK.shape]}")
+        both_TL = (x_TLK != NOT_RECORDED).all(-1) & (y_TLK != NOT_RECORDED).all(-1)
+        unmatched_TL = (x_TLK.unsqueeze(-1) != y_TLK.unsqueeze(-2)).all(-1).sum(-1)
+        unmatched_TL = torch.where(both_TL, unmatched_TL, 0)
+        pairs += int(both_TL.sum())
+        choices += int(both_TL.sum()) * x_TLK.size(-1)
+        differing_pairs += int((unmatched_TL > 0).sum())
+        differing_choices += int(unmatched_TL.sum())
+    if pairs == 0:
+        raise ValueError("no (token, layer) is recorded in both routings")
+    return RoutingDisagreement(differing_pairs / pairs, differing_choices / choices, pairs)
+
+
+def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
+    token, layer, choice = where_TLK.nonzero()[0].tolist()
+    return f"token {token}, layer {layer}", int(values_TLK[token, layer, choice])
+
+
+def _decode(encoded: str, dtype: torch.dtype) -> Tensor:
+    """The values, int32."""
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"routed_experts is no base64: {error}") from error
+    if not data or len(data) % dtype.itemsize:
+        raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)

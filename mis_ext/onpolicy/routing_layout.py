@@ -1,0 +1,214 @@
+"""In which order a trainer's routers see the tokens of a micro-batch, and the recorded experts in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mis_ext.checks import check_choice
+from mis_ext.onpolicy.routing import NOT_RECORDED, RoutedExperts
+
+MissingPolicy = Literal["error", "own"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalRouting:
+    """The experts of one micro-batch in the order of a rank's router rows.
+
+    Attributes:
+        experts_TLK: int32, on the CPU; -1 where the trainer's own choice stays: padding, last tokens, tokens that were
+            not recorded.
+        num_experts: Experts per layer.
+        num_replayed: Rows that are replayed.
+        num_missing: Rows of tokens that the engine did not record; a sample's last token is not among them.
+    """
+
+    experts_TLK: Tensor
+    num_experts: int
+    num_replayed: int
+    num_missing: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingLayout:
+    """Which token each row of a rank's routers is.
+
+    Attributes:
+        lengths: Tokens of each sample, prompt and response.
+        sample_T: Sample of each row; -1 for padding. int64.
+        position_T: Position in the sample. int64.
+    """
+
+    lengths: tuple[int, ...]
+    sample_T: Tensor
+    position_T: Tensor
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: Sequence[int],
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        num_local_tokens: int | None = None,
+    ) -> RoutingLayout:
+        """Packed samples (``thd``), one after the other.
+
+        Args:
+            lengths: Tokens of each sample.
+            cp_rank: Rank ``r`` in the context-parallel group: it holds chunks ``r`` and ``2 * cp_size - 1 - r`` of each
+                sample, which is padded to ``2 * cp_size`` equal chunks.
+            cp_size: Ranks in the context-parallel group.
+            tp_rank: Rank in the tensor-parallel group that shares out the rows; only with sequence parallelism.
+            tp_size: Ranks in that group; 1 without sequence parallelism.
+            num_local_tokens: Rows of a context-parallel rank where the host pads the packed micro-batch at its end.
+
+        Raises:
+            ValueError: A rank or length is illegal, or the rows do not divide among the tensor-parallel ranks.
+        """
+        parts = [_zigzag(length, cp_rank=cp_rank, cp_size=cp_size) for length in _checked(lengths)]
+        position_T = torch.cat(parts)
+        sample_T = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
+        if num_local_tokens is not None:
+            extra = num_local_tokens - len(position_T)
+            if extra < 0:
+                raise ValueError(f"num_local_tokens = {num_local_tokens} is less than the {len(position_T)} needed")
+            position_T = torch.nn.functional.pad(position_T, (0, extra))
+            sample_T = torch.nn.functional.pad(sample_T, (0, extra), value=-1)
+        return cls._build(lengths, sample_T, position_T, tp_rank=tp_rank, tp_size=tp_size)
+
+    @classmethod
+    def padded(
+        cls,
+        lengths: Sequence[int],
+        *,
+        padded_length: int,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> RoutingLayout:
+        """Samples padded at the right to one length (``bshd``): Megatron's routers see position after position.
+
+        Args:
+            lengths: Tokens of each sample.
+            padded_length: The length they are padded to, over all context-parallel ranks.
+            cp_rank: See :meth:`packed`.
+            cp_size: See :meth:`packed`.
+            tp_rank: See :meth:`packed`.
+            tp_size: See :meth:`packed`.
+
+        Raises:
+            ValueError: See :meth:`packed`; or a sample is longer than ``padded_length``.
+        """
+        if max(_checked(lengths)) > padded_length:
+            raise ValueError(f"padded_length = {padded_length} is less than the longest sample, {max(lengths)}")
+        local = _zigzag(padded_length, cp_rank=cp_rank, cp_size=cp_size)
+        if len(local) % tp_size:
+            raise ValueError(f"{len(local)} positions do not divide among tp_size = {tp_size} ranks")
+        sample_T = torch.arange(len(lengths)).repeat(len(local))
+        return cls._build(lengths, sample_T, local.repeat_interleave(len(lengths)), tp_rank=tp_rank, tp_size=tp_size)
+
+    @classmethod
+    def _build(
+        cls, lengths: Sequence[int], sample_T: Tensor, position_T: Tensor, *, tp_rank: int, tp_size: int
+    ) -> RoutingLayout:
+        _check_rank("tp", tp_rank, tp_size)
+        if len(sample_T) % tp_size:
+            raise ValueError(f"{len(sample_T)} rows do not divide among tp_size = {tp_size} ranks")
+        is_token_T = (sample_T >= 0) & (position_T < torch.tensor([*lengths])[sample_T])
+        sample_T = torch.where(is_token_T, sample_T, -1)
+        return cls(
+            lengths=tuple(lengths),
+            sample_T=sample_T.chunk(tp_size)[tp_rank],
+            position_T=position_T.chunk(tp_size)[tp_rank],
+        )
+
+    def local(self, samples: Sequence[RoutedExperts], *, missing: MissingPolicy = "error") -> LocalRouting:
+        """The samples' experts, row by row.
+
+        Args:
+            samples: The experts of each sample, in the order of ``lengths``.
+            missing: What to do about a token that the engine did not record: ``error``, or ``own`` to leave the choice
+                to the trainer and count it. A sample's last token is never fed to the engine and always ``own``.
+
+        Raises:
+            ValueError: A sample has another number of tokens, samples differ in layers, top-k or experts, or a token
+                was not recorded.
+        """
+        check_choice("missing", missing, ("error", "own"))
+        self._check(samples)
+        stacked = torch.cat([sample.experts_TLK.int().cpu() for sample in samples])
+        first_S = torch.tensor([0, *self.lengths]).cumsum(0)[:-1]
+        is_token_T = self.sample_T >= 0
+        rows_T = torch.where(is_token_T, first_S[self.sample_T] + self.position_T, 0)
+        experts_TLK = torch.where(is_token_T[:, None, None], stacked[rows_T], NOT_RECORDED)
+
+        recorded_T = experts_TLK[:, 0, 0] != NOT_RECORDED
+        is_last_T = self.position_T == torch.tensor(self.lengths)[self.sample_T] - 1
+        missing_T = is_token_T & ~recorded_T & ~is_last_T
+        if missing == "error" and missing_T.any():
+            row = int(missing_T.nonzero()[0])
+            raise ValueError(
+                f"{int(missing_T.sum())} tokens have no recorded experts, the first at position "
+                f"{int(self.position_T[row])} of sample {int(self.sample_T[row])}: missing='own' leaves them alone"
+            )
+        return LocalRouting(
+            experts_TLK=experts_TLK,
+            num_experts=samples[0].num_experts,
+            num_replayed=int(recorded_T.sum()),
+            num_missing=int(missing_T.sum()),
+        )
+
+    def samples(self, experts_TLK: Tensor, *, num_experts: int) -> list[RoutedExperts]:
+        """The way back: per sample, what was recorded in these rows; -1 for tokens that other ranks hold.
+
+        Raises:
+            ValueError: The number of rows is not that of the layout.
+        """
+        if len(experts_TLK) != len(self.sample_T):
+            raise ValueError(f"{len(experts_TLK)} rows do not fit a layout of {len(self.sample_T)} rows")
+        out = []
+        for sample, length in enumerate(self.lengths):
+            whole = experts_TLK.new_full((length, *experts_TLK.shape[1:]), NOT_RECORDED)
+            mine_T = (self.sample_T == sample).to(experts_TLK.device)
+            whole[self.position_T.to(experts_TLK.device)[mine_T]] = experts_TLK[mine_T]
+            out.append(RoutedExperts(experts_TLK=whole, num_experts=num_experts))
+        return out
+
+    def _check(self, samples: Sequence[RoutedExperts]) -> None:
+        if len(samples) != len(self.lengths):
+            raise ValueError(f"got experts of {len(samples)} samples, the layout has {len(self.lengths)}")
+        kinds = {(*sample.experts_TLK.shape[1:], sample.num_experts) for sample in samples}
+        if len(kinds) > 1:
+            raise ValueError(f"samples differ in (layers, topk, num_experts): {sorted(kinds)}")
+        for index, (sample, length) in enumerate(zip(samples, self.lengths, strict=True)):
+            if sample.num_tokens != length:
+                raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens and {length} tokens")
+
+
+def _checked(lengths: Sequence[int]) -> Sequence[int]:
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths must be positive, one per sample, got {[*lengths]}")
+    return lengths
+
+
+def _check_rank(name: str, rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"{name}_rank must be in [0, {name}_size = {size}), got {rank}")
+
+
+def _zigzag(length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+    """The positions of one sequence that a context-parallel rank holds."""
+    _check_rank("cp", cp_rank, cp_size)
+    if cp_size == 1:
+        return torch.arange(length)
+    chunk = -(-length // (2 * cp_size))
+    starts = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank]) * chunk
+    return (starts[:, None] + torch.arange(chunk)).flatten()

@@ -1,0 +1,340 @@
+"""What an engine says about its experts: what is refused, whose row is whose, and how far two routings differ."""
+
+import base64
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from zigzag import owner
+
+from mis_ext.onpolicy.routing import RoutedExperts, RoutingDisagreement, routing_disagreement
+from mis_ext.onpolicy.routing_layout import RoutingLayout
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers not installed"
+)
+NOTHING = [[-1, -1], [-1, -1]]
+
+
+def routed(rows: list, num_experts: int = 8) -> RoutedExperts:
+    return RoutedExperts(experts_TLK=torch.tensor(rows, dtype=torch.int32), num_experts=num_experts)
+
+
+def numbered(length: int, *, sample: int, num_experts: int = 1000) -> RoutedExperts:
+    """Rows that tell their sample and position: [[100 s + p, 100 s + p + 50]]; the last one is not recorded."""
+    first = torch.arange(length - 1) + 100 * sample
+    return RoutedExperts.from_rows(
+        torch.stack([first, first + 50], dim=1).unsqueeze(1), num_tokens=length, num_experts=num_experts
+    )
+
+
+def payload(rows: Tensor) -> str:
+    return base64.b64encode(rows.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+
+
+def test_rows_are_recorded_or_not_as_a_whole() -> None:
+    sample = routed([[[0, 7], [7, 0]], NOTHING, [[3, 2], [3, 2]]])
+    assert sample.num_tokens == 3
+    assert sample.recorded_T.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[[0, 1], [2, 8]]], r"expert 8 at token 0, layer 1 is outside \[0, 8\)"),
+        ([[[0, 1], [2, 3]], [[-2, 1], [2, 3]]], "expert -2 at token 1, layer 0 is outside"),
+        ([[[0, 1], [2, 3]], [[0, 1], [5, 5]]], "expert 5 is chosen twice at token 1, layer 1"),
+        ([[[5, 2, 5]]], "expert 5 is chosen twice at token 0, layer 0"),
+        ([[[0, 1], [-1, -1]]], "token 0 is recorded in part only"),
+        ([[[0, 1], [2, -1]]], "token 0 is recorded in part only"),
+        ([[0, 1], [2, 3]], r"must be \[tokens, layers, topk\], none of them 0, got \[2, 2\]"),
+        ([[[], []]], r"none of them 0, got \[1, 2, 0\]"),
+    ],
+)
+def test_impossible_routings_are_refused(rows, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        routed(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
+def test_dtypes_that_cannot_say_every_index_and_not_recorded_are_refused(dtype) -> None:
+    with pytest.raises(TypeError, match=f"int16, int32 or int64, got {dtype}"):
+        RoutedExperts(experts_TLK=torch.zeros(2, 1, 1).to(dtype), num_experts=4)
+
+
+def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
+    rows = torch.tensor([[[1, 2]], [[3, 4]]])
+    sample = RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=2)
+    assert sample.experts_TLK.tolist() == [[[-1, -1]], [[-1, -1]], [[1, 2]], [[3, 4]], [[-1, -1]]]
+    for start in (-1, 4):
+        with pytest.raises(ValueError, match=f"2 rows from position {start} on do not fit into 5 tokens"):
+            RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=start)
+
+
+# SGLang's rows of 4 tokens, of which the last was sampled and never fed; the middle one of 3 decoder layers is dense.
+SGLANG = torch.tensor([[[1, 2], [0, 0], [3, 4]], [[5, 6], [0, 0], [7, 0]], [[2, 1], [0, 0], [6, 5]]], dtype=torch.int32)
+SGLANG_MODEL = {"num_layers": 3, "topk": 2, "num_experts": 8, "moe_layers": [0, 2]}
+SGLANG_EXPERTS = [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[2, 1], [6, 5]], NOTHING]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16, torch.uint8])
+def test_row_p_of_sglang_is_the_choice_for_the_token_at_p_and_the_last_token_has_none(dtype) -> None:
+    info = {"routed_experts": payload(SGLANG.to(dtype)), "routed_experts_dtype": str(dtype).removeprefix("torch.")}
+    sample = RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL)
+    assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
+
+
+def test_a_bare_string_of_sglang_is_int32_from_the_first_token_on() -> None:
+    sample = RoutedExperts.from_sglang(payload(SGLANG), num_tokens=4, **SGLANG_MODEL)
+    assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
+
+
+def test_sglang_may_start_later_and_may_feed_the_last_token() -> None:
+    info = {"routed_experts": payload(SGLANG), "routed_experts_start_len": 2}
+    later = RoutedExperts.from_sglang(info, num_tokens=6, **SGLANG_MODEL)
+    assert later.experts_TLK.tolist() == [NOTHING, NOTHING, *SGLANG_EXPERTS]
+    fed = RoutedExperts.from_sglang({"routed_experts": payload(SGLANG)}, num_tokens=3, **SGLANG_MODEL)
+    assert fed.experts_TLK.tolist() == SGLANG_EXPERTS[:3]
+
+
+@pytest.mark.parametrize(
+    ("info", "changes", "message"),
+    [
+        ({}, {}, "meta_info has no routed_experts: .*return_routed_experts: true"),
+        ({"routed_experts": "?"}, {}, "is no base64"),
+        ({"routed_experts": "AAAA"}, {}, "has 3 bytes, which is no positive multiple of 4"),
+        (
+            {"routed_experts": payload(SGLANG), "routed_experts_dtype": "int8"},
+            {},
+            "routed_experts_dtype must be one of",
+        ),
+        (
+            {"routed_experts": payload(SGLANG)},
+            {"num_tokens": 5},
+            "3 rows from position 0 on, and num_tokens = 5 needs 4",
+        ),
+        (
+            {"routed_experts": payload(SGLANG)},
+            {"num_tokens": 2},
+            "3 rows from position 0 on, and num_tokens = 2 needs 1",
+        ),
+        ({"routed_experts": payload(SGLANG)}, {"topk": 4}, "18 values: .* topk = 4 that is 1.5 rows"),
+        ({"routed_experts": payload(0 * SGLANG)}, {}, "every expert in routed_experts is 0"),
+        ({"routed_experts": payload(SGLANG)}, {"moe_layers": None}, "expert 0 is chosen twice at token 0, layer 1"),
+        ({"routed_experts": payload(SGLANG)}, {"num_experts": 7}, "expert 7 at token 1, layer 1"),
+    ],
+)
+def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutedExperts.from_sglang(info, **{"num_tokens": 4, **SGLANG_MODEL, **changes})
+
+
+def test_disagreement_counts_sets_and_choices_that_both_recorded() -> None:
+    a = torch.tensor([[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[-1, -1, -1], [-1, -1, -1]]])
+    b = torch.tensor([[[2, 0, 1], [3, 4, 6]], [[3, 4, 0], [5, 3, 4]], [[0, 1, 2], [3, 4, 5]]])
+    # Of 4 pairs, one differs in one choice and one in two; 12 choices.
+    assert routing_disagreement([a], [b]) == RoutingDisagreement(2 / 4, 3 / 12, 4)
+    assert routing_disagreement([b], [a]) == RoutingDisagreement(2 / 4, 3 / 12, 4)
+    assert routing_disagreement([a, a], [b, a]) == RoutingDisagreement(2 / 8, 3 / 24, 8)
+
+
+def test_a_disagreement_over_nothing_is_an_error() -> None:
+    rows = torch.tensor([[[0, 1]]])
+    with pytest.raises(ValueError, match=r"no \(token, layer\) is recorded in both"):
+        routing_disagreement([rows], [torch.full_like(rows, -1)])
+    with pytest.raises(ValueError, match=r"no \(token, layer\) is recorded in both"):
+        routing_disagreement([], [])
+    with pytest.raises(ValueError, match=r"shapes \[1, 1, 2\] and \[2, 1, 2\]"):
+        routing_disagreement([rows], [rows.repeat(2, 1, 1)])
+    with pytest.raises(ValueError, match="1 routings with 2"):
+        routing_disagreement([rows], [rows, rows])
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("padded_length", [None, 19])
+def test_rows_follow_the_context_parallel_layout_position_by_position(cp_size, padded_length) -> None:
+    lengths = [7, 16, 2]
+    samples = [numbered(length, sample=index) for index, length in enumerate(lengths)]
+    for cp_rank in range(cp_size):
+        expected, by_position = [], []
+        for index, length in enumerate(lengths):
+            whole = padded_length or length
+            # Without context parallelism nothing is padded to equal chunks.
+            chunked = -(-whole // (2 * cp_size)) * 2 * cp_size if cp_size > 1 else whole
+            mine = [p for p in range(chunked) if owner(p, length=whole, cp_size=cp_size, partition="zigzag") == cp_rank]
+            expected.append([100 * index + p if p < length - 1 else -1 for p in mine])
+        if padded_length is None:
+            layout = RoutingLayout.packed(lengths, cp_rank=cp_rank, cp_size=cp_size)
+            by_position = [row for rows in expected for row in rows]
+        else:
+            layout = RoutingLayout.padded(lengths, padded_length=padded_length, cp_rank=cp_rank, cp_size=cp_size)
+            by_position = [row for position in zip(*expected, strict=True) for row in position]
+        local = layout.local(samples)
+        assert local.experts_TLK[:, 0, 0].tolist() == by_position
+        assert local.num_replayed == sum(row >= 0 for row in by_position)
+        assert local.num_missing == 0
+
+
+@pytest.mark.parametrize("padded_length", [None, 16])
+def test_the_ranks_together_give_back_the_samples(padded_length) -> None:
+    lengths = [7, 16, 3]
+    samples = [numbered(length, sample=index) for index, length in enumerate(lengths)]
+    merged = [torch.full_like(sample.experts_TLK, -1) for sample in samples]
+    for cp_rank in range(2):
+        settings = {"cp_rank": cp_rank, "cp_size": 2}
+        if padded_length is None:
+            layout = RoutingLayout.packed(lengths, **settings)
+        else:
+            layout = RoutingLayout.padded(lengths, padded_length=padded_length, **settings)
+        back = layout.samples(layout.local(samples).experts_TLK, num_experts=1000)
+        merged = [torch.maximum(x, y.experts_TLK) for x, y in zip(merged, back, strict=True)]
+    assert all(torch.equal(x, y.experts_TLK) for x, y in zip(merged, samples, strict=True))
+    with pytest.raises(ValueError, match="1 rows do not fit a layout of"):
+        layout.samples(torch.zeros(1, 1, 2), num_experts=1000)
+
+
+def test_sequence_parallel_ranks_hold_consecutive_rows() -> None:
+    lengths, samples = [6, 4], [numbered(6, sample=0), numbered(4, sample=1)]
+    whole = RoutingLayout.padded(lengths, padded_length=6).local(samples).experts_TLK
+    parts = [RoutingLayout.padded(lengths, padded_length=6, tp_rank=r, tp_size=3).local(samples) for r in range(3)]
+    assert torch.equal(torch.cat([part.experts_TLK for part in parts]), whole)
+    with pytest.raises(ValueError, match="6 positions do not divide among tp_size = 4"):
+        RoutingLayout.padded(lengths, padded_length=6, tp_size=4)
+    with pytest.raises(ValueError, match="10 rows do not divide among tp_size = 4"):
+        RoutingLayout.packed(lengths, tp_size=4)
+
+
+def test_padding_at_the_end_of_a_packed_micro_batch_is_neither_replayed_nor_missing() -> None:
+    local = RoutingLayout.packed([3, 2], num_local_tokens=8).local([numbered(3, sample=0), numbered(2, sample=1)])
+    assert local.experts_TLK[:, 0, 0].tolist() == [0, 1, -1, 100, -1, -1, -1, -1]
+    assert (local.num_replayed, local.num_missing) == (3, 0)
+    with pytest.raises(ValueError, match="num_local_tokens = 4 is less than the 5 needed"):
+        RoutingLayout.packed([3, 2], num_local_tokens=4)
+
+
+def test_tokens_that_were_not_recorded_are_an_error_or_counted() -> None:
+    rows = numbered(6, sample=0).experts_TLK[2:5]
+    sample = RoutedExperts.from_rows(rows, num_tokens=6, num_experts=1000, start=2)
+    layout = RoutingLayout.packed([3, 6])
+    samples = [numbered(3, sample=1), sample]
+    with pytest.raises(
+        ValueError, match=r"2 tokens have no recorded experts, the first at position 0 of sample 1: .*own"
+    ):
+        layout.local(samples)
+    local = layout.local(samples, missing="own")
+    assert (local.num_replayed, local.num_missing) == (5, 2)
+    with pytest.raises(ValueError, match=r"missing must be one of error \| own"):
+        layout.local(samples, missing="skip")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RoutingLayout.packed([4]).local([numbered(5, sample=0)]), "sample 0 has experts of 5 tokens and 4 "),
+        (lambda: RoutingLayout.packed([4, 4]).local([numbered(4, sample=0)]), "experts of 1 samples, the layout has 2"),
+        (
+            lambda: RoutingLayout.packed([2, 2]).local([numbered(2, sample=0), numbered(2, sample=0, num_experts=99)]),
+            r"samples differ in \(layers, topk, num_experts\): \[\(1, 2, 99\), \(1, 2, 1000\)\]",
+        ),
+        (lambda: RoutingLayout.padded([4, 9], padded_length=8), "padded_length = 8 is less than the longest sample, 9"),
+        (lambda: RoutingLayout.packed([]), r"lengths must be positive, one per sample, got \[\]"),
+        (lambda: RoutingLayout.packed([3, 0]), "lengths must be positive"),
+        (lambda: RoutingLayout.packed([4], cp_rank=2, cp_size=2), r"cp_rank must be in \[0, cp_size = 2\), got 2"),
+        (lambda: RoutingLayout.packed([4], tp_rank=-1), r"tp_rank must be in \[0, tp_size = 1\), got -1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def tiny_qwen3_moe() -> torch.nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "head_dim": 8, "moe_intermediate_size": 8, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+    layers = {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, **heads, **layers, initializer_range=0.25)
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+@contextmanager
+def dispatched_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """The experts that each mixture of a transformers model is really called with."""
+    seen: list[Tensor] = []
+    mixtures = [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+    hooks = [mixture.register_forward_pre_hook(lambda _, args: seen.append(args[1])) for mixture in mixtures]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@needs_transformers
+@torch.no_grad()
+def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
+    from mis_ext.onpolicy.hf_routing import record_hf_routing
+
+    model = tiny_qwen3_moe()
+    lengths = [9, 6]
+    tokens = torch.randint(50, (2, 9))
+    # The second sequence is padded by three tokens at the left, and one token more than its length is fed.
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with record_hf_routing(model) as record:
+        cache = None
+        for start, end in [(0, 4), (4, 6), (6, 7), (7, 8)]:
+            output = model(
+                tokens[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = output.past_key_values
+    samples = record.samples(lengths)
+    for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        alone = tokens[index : index + 1, 9 - length :]
+        with record_hf_routing(model) as whole, dispatched_experts(model) as dispatched:
+            recorded = model(alone).logits
+        (expected,) = whole.samples([length])
+        assert torch.equal(expected.experts_TLK.long(), torch.stack(dispatched, dim=1))
+        assert sample.recorded_T.tolist() == [True] * (length - 1) + [False]
+        assert torch.equal(sample.experts_TLK[:-1], expected.experts_TLK[:-1])
+        assert sample.experts_TLK.shape == (length, 2, 2)
+        assert torch.equal(recorded, model(alone).logits)
+    cut = record.samples([8, 4])
+    assert cut[1].recorded_T.all()
+    assert torch.equal(cut[1].experts_TLK, samples[1].experts_TLK[:4])
+
+
+@needs_transformers
+@torch.no_grad()
+def test_a_recording_of_an_engine_leaves_no_hook_and_refuses_what_it_cannot_place() -> None:
+    from mis_ext.onpolicy.hf_routing import record_hf_routing
+
+    model = tiny_qwen3_moe()
+    with (
+        pytest.raises(ValueError, match="Linear has no module whose class name ends in TopKRouter"),
+        record_hf_routing(torch.nn.Linear(2, 2)),
+    ):
+        pass
+    with record_hf_routing(model) as record:
+        model(torch.randint(50, (2, 3)))
+        with pytest.raises(ValueError, match="a batch of 1 follows one of 2"):
+            model(torch.randint(50, (1, 3)))
+        with pytest.raises(ValueError, match="batches \\[B, t\\]"):
+            model(torch.randint(50, (2, 3)), cu_seq_lens_q=torch.tensor([0, 3]))
+        with pytest.raises(ValueError, match="batches \\[B, t\\]"):
+            model(torch.randint(50, (2, 3)), attention_mask=torch.ones(2, 1, 3, 3))
+    with pytest.raises(ValueError, match="got 1 lengths for a batch of 2"):
+        record.samples([3])
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for name, module in model.named_modules() if "gate" in name
+    )
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks

@@ -1,0 +1,425 @@
+"""Routing replay in Megatron-Core: whose experts are used and who weights them, what is refused, what is restored."""
+
+# The imports after the skip need packages that only the example's environment has.
+# ruff: noqa: E402
+
+import copy
+import importlib.util
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+for needed in ("megatron", "transformers"):
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} not installed (requirements/example.txt)", allow_module_level=True)
+
+for folder in ("benchmarks", "examples"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+with warnings.catch_warnings():
+    # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
+    warnings.simplefilter("ignore")
+    from grpo.layout import build_inputs
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from routing_replay import measure
+    from toy_moe import MoEShape, build_trainer, score, single_process
+
+from mis_ext.onpolicy.routing import RoutedExperts
+from mis_ext.onpolicy.routing_layout import LocalRouting, RoutingLayout
+from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
+
+# Of Megatron-Core itself, at every projection.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
+
+# Layers 0 and 2 are mixtures of experts, layer 1 is dense.
+SHAPE = MoEShape(num_layers=3, moe_layer_freq=2, hidden_size=32, expert_size=16, num_experts=8, topk=2, vocab_size=64)
+FIRST_ROUTER = r"decoder\.layers\.0\.mlp\.router"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with single_process():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(process) -> torch.nn.Module:
+    return build_trainer(SHAPE, seed=0)
+
+
+def tokens(batch: int = 2, length: int = 6, seed: int = 0) -> Tensor:
+    return torch.randint(SHAPE.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_routing(length: int, *, seed: int, layers: int = 2, topk: int = 2, num_experts: int = 8) -> RoutedExperts:
+    """Any experts, for all tokens but the last."""
+    order = torch.rand(length - 1, layers, num_experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    return RoutedExperts.from_rows(order[..., :topk], num_tokens=length, num_experts=num_experts)
+
+
+def padded_routing(lengths: tuple[int, ...] = (6, 6), *, seed: int = 0, length: int = 6) -> LocalRouting:
+    samples = [random_routing(n, seed=seed + index) for index, n in enumerate(lengths)]
+    return RoutingLayout.padded(lengths, padded_length=length).local(samples)
+
+
+@contextmanager
+def router_outputs(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor, Tensor]]]]:
+    """Input, gate weights and routing map of every router call, as the dispatcher gets them."""
+    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _, args, out, name=name: seen.setdefault(name, []).append((args[0].flatten(0, 1), *out))
+        )
+        for name, module in model.named_modules()
+        if name.endswith("router")
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def chosen(routing_map_TE: Tensor) -> list[set[int]]:
+    return [set(row.nonzero().flatten().tolist()) for row in routing_map_TE]
+
+
+def gradients(model: torch.nn.Module) -> list[Tensor]:
+    grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def slots(model: torch.nn.Module) -> list[object]:
+    return [module.router_replay for module in model.modules() if hasattr(module, "router_replay")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_replaying_the_trainers_own_experts_changes_no_bit(model, packed) -> None:
+    with record_routing(model) as record:
+        recorded = score(model, tokens(), packed=packed)
+    recorded.sum().backward()
+    expected = gradients(model)
+    make = RoutingLayout.packed if packed else lambda lengths: RoutingLayout.padded(lengths, padded_length=6)
+    layout = make([6, 6])
+    samples = layout.samples(*record.micro_batches(), num_experts=8)
+    assert all(sample.recorded_T.all() for sample in samples)
+    with replay_routing(model, [layout.local(samples)]):
+        replayed = score(model, tokens(), packed=packed)
+        replayed.sum().backward()
+    assert torch.equal(recorded, score(model, tokens(), packed=packed))
+    assert torch.equal(recorded, replayed)
+    assert all(torch.equal(x, y) for x, y in zip(expected, gradients(model), strict=True))
+
+
+def test_every_layer_dispatches_each_token_to_the_experts_of_its_row(model) -> None:
+    lengths = (6, 4)
+    samples = [random_routing(n, seed=n) for n in lengths]
+    layout = RoutingLayout.padded(lengths, padded_length=6)
+    with router_outputs(model) as own, torch.no_grad():
+        score(model, tokens())
+    with router_outputs(model) as seen, replay_routing(model, [layout.local(samples)]), torch.no_grad():
+        score(model, tokens())
+    assert list(seen) == ["decoder.layers.0.mlp.router", "decoder.layers.2.mlp.router"]
+    for column, (name, [(_, _, routing_map)]) in enumerate(seen.items()):
+        experts = chosen(routing_map)
+        for index, length in enumerate(lengths):
+            for position in range(length - 1):
+                # Megatron flattens [sequence, batch, hidden].
+                row = position * len(lengths) + index
+                assert experts[row] == set(samples[index].experts_TLK[position, column].tolist()), (name, row)
+    # The router's input in the first layer does not depend on the replay, so what is left to it is as without.
+    first = "decoder.layers.0.mlp.router"
+    left_to_it = [10, 7, 9, 11]
+    assert [chosen(seen[first][0][2])[row] for row in left_to_it] == [
+        chosen(own[first][0][2])[row] for row in left_to_it
+    ]
+
+
+def test_packed_samples_are_dispatched_alike(model) -> None:
+    samples = [random_routing(6, seed=3), random_routing(6, seed=4)]
+    scored = []
+    for packed, layout in [
+        (True, RoutingLayout.packed([6, 6])),
+        (False, RoutingLayout.padded([6, 6], padded_length=6)),
+    ]:
+        with replay_routing(model, [layout.local(samples)]), torch.no_grad():
+            scored.append(score(model, tokens(), packed=packed))
+    # Other attention shapes: a few roundings of float32.
+    torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_were_not_recorded_keep_the_trainers_choice(model) -> None:
+    whole = random_routing(6, seed=1)
+    cached = RoutedExperts.from_rows(whole.experts_TLK[3:5], num_tokens=6, num_experts=8, start=3)
+    local = RoutingLayout.padded([6], padded_length=6).local([cached], missing="own")
+    with router_outputs(model) as own, torch.no_grad():
+        score(model, tokens(1))
+    with router_outputs(model) as seen, replay_routing(model, [local]), torch.no_grad():
+        score(model, tokens(1))
+    for column, name in enumerate(seen):
+        # Causal: what precedes the first replayed token is not touched in any layer.
+        assert chosen(seen[name][0][2])[:3] == chosen(own[name][0][2])[:3]
+        assert chosen(seen[name][0][2])[3:5] == [set(row.tolist()) for row in whole.experts_TLK[3:5, column]]
+    assert local.num_missing == 3
+
+
+def test_replayed_experts_are_weighted_by_the_trainers_own_scores(model) -> None:
+    local = padded_routing()
+    with router_outputs(model) as seen, replay_routing(model, [local]), torch.no_grad():
+        score(model, tokens())
+    for column, (name, [(hidden, probs, _)]) in enumerate(seen.items()):
+        experts = local.experts_TLK[:, column].long()
+        is_replayed = experts[:, 0] >= 0
+        logits = hidden[is_replayed] @ model.get_submodule(name).weight.T
+        expected = logits.gather(1, experts[is_replayed]).softmax(-1)
+        torch.testing.assert_close(probs[is_replayed].gather(1, experts[is_replayed]), expected)
+
+
+def test_gradients_reach_the_routers_through_the_replayed_experts_only(model) -> None:
+    everywhere = torch.tensor([2, 5]).expand(6, 2, 2)
+    samples = [RoutedExperts(experts_TLK=everywhere, num_experts=8)] * 2
+    with replay_routing(model, [RoutingLayout.padded([6, 6], padded_length=6).local(samples)]):
+        score(model, tokens()).sum().backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.weight"):
+            assert parameter.grad[[2, 5]].abs().min() > 0
+            assert (parameter.grad[[0, 1, 3, 4, 6, 7]] == 0).all()
+    model.zero_grad(set_to_none=True)
+
+
+def test_a_recording_within_a_replay_sees_the_replayed_experts(model) -> None:
+    local = padded_routing()
+    with replay_routing(model, [local]), record_routing(model) as record, torch.no_grad():
+        score(model, tokens())
+    with record_routing(model) as own, torch.no_grad():
+        score(model, tokens())
+    (replayed,), (chosen_alone,) = record.micro_batches(), own.micro_batches()
+    was_replayed = local.experts_TLK >= 0
+    assert torch.equal(replayed[was_replayed], local.experts_TLK[was_replayed])
+    assert not torch.equal(chosen_alone[was_replayed], local.experts_TLK[was_replayed])
+
+
+def test_micro_batches_are_consumed_in_order(model) -> None:
+    routings = [padded_routing(seed=10), padded_routing(seed=20)]
+    alone = []
+    for index, local in enumerate(routings):
+        with replay_routing(model, [local]), torch.no_grad():
+            alone.append(score(model, tokens(seed=index)))
+    with replay_routing([model], routings), torch.no_grad():
+        together = [score(model, tokens(seed=index)) for index in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
+
+
+def checkpoint_layers(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, use_reentrant: bool) -> None:
+    """Recompute every layer in the backward pass; Megatron-Core's own checkpointing needs a CUDA generator."""
+    for layer in model.decoder.layers:
+
+        def run(*, hidden_states: Tensor, forward=layer.forward, **rest: object) -> object:
+            return checkpoint(lambda x: forward(hidden_states=x, **rest), hidden_states, use_reentrant=use_reentrant)
+
+        monkeypatch.setattr(layer, "forward", run)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batch(
+    model, use_reentrant, monkeypatch
+) -> None:
+    results = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            checkpoint_layers(model, monkeypatch, use_reentrant=use_reentrant)
+        with replay_routing(model, [padded_routing(seed=10), padded_routing(seed=20)]), record_routing(model) as record:
+            first, second = score(model, tokens(seed=0)), score(model, tokens(seed=1))
+            first.sum().backward()
+            second.square().sum().backward()
+        assert len(record.micro_batches()) == 2
+        results.append(gradients(model))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def train_under(routings: list[LocalRouting], model: torch.nn.Module, *, backward_passes: int) -> None:
+    with replay_routing(model, routings):
+        scored = [score(model, tokens()) for _ in routings]
+        for log_probs in scored[:backward_passes]:
+            log_probs.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpointed_layers_must_be_recomputed_within_the_replay(model, monkeypatch) -> None:
+    routing = padded_routing()
+    with monkeypatch.context() as patched:
+        checkpoint_layers(model, patched, use_reentrant=True)
+        with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 0 of 1 backward"):
+            train_under([routing], model, backward_passes=0)
+        score_under([routing], model, passes=1)
+    checkpoint_layers(model, monkeypatch, use_reentrant=False)
+    with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 1 of 2 backward"):
+        train_under([routing, routing], model, backward_passes=1)
+    model.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def score_under(routings: list[LocalRouting], model: torch.nn.Module, *, passes: int) -> None:
+    with replay_routing(model, routings):
+        for _ in range(passes):
+            score(model, tokens())
+
+
+def test_a_layer_must_consume_exactly_its_rows(model) -> None:
+    local = padded_routing()
+    with pytest.raises(ValueError, match=FIRST_ROUTER + " ran for 1 of 2 micro-batches"):
+        score_under([local, local], model, passes=1)
+    with pytest.raises(ValueError, match=FIRST_ROUTER + r" runs more often than there are micro-batches \(1\)"):
+        score_under([local], model, passes=2)
+    wrong = RoutingLayout.packed([6, 6], num_local_tokens=13).local([random_routing(6, seed=1)] * 2)
+    with pytest.raises(ValueError, match=FIRST_ROUTER + r" routes 12 tokens to 2 .* micro-batch 0 is \[13, 2\]"):
+        score_under([wrong], model, passes=1)
+
+
+@pytest.mark.parametrize("change", [{"layers": 3}, {"topk": 3}, {"num_experts": 9}])
+def test_a_routing_of_another_model_is_refused(model, change) -> None:
+    local = RoutingLayout.padded([6], padded_length=6).local([random_routing(6, seed=0, **change)])
+    got = ", ".join(map(str, {"layers": 2, "topk": 2, "num_experts": 8, **change}.values()))
+    with pytest.raises(ValueError, match=rf"num_experts\) = \({got}\) and the model \(2, 2, 8\)"):
+        score_under([local], model, passes=0)
+
+
+def test_routers_are_restored_also_after_an_exception(model) -> None:
+    theirs = RouterReplay()
+    first = next(module for module in model.modules() if hasattr(module, "router_replay"))
+    first.router_replay = theirs
+    before, hooks = slots(model), len(model._forward_pre_hooks)
+    listed = list(RouterReplay.global_router_replay_instances)
+    try:
+        with replay_routing(model, [padded_routing()]), record_routing(model), torch.no_grad():
+            score(model, tokens())
+            assert all(x is not y for x, y in zip(before, slots(model), strict=True))
+        assert all(x is y for x, y in zip(before, slots(model), strict=True))
+        wrong = padded_routing((5, 5), length=5)
+        with pytest.raises(ValueError, match="routes 12 tokens"), record_routing(model):
+            score_under([wrong], model, passes=1)
+        assert all(x is y for x, y in zip(before, slots(model), strict=True))
+        assert len(model._forward_pre_hooks) == hooks
+        assert RouterReplay.global_router_replay_instances == listed
+        assert theirs.target_topk_idx is theirs.recorded_topk_idx is theirs.router_replay_action is None
+    finally:
+        first.router_replay = None
+        RouterReplay.global_router_replay_instances.remove(theirs)
+
+
+def pipeline_stage(model: torch.nn.Module) -> torch.nn.Module:
+    stage = torch.nn.Module()
+    stage.config = copy.copy(model.config)
+    stage.config.pipeline_model_parallel_size = 2
+    return stage
+
+
+def test_a_pipeline_stage_takes_the_columns_of_its_own_layers(model) -> None:
+    stage = pipeline_stage(model)
+    stage.last = model.decoder.layers[2]
+    local = padded_routing()
+    with replay_routing(stage, [local]), record_routing(stage) as record, torch.no_grad():
+        score(model, tokens())
+    (recorded,) = record.micro_batches()
+    was_replayed = local.experts_TLK[:, 1] >= 0
+    assert (recorded[:, 0] == -1).all()
+    assert torch.equal(recorded[:, 1][was_replayed], local.experts_TLK[:, 1][was_replayed])
+
+
+def test_layers_of_multi_token_prediction_keep_their_own_routing(model) -> None:
+    stage = pipeline_stage(model)
+    stage.decoder = model.decoder.layers[2]
+    stage.mtp = torch.nn.Module()
+    stage.mtp.layer = model.decoder.layers[0]
+    with record_routing(stage) as record, torch.no_grad():
+        score(model, tokens())
+    (recorded,) = record.micro_batches()
+    assert (recorded[:, 0] == -1).all()
+    assert (recorded[:, 1] >= 0).all()
+
+
+@pytest.mark.parametrize(("frequency", "moe_layers"), [([0, 1, 1], [1, 2]), (3, [0])])
+def test_the_configuration_says_which_layers_are_mixtures_of_experts(frequency, moe_layers) -> None:
+    model = build_trainer(SHAPE, seed=0, moe_layer_freq=frequency)
+    sample = random_routing(6, seed=0, layers=len(moe_layers))
+    local = RoutingLayout.padded([6], padded_length=6).local([sample])
+    with router_outputs(model) as seen, replay_routing(model, [local]), torch.no_grad():
+        score(model, tokens(1))
+    assert list(seen) == [f"decoder.layers.{index}.mlp.router" for index in moe_layers]
+    for column, [(_, _, routing_map)] in enumerate(seen.values()):
+        assert chosen(routing_map)[:5] == [set(row.tolist()) for row in sample.experts_TLK[:5, column]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("moe_router_fusion", True, "moe_router_fusion = True .* set it to False"),
+        ("moe_expert_capacity_factor", 1.0, r"moe_expert_capacity_factor = 1\.0 .* set it to None"),
+        ("cuda_graph_impl", "local", "cuda_graph_impl = 'local' .* set it to 'none'"),
+        ("moe_router_load_balancing_type", "sinkhorn", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], "sinkhorn"),
+        ("num_moe_experts", None, "no mixture-of-experts layers"),
+    ],
+)
+def test_models_that_would_not_keep_to_the_routing_are_refused(model, key, value, message) -> None:
+    changed = torch.nn.Module()
+    changed.config, changed.inner = copy.copy(model.config), model
+    setattr(changed.config, key, value)
+    for context in (lambda: replay_routing(changed, []), lambda: record_routing(changed)):
+        with pytest.raises(ValueError, match=message), context():
+            pass
+
+
+def test_without_pipeline_stages_a_missing_router_is_an_error(model) -> None:
+    part = torch.nn.Module()
+    part.config, part.layer = model.config, model.decoder.layers[2]
+    with pytest.raises(ValueError, match="routers of 1 of 2 mixture-of-experts layers"), record_routing(part):
+        pass
+
+
+def test_a_recording_of_no_pass_is_an_error(model) -> None:
+    with record_routing(model) as record:
+        pass
+    with pytest.raises(ValueError, match=r"equally often and at least once, got \[0\] passes"):
+        record.micro_batches()
+
+
+@pytest.mark.parametrize("max_seq_lens", [None, [18, 18, 18]])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_rows_are_in_the_order_in_which_the_example_feeds_its_tokens(cp_size, max_seq_lens) -> None:
+    lengths = [7, 16, 3]
+    samples = [torch.arange(1, n + 1) + 100 * index for index, n in enumerate(lengths)]
+    experts = [RoutedExperts(experts_TLK=sample.view(-1, 1, 1), num_experts=1000) for sample in samples]
+    for cp_rank in range(cp_size):
+        ranks = {"cp_rank": cp_rank, "cp_size": cp_size}
+        inputs = build_inputs(samples, [2, 2, 2], max_seq_lens=max_seq_lens, device=torch.device("cpu"), **ranks)
+        if max_seq_lens is None:
+            layout = RoutingLayout.packed(lengths, **ranks)
+        else:
+            layout = RoutingLayout.padded(lengths, padded_length=18, **ranks)
+        rows = layout.local(experts).experts_TLK.flatten()
+        # The embedding turns [batch, sequence] into [sequence, batch]; token 0 is padding.
+        fed = inputs.tokens.T.flatten()
+        assert torch.equal(rows, torch.where(fed == 0, -1, fed).int())
+
+
+def test_replay_ends_the_disagreement_and_halves_k3() -> None:
+    ratios = []
+    for seed in range(3):
+        off, on, shifted = measure(MoEShape(num_layers=2), seed=seed)
+        assert off.disagreement.differing_choices > 0.005
+        assert on.disagreement.differing_choices == 0
+        assert on.disagreement.num_compared == off.disagreement.num_compared == 16 * 31 * 2
+        assert shifted.k3 > off.k3
+        ratios.append(on.k3 / off.k3)
+    assert statistics.median(ratios) < 0.5
