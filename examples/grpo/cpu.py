@@ -1,7 +1,7 @@
 """Run Megatron-Core without a GPU: its calls that assume CUDA are sent to the CPU."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -28,15 +28,27 @@ class _CudaCallsOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _NoRandomStates:
+    """Stands for the states of CUDA's generators, which Megatron-Core's attention takes even for a dropout of 0."""
+
+    def fork(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 @contextmanager
 def megatron_device(device: torch.device) -> Iterator[None]:
     """Let Megatron-Core calls in this block use ``device``; on CUDA nothing changes.
 
     Megatron-Core 0.16 builds and trains a ``GPTModel`` on a CPU except for literal ``device="cuda"`` arguments and
-    ``torch.cuda.current_device()`` in the rotary embedding, the gradient buffers, the schedule and gradient clipping.
+    ``torch.cuda.current_device()`` in the rotary embedding, the gradient buffers, the schedule and gradient clipping,
+    and for the generator states that its attention takes for dropout.
     """
     if device.type == "cuda":
         yield
         return
-    with patch("torch.cuda.current_device", lambda: torch.device("cpu")), _CudaCallsOnCpu():
+    with (
+        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
+        patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", _NoRandomStates),
+        _CudaCallsOnCpu(),
+    ):
         yield

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -59,18 +59,31 @@ class TransformersEngine:
     """
 
     _PAGE_SIZE = 128
-    _MAX_BATCH_TOKENS = 4096
     _POLL_SECONDS = 1.0
 
-    def __init__(self, config: PretrainedConfig, *, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.bfloat16,
+        attention: str = "paged|sdpa",
+        max_batch_tokens: int = 4096,
+    ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="paged|sdpa", dtype=dtype)
+        self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._model.eval().to(device)
+        self._max_batch_tokens = max_batch_tokens
         torch.manual_seed(seed)
         self._version = 0
         self._manager = None
         self._capacity = (0, 0)
         self._temperature = 0.0
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that generates."""
+        return self._model
 
     def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
         """Sample one response for each prompt, see ``RolloutEngine``."""
@@ -136,7 +149,7 @@ class TransformersEngine:
             return_logprobs=True,
             page_size=self._PAGE_SIZE,
             num_blocks=num_requests * pages_per_request,
-            max_batch_tokens=self._MAX_BATCH_TOKENS,
+            max_batch_tokens=self._max_batch_tokens,
             max_requests_per_batch=num_requests,
             use_cuda_graph=False,
             # It concerns tensor parallelism, which this model does not use; torchrun's environment suggests otherwise.

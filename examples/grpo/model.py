@@ -53,9 +53,13 @@ def hf_config(shape: ModelShape) -> Qwen3Config:
 
 
 def transformer_config(
-    shape: ModelShape, *, context_parallel_size: int, calculate_per_token_loss: bool
+    shape: ModelShape,
+    *,
+    context_parallel_size: int,
+    calculate_per_token_loss: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> TransformerConfig:
-    """Describe the decoder to Megatron-Core, in float32 and without kernels that need a GPU."""
+    """Describe the decoder to Megatron-Core, without kernels that need a GPU."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -72,7 +76,9 @@ def transformer_config(
         attention_backend=AttnBackend.local,
         context_parallel_size=context_parallel_size,
         calculate_per_token_loss=calculate_per_token_loss,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -85,10 +91,13 @@ def transformer_config(
     )
 
 
-def build_model(shape: ModelShape, config: TransformerConfig, *, seed: int) -> GPTModel:
-    """Build the trainer's model with the same weights on every rank."""
+def build_model(
+    shape: ModelShape, config: TransformerConfig, *, seed: int, core_attention: type | None = GatheredAttention
+) -> GPTModel:
+    """Build the trainer's model with the same weights on every rank; without a core attention, with Megatron's own."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
-    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    if core_attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = core_attention
     torch.manual_seed(seed)
     return GPTModel(
         config,

@@ -1,0 +1,211 @@
+"""The experiment: train and generate with some pieces aligned, compare every log-prob, and find who is to blame."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import torch
+from grpo.model import ModelShape
+
+from mis_ext.onpolicy.audit import audit_logprobs
+from mis_ext.onpolicy.audit_report import AuditReport
+from mis_ext.onpolicy.comparison import compare
+
+from .engines import ContinuousBatching, Engine, StaticContext
+from .pieces import Pieces
+from .trainer import Sample, Trainer
+
+EngineName = Literal["transformers", "megatron"]
+ENGINES: tuple[EngineName, ...] = ("transformers", "megatron")
+PIECES = {"transformers": ContinuousBatching.pieces, "megatron": StaticContext.pieces}
+
+SEED = 5
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Model, prompts and lengths.
+
+    Attributes:
+        shape: The decoder.
+        prompt_lengths: Tokens of each prompt.
+        max_new_tokens: Tokens of each response.
+        max_batch_tokens: What an engine takes in one forward; longer prompts are cut into chunks.
+    """
+
+    shape: ModelShape
+    prompt_lengths: tuple[int, ...]
+    max_new_tokens: int
+    max_batch_tokens: int
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Random token ids."""
+        random = Random(SEED)
+        return [[random.randrange(self.shape.vocab_size) for _ in range(length)] for length in self.prompt_lengths]
+
+
+_SMALL = {"hidden_size": 256, "ffn_hidden_size": 768, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 2048}
+
+WORKLOADS = {
+    "short": Workload(
+        shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
+        prompt_lengths=(5, 17, 33, 64, 9, 130),
+        max_new_tokens=16,
+        max_batch_tokens=64,
+    ),
+    "cpu": Workload(
+        shape=ModelShape(num_layers=4, max_length=1024, **_SMALL),
+        prompt_lengths=(5, 17, 33, 64, 9, 300, 700),
+        max_new_tokens=16,
+        max_batch_tokens=256,
+    ),
+    "gpu": Workload(
+        shape=ModelShape(
+            num_layers=8,
+            hidden_size=1024,
+            ffn_hidden_size=3072,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=32768,
+            max_length=2048,
+        ),
+        prompt_lengths=(5, 17, 33, 64, 100, 200, 300, 700) * 4,
+        max_new_tokens=128,
+        max_batch_tokens=2048,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One cell of the experiment.
+
+    Attributes:
+        engine: Which inference engine.
+        dtype: Of both models.
+        pieces: What is aligned.
+    """
+
+    engine: EngineName
+    dtype: torch.dtype
+    pieces: Pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rollout, audited before the trainer changes.
+
+    Attributes:
+        report: The audit of all its log-probs.
+        generate_seconds: Time of the engine.
+        train_seconds: Time of the trainer's forward and backward.
+    """
+
+    report: AuditReport
+    generate_seconds: float
+    train_seconds: float
+
+
+class Experiment:
+    """A trainer and an engine in one setting."""
+
+    def __init__(self, setting: Setting, workload: Workload, device: torch.device) -> None:
+        self._setting, self._workload, self._device = setting, workload, device
+        shape, pieces, dtype = workload.shape, setting.pieces, setting.dtype
+        self._trainer = Trainer(shape, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+        self._engine: Engine
+        if setting.engine == "transformers":
+            self._engine = ContinuousBatching(
+                shape, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens
+            )
+        else:
+            self._engine = StaticContext(shape, pieces, dtype=dtype, device=device, seed=SEED)
+        self._samples: list[Sample] = []
+
+    def __enter__(self) -> Experiment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def steps(self, count: int, *, forgotten_sync: int | None = None) -> Iterator[Step]:
+        """Generate, audit, train, ``count`` times.
+
+        Args:
+            count: Optimizer steps.
+            forgotten_sync: The step before which the engine does not get the trainer's weights.
+        """
+        engine_version = 0
+        for version in range(count):
+            if version != forgotten_sync:
+                self._engine.update_weights(self._trainer, version=version)
+                engine_version = version
+            started = self._now()
+            completions = self._engine.generate(self._workload.prompts, max_new_tokens=self._workload.max_new_tokens)
+            generated = self._now()
+            self._samples = [
+                Sample(prompt=prompt, response=completion.token_ids)
+                for prompt, completion in zip(self._workload.prompts, completions, strict=True)
+            ]
+            with torch.no_grad():
+                scored = self._trainer.log_probs(self._samples)
+            report = audit_logprobs(
+                [log_probs.cpu() for log_probs in scored],
+                [torch.tensor(completion.log_probs) for completion in completions],
+                provenance="decode",
+                train_weight_version=version,
+                rollout_weight_versions=[engine_version] * len(completions),
+            )
+            train_seconds = self.time_training(1)
+            self._trainer.step()
+            yield Step(report=report, generate_seconds=generated - started, train_seconds=train_seconds)
+
+    def time_training(self, repeats: int) -> float:
+        """Seconds of a forward and backward over the last rollout, the median of ``repeats``; gradients add up."""
+        # The reward: even token ids.
+        rewards = [sum(token % 2 == 0 for token in sample.response) / len(sample.response) for sample in self._samples]
+        seconds = []
+        for _ in range(repeats):
+            started = self._now()
+            self._trainer.backward(self._samples, rewards)
+            seconds.append(self._now() - started)
+        return statistics.median(seconds)
+
+    def culprit(self) -> str:
+        """Who is to blame for the first difference at equal weights: a module, the log-prob formula, or nobody."""
+        prompt = max(self._workload.prompts, key=len)[: self._workload.max_batch_tokens + 6]
+        self._engine.update_weights(self._trainer, version=-1)
+        with self._engine.record() as recorder:
+            (completion,) = self._engine.generate([prompt], max_new_tokens=self._workload.max_new_tokens)
+        sample = Sample(prompt=prompt, response=completion.token_ids)
+        comparison = compare(
+            self._trainer.record(sample),
+            recorder.recording(),
+            names=self._engine.names,
+            # Logits are computed for the tokens that need them only; the sines of the rotary embedding have no
+            # counterpart.
+            allow_rows=("", "output_layer"),
+            allow_missing=("model.rotary_emb",),
+        )
+        if comparison.problems:
+            raise RuntimeError(f"the recordings cannot be compared: {'; '.join(comparison.problems)}")
+        if comparison.first_divergent is not None:
+            modules = {comparison.first_divergent, *comparison.culprits[:1]}
+            return min(modules, key=lambda module: (not module.is_culprit, module.order)).name
+        with torch.no_grad():
+            (scored,) = self._trainer.log_probs([sample])
+        equal = torch.equal(scored.cpu(), torch.tensor(completion.log_probs))
+        return "nobody" if equal else "logits equal, log-probs differ"
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()

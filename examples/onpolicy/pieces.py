@@ -1,0 +1,158 @@
+"""What must be the same on both sides for the same bits to come out, piece by piece."""
+
+from __future__ import annotations
+
+import types
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward
+
+PAGED_ATTENTION = "paged|fixed_block"
+
+
+class Piece(str, Enum):
+    """One thing that both sides must do alike."""
+
+    NORM = "norm rounding"
+    TRAINER_ATTENTION = "trainer attention"
+    ENGINE_ATTENTION = "engine attention"
+    ROPE = "rotary frequencies"
+    PRODUCTS = "fixed-tile products"
+    FORMULA = "log-prob formula"
+
+
+Pieces = frozenset[Piece]
+ALL: Pieces = frozenset(Piece)
+NONE: Pieces = frozenset()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in the rounding order of transformers: to the input's dtype before the weight, not after."""
+    normalized = x.float()
+    normalized = normalized * torch.rsqrt(normalized.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normalized.to(x.dtype)
+
+
+def align_norms(model: nn.Module) -> None:
+    """Give every ``torch.nn.RMSNorm`` of a model the rounding order of transformers."""
+
+    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = types.MethodType(forward, module)
+
+
+class FixedBlockAttention(MegatronModule):
+    """Core attention for Megatron-Core's layer spec: the one that the engine uses too."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend causally within each sequence; the last query sees the last key.
+
+        Args:
+            query: ``[S, B, heads, dim]``.
+            key: The same with the number of key-value heads; longer when a cache comes before.
+            value: As ``key``.
+            attention_mask: Not used: padding is on the right, where no query of a sequence sees it.
+            attn_mask_type: Not used.
+            attention_bias: Not used.
+            packed_seq_params: Must be None: this example pads.
+
+        Returns:
+            ``[S, B, heads * dim]``.
+        """
+        assert packed_seq_params is None
+        (num_q, batch), num_k = query.shape[:2], key.shape[0]
+        output = attention(
+            *(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)),
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_q,
+            cu_seqlens_k=torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_k,
+            max_seqlen_q=num_q,
+            max_seqlen_k=num_k,
+        )
+        return output.unflatten(0, (batch, num_q)).transpose(0, 1).flatten(2)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' continuous batching: keys and values from its paged cache, in the trainer's blocks."""
+    key, value = kwargs["cache"].update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=kwargs["read_index"],
+        write_index=kwargs["write_index"],
+    )
+    output = attention(
+        query.squeeze(0).transpose(0, 1),
+        key,
+        value,
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
+        cu_seqlens_k=kwargs["cu_seq_lens_k"],
+        max_seqlen_q=kwargs["max_seqlen_q"],
+        max_seqlen_k=kwargs["max_seqlen_k"],
+        scale=scaling,
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+
+
+def engine_attention(pieces: Pieces) -> str:
+    """Name of the attention that transformers' continuous batching uses."""
+    if Piece.ENGINE_ATTENTION in pieces:
+        return PAGED_ATTENTION
+    # The mode would take its place if it called torch's attention; eager attention consists of products.
+    return "paged|eager" if Piece.PRODUCTS in pieces else "paged|sdpa"
+
+
+def cast_rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What ``model.to(dtype)`` does to the buffer of inverse frequencies, which should stay in float32."""
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.to(dtype)
+
+
+def products(pieces: Pieces, model: nn.Module) -> AbstractContextManager[None]:
+    """Run a model's forwards batch-invariantly, if that piece is in."""
+    return batch_invariant_forward(model) if Piece.PRODUCTS in pieces else nullcontext()
+
+
+def sampled_log_probs(logits: Tensor, token_ids: Tensor, pieces: Pieces) -> Tensor:
+    """Log-probs of tokens ``[T]`` from logits ``[T, vocabulary]``, by the engine's formula or by the usual one.
+
+    transformers' continuous batching takes the logarithm of the sampled probability.
+    """
+    logits = logits.float()
+    if Piece.FORMULA in pieces:
+        return logits.softmax(-1).gather(-1, token_ids[:, None]).log().squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)

@@ -1,0 +1,138 @@
+"""Show that a Megatron-Core trainer and an inference engine can agree bit for bit, and what each piece of that is for.
+
+Every sampled token's log-prob is compared: with nothing aligned, with everything aligned over several optimizer steps,
+and with one piece left out at a time, where the recorder says which module is to blame. The exit code is 1 if anything
+that should be exact is not.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("LOCAL_RANK", "0")
+# Megatron-Core tells at import which optional kernels are missing.
+warnings.filterwarnings("ignore", module="megatron")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from grpo.distributed import Ranks  # noqa: E402
+from onpolicy.demonstration import ENGINES, PIECES, WORKLOADS, EngineName, Experiment, Setting, Step, Workload  # noqa: E402
+from onpolicy.pieces import ALL, NONE, Piece  # noqa: E402
+from onpolicy.report import ResultsFile, plot, print_tables  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
+    parser.add_argument("--timing-repeats", type=int, default=5, help="0: measure no costs")
+    parser.add_argument("--ablation", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/true_on_policy"))
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    return args
+
+
+def main() -> int:
+    """Run the experiment; returns the exit code."""
+    args = parse_args()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = Ranks.start(context_parallel_size=1, seed=0)
+    workload, console = WORKLOADS[args.size], Console()
+    results = ResultsFile(args.output_dir / "results.jsonl")
+    try:
+        with Progress(console=console, transient=True) as progress:
+            cells = [(engine, dtype) for engine in args.engines for dtype in args.dtypes]
+            total = sum(3 + len(PIECES[engine]) * args.ablation for engine, _ in cells)
+            total += len(args.dtypes) * (2 + len(Piece)) * bool(args.timing_repeats)
+            task = progress.add_task("comparing", total=total)
+            for engine, dtype in cells:
+                for _ in compare(engine, dtype, args, workload, ranks.device, results):
+                    progress.advance(task)
+            for dtype in args.dtypes if args.timing_repeats else ():
+                for _ in measure_costs(dtype, args, workload, ranks.device, results):
+                    progress.advance(task)
+    finally:
+        # An interrupted run shows what it has.
+        if results.rows:
+            print_tables(results.rows, console)
+            plot(results.rows, args.output_dir / "differences.png")
+            console.print(f"results {args.output_dir / 'results.jsonl'}\nplot    {args.output_dir / 'differences.png'}")
+    failures = [row for row in results.rows if not row.get("as_expected", True)]
+    for row in failures:
+        console.print(f"[red]not as it should be:[/red] {row}")
+    return 1 if failures else 0
+
+
+def compare(engine: EngineName, dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
+    """Nothing aligned, everything, everything with a forgotten sync, and one piece left out at a time."""
+
+    def experiment(pieces):
+        return Experiment(Setting(engine=engine, dtype=DTYPES[dtype], pieces=pieces), workload, device)
+
+    cell = {"engine": engine, "dtype": dtype}
+    for aligned, pieces, count in (("nothing", NONE, args.steps), ("all", ALL, args.steps)):
+        with experiment(pieces) as running:
+            for number, step in enumerate(running.steps(count)):
+                as_expected = (step.report.verdict.value == "EXACT") == (aligned == "all")
+                results.add(kind="step", **cell, aligned=aligned, step=number, **row_of(step), as_expected=as_expected)
+        yield
+    with experiment(ALL) as running:
+        *_, last = running.steps(2, forgotten_sync=1)
+        as_expected = last.report.verdict.value == "DIFFERENT" and "stale" in (last.report.hint or "")
+        results.add(kind="stale", **cell, **row_of(last), hint=last.report.hint, as_expected=as_expected)
+    yield
+    for piece in sorted(PIECES[engine]) if args.ablation else ():
+        with experiment(ALL - {piece}) as running:
+            (step,) = running.steps(1)
+            results.add(kind="ablation", **cell, left_out=piece.value, **row_of(step), culprit=running.culprit())
+        yield
+
+
+def measure_costs(dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
+    """Forward and backward of the trainer with nothing, one piece and everything aligned, on the same rollout."""
+    off = None
+    for aligned, pieces in (("nothing", NONE), *((piece.value, {piece}) for piece in Piece), ("all", ALL)):
+        setting = Setting(engine="transformers", dtype=DTYPES[dtype], pieces=frozenset(pieces))
+        with Experiment(setting, workload, device) as running:
+            _ = [*running.steps(1)]
+            seconds = running.time_training(args.timing_repeats)
+        off = off or seconds
+        results.add(kind="cost", dtype=dtype, aligned=aligned, seconds=seconds, ratio=seconds / off)
+        yield
+
+
+def row_of(step: Step) -> dict[str, object]:
+    """The numbers of a step that tables and plot show."""
+    report = step.report
+    return {
+        "verdict": report.verdict.value,
+        "tokens": report.num_active_tokens,
+        "nonzero": report.num_nonzero,
+        "mean": report.mean_abs_diff,
+        "max": report.max_abs_diff,
+        "max_ulp": report.max_ulp,
+        "generate_seconds": step.generate_seconds,
+        "train_seconds": step.train_seconds,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Batch-invariant products and attention on a CPU: every product that reaches the BLAS library has one fixed shape.
+
+A BLAS picks its kernel, and with it the order of its sums, by the shapes and strides of the operands. Here operands are
+cut into tiles of one height and one width, padded with zeros, and copied to one memory layout, and sums are cut into
+blocks that are added up in order. So a number depends on its own row and its own column, and on nothing else: fused and
+separate projections (``qkv`` against ``q``, ``k`` and ``v``) agree too. 16-bit operands are multiplied in float32 and
+rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ROWS = 16
+TILE_COLUMNS = 128
+# A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
+SUM_BLOCK = 256
+KEY_BLOCK = 64
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """``[M, N]``: ``a [M, K]`` times ``b [K, N]``."""
+    return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``."""
+    (batch, rows, length), columns = a.shape, b.shape[-1]
+    dtype = _compute_dtype(a)
+    num_down, num_across = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    a_tiles = F.pad(a.to(dtype), (0, 0, 0, num_down * TILE_ROWS - rows)).contiguous()
+    a_tiles = a_tiles.view(batch, num_down, TILE_ROWS, length)
+    b_tiles = F.pad(b.to(dtype), (0, num_across * TILE_COLUMNS - columns))
+    b_tiles = b_tiles.view(batch, length, num_across, TILE_COLUMNS).transpose(1, 2).contiguous()
+    output = a_tiles.new_zeros(batch, num_down, TILE_ROWS, num_across, TILE_COLUMNS)
+    for start in range(0, length, SUM_BLOCK):
+        a_block, b_block = a_tiles[..., start : start + SUM_BLOCK], b_tiles[:, :, start : start + SUM_BLOCK]
+        # One call per tile of the operand with fewer of them, against all tiles of the other.
+        if num_down < num_across:
+            for down in range(num_down):
+                output[:, down] += torch.matmul(a_block[:, down : down + 1], b_block).transpose(1, 2)
+        else:
+            for across in range(num_across):
+                output[:, :, :, across] += torch.matmul(a_block, b_block[:, across : across + 1])
+    return output.flatten(3).flatten(1, 2)[:, :rows, :columns].to(a.dtype)
+
+
+class _Tiles(NamedTuple):
+    """Tiles of ``TILE_ROWS`` queries of one sequence each, those with the most key blocks first."""
+
+    sequence_N: Tensor
+    row_NR: Tensor
+    query_NR: Tensor
+    is_query_NR: Tensor
+    position_NR: Tensor
+    first_key_N: Tensor
+    num_keys_N: Tensor
+    num_blocks_N: Tensor
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences in fixed blocks of keys, and its log-sum-exp; see :func:`.attention.attention`.
+
+    A block of which a query sees nothing changes no bit of its running maximum, sum and output. So neither the length
+    of the prefix that was cached, nor that of what follows, matters.
+    """
+    del max_seqlen_q, max_seqlen_k
+    num_heads, dtype = query.shape[1], _compute_dtype(query)
+    tiles = _make_tiles(cu_seqlens_q, cu_seqlens_k, is_causal=is_causal)
+    num_tiles, group = len(tiles.sequence_N), num_heads // key.shape[1]
+    query_NHRD = query[tiles.query_NR].to(dtype).transpose(1, 2).contiguous()
+    maximum = query_NHRD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
+    total = torch.zeros_like(maximum)
+    output = query_NHRD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
+    for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
+        live = int((tiles.num_blocks_N > block).sum())
+        key_position_C = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
+        is_key_NC = key_position_C < tiles.num_keys_N[:live, None]
+        key_NC = torch.where(is_key_NC, tiles.first_key_N[:live, None] + key_position_C, 0)
+        seen = is_key_NC[:, None, None, :]
+        if is_causal:
+            seen = seen & (key_position_C <= tiles.position_NR[:live, :, None])[:, None]
+        if mask is not None:
+            seen = seen & _mask_tile(mask, tiles, live, key_position_C)
+        keys, values = (_key_block(x, key_NC, is_key_NC, group, dtype) for x in (key, value))
+        scores = torch.matmul(query_NHRD[:live], keys.transpose(-1, -2).contiguous()) * scale
+        scores = torch.where(seen, scores, -torch.inf)
+        new_maximum = torch.maximum(maximum[:live], scores.amax(-1, keepdim=True))
+        # A row that has seen nothing yet stays at -inf without computing -inf - -inf.
+        finite = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
+        weights = torch.exp(scores - finite)
+        shrink = torch.exp(maximum[:live] - finite)
+        total[:live] = total[:live] * shrink + weights.sum(-1, keepdim=True)
+        output[:live] = output[:live] * shrink + torch.matmul(weights, values)
+        maximum[:live] = new_maximum
+    log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
+    output = torch.where(total > 0, output / total, 0.0)
+    packed = query.new_empty(*query.shape[:2], value.shape[-1])
+    packed[tiles.query_NR[tiles.is_query_NR]] = output.transpose(1, 2)[tiles.is_query_NR].to(query.dtype)
+    lse = query_NHRD.new_empty(num_heads, query.shape[0])
+    lse[:, tiles.query_NR[tiles.is_query_NR]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NR].t()
+    return packed, lse
+
+
+def attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`attention_forward`, one sequence after the other, from the exact weights of the forward."""
+    del max_seqlen_q, max_seqlen_k
+    dtype, group = _compute_dtype(query), query.shape[1] // key.shape[1]
+    grads = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for index in range(len(bounds_q) - 1):
+        of_q, of_k = (slice(*bounds[index : index + 2]) for bounds in (bounds_q, bounds_k))
+        num_q, num_k = of_q.stop - of_q.start, of_k.stop - of_k.start
+        q, grad, out = (x[of_q].to(dtype).transpose(0, 1) for x in (query, grad_output, output))
+        k, v = (x[of_k].to(dtype).transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
+        seen = torch.ones(1, num_q, num_k, dtype=torch.bool)
+        if is_causal:
+            seen = seen.tril(num_k - num_q)
+        if mask is not None:
+            seen = seen & mask[index, :, :num_q, :num_k]
+        weights = torch.where(seen, torch.exp(q @ k.transpose(1, 2) * scale - lse[:, of_q, None]), 0.0)
+        inner = grad @ v.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
+        grad_scores = torch.where(seen, weights * inner, 0.0) * scale
+        grads[0][of_q] = (grad_scores @ k).transpose(0, 1)
+        for into, per_head in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
+            into[of_k] = per_head.view(-1, group, *per_head.shape[1:]).sum(1).transpose(0, 1)
+    grad_query, grad_key, grad_value = (grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
+    return grad_query, grad_key, grad_value
+
+
+def _make_tiles(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, is_causal: bool) -> _Tiles:
+    num_q_S, num_k_S = cu_seqlens_q.diff().long(), cu_seqlens_k.diff().long()
+    tiles_S = (num_q_S + TILE_ROWS - 1) // TILE_ROWS
+    sequence_N = torch.repeat_interleave(torch.arange(len(tiles_S)), tiles_S)
+    tile_of_sequence_N = torch.arange(len(sequence_N)) - (tiles_S.cumsum(0) - tiles_S)[sequence_N]
+    row_NR = tile_of_sequence_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
+    is_query_NR = row_NR < num_q_S[sequence_N, None]
+    query_NR = torch.where(is_query_NR, cu_seqlens_q.long()[sequence_N, None] + row_NR, 0)
+    position_NR = row_NR + (num_k_S - num_q_S)[sequence_N, None]
+    last_N = torch.where(is_query_NR, position_NR, -1).amax(1) + 1 if len(sequence_N) else sequence_N
+    num_keys_N = num_k_S[sequence_N]
+    num_blocks_N = ((last_N if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
+    tiles = _Tiles(
+        sequence_N=sequence_N,
+        row_NR=row_NR,
+        query_NR=query_NR,
+        is_query_NR=is_query_NR,
+        position_NR=position_NR,
+        first_key_N=cu_seqlens_k.long()[sequence_N],
+        num_keys_N=num_keys_N,
+        num_blocks_N=num_blocks_N,
+    )
+    order_N = num_blocks_N.argsort(descending=True, stable=True)
+    return _Tiles._make(part[order_N] for part in tiles)
+
+
+def _key_block(x: Tensor, key_NC: Tensor, is_key_NC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """``[N, H, KEY_BLOCK, D]``; zeros beyond the end of a sequence, where another one may hold anything."""
+    block = torch.where(is_key_NC[:, :, None, None], x[key_NC].to(dtype), 0.0)
+    return block.transpose(1, 2).repeat_interleave(group, dim=1)
+
+
+def _mask_tile(mask: Tensor, tiles: _Tiles, live: int, key_position_C: Tensor) -> Tensor:
+    """``[N, 1 or H, TILE_ROWS, KEY_BLOCK]``; what lies beyond the mask's edges is no query and no key."""
+    row_NR = tiles.row_NR[:live].clamp(max=mask.shape[2] - 1)
+    key_C = key_position_C.clamp(max=mask.shape[3] - 1)
+    return mask[tiles.sequence_N[:live, None, None], :, row_NR[:, :, None], key_C].movedim(-1, 1)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

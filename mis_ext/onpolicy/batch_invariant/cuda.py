@@ -1,0 +1,23 @@
+"""Batch-invariant products, attention and row reductions on CUDA, in Triton."""
+
+from mis_ext.onpolicy.batch_invariant.triton_attention import attention_backward, attention_forward
+from mis_ext.onpolicy.batch_invariant.triton_matmul import bmm, mm
+from mis_ext.onpolicy.batch_invariant.triton_reductions import (
+    log_softmax,
+    log_softmax_backward,
+    mean,
+    softmax,
+    softmax_backward,
+)
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "bmm",
+    "log_softmax",
+    "log_softmax_backward",
+    "mean",
+    "mm",
+    "softmax",
+    "softmax_backward",
+]

@@ -1,0 +1,78 @@
+"""Which module computes for tensors of a device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from mis_ext.backend import triton_obstacle
+from mis_ext.onpolicy.batch_invariant import cpu
+
+
+class Kernels(Protocol):
+    """What there is for every type of device; ``cpu`` says what each returns."""
+
+    def mm(self, a: Tensor, b: Tensor) -> Tensor: ...  # noqa: D102
+
+    def bmm(self, a: Tensor, b: Tensor) -> Tensor: ...  # noqa: D102
+
+    def attention_forward(  # noqa: D102
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        is_causal: bool,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attention_backward(  # noqa: D102
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        is_causal: bool,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def of(x: Tensor) -> Kernels:
+    """The kernels for the device of ``x``.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    if x.device.type == "cpu":
+        return cpu
+    check_device_type(x.device.type)
+    from mis_ext.onpolicy.batch_invariant import cuda
+
+    return cuda
+
+
+def check_device_type(device_type: str) -> None:
+    """Refuse a type of device that has no batch-invariant kernels.
+
+    Raises:
+        RuntimeError: It has none, or Triton is missing or too old.
+    """
+    if device_type == "cpu":
+        return
+    problem = triton_obstacle(device_type) if device_type == "cuda" else "only cpu and cuda have kernels"
+    if problem is not None:
+        raise RuntimeError(f"no batch-invariant execution on {device_type}: {problem}")

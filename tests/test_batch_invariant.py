@@ -1,0 +1,414 @@
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mis_ext.onpolicy.batch_invariant import (
+    attention,
+    batch_invariant_forward,
+    batch_invariant_mode,
+    is_batch_invariant,
+)
+from mis_ext.onpolicy.batch_invariant.mode import REFUSED
+from mis_ext.onpolicy.bits import same_bits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def equal_bits(a, b):
+    return bool(same_bits(a, b).all())
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tolerance(dtype, terms):
+    return 4 * torch.finfo(dtype).eps * math.sqrt(terms)
+
+
+PRODUCTS = {
+    "linear": lambda x, w, bias: F.linear(x, w, bias),
+    "linear without bias": lambda x, w, bias: F.linear(x, w),
+    "matmul of a batch of sequences": lambda x, w, bias: (x.unsqueeze(1) @ w.t()).squeeze(1),
+    "a long sum": lambda x, w, bias: F.linear(x.repeat(1, 12), w.repeat(1, 12)),
+    "einsum": lambda x, w, bias: torch.einsum("tk,nk->tn", x, w),
+    "addmm with factors": lambda x, w, bias: torch.addmm(bias, x, w.t(), beta=0.5, alpha=2.0),
+    "baddbmm": lambda x, w, bias: torch.baddbmm(bias.expand(1, 1, -1), x.unsqueeze(0), w.t().unsqueeze(0)).squeeze(0),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_row_has_the_same_bits_in_any_batch_and_is_right(name, dtype):
+    product = PRODUCTS[name]
+    x, w, bias = randn(37, 100, dtype=dtype), randn(70, 100, dtype=dtype, seed=1), randn(70, dtype=dtype, seed=2)
+    with batch_invariant_mode():
+        together = product(x, w, bias)
+        for size in (1, 2, 3, 16, 17):
+            assert equal_bits(torch.cat([product(part, w, bias) for part in x.split(size)]), together)
+        order = torch.randperm(37, generator=torch.Generator().manual_seed(3))
+        assert equal_bits(product(x[order], w, bias), together[order])
+        beside_nan = torch.cat([x, torch.full_like(x, math.nan)])
+        assert equal_bits(product(beside_nan, w, bias)[:37], together)
+    exact = product(x.double(), w.double(), bias.double())
+    assert (together.double() - exact).abs().max() <= tolerance(dtype, 100) * exact.abs().max()
+
+
+def test_the_number_of_threads_changes_no_bit():
+    x, w = randn(33, 3000), randn(40, 3000, seed=1)
+    query, key, value, bounds = packed([70, 3], [70, 90])
+    num_threads, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            with batch_invariant_mode():
+                results.append((F.linear(x, w), F.linear(x[:1], w), attention(query, key, value, **bounds)))
+    finally:
+        torch.set_num_threads(num_threads)
+    for product, first_row, attended in results:
+        assert equal_bits(product, results[0][0])
+        assert equal_bits(first_row, product[:1])
+        assert equal_bits(attended, results[0][2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_and_separate_projections_agree_whatever_the_strides_of_the_weight(dtype):
+    x, w = randn(20, 1024, dtype=dtype), randn(300, 1024, dtype=dtype, seed=1)
+    with batch_invariant_mode():
+        fused = F.linear(x, w)
+        assert equal_bits(torch.cat([F.linear(x, part) for part in w.split([1, 7, 292])], dim=-1), fused)
+        assert equal_bits(x @ w.t().contiguous(), fused)
+
+
+def test_adding_the_bias_in_the_product_or_after_it_is_the_same():
+    x, w, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((9, 64), (32, 64), (32,)))
+    with batch_invariant_mode():
+        assert equal_bits(F.linear(x, w, bias), F.linear(x, w) + bias)
+
+
+def test_a_bias_with_factor_zero_counts_for_nothing():
+    x, w = randn(5, 8), randn(8, 6, seed=1)
+    with batch_invariant_mode():
+        assert torch.equal(torch.addmm(torch.full((6,), math.nan), x, w, beta=0), x @ w)
+
+
+def test_a_matrix_times_a_vector_is_a_product_with_one_column():
+    a, b = randn(33, 40), randn(40, seed=1)
+    with batch_invariant_mode():
+        assert equal_bits(torch.mv(a, b), (a @ b.unsqueeze(1)).squeeze(1))
+
+
+def test_integers_and_empty_batches_pass():
+    integers = torch.arange(6).reshape(2, 3)
+    with batch_invariant_mode():
+        assert torch.equal(integers @ integers.t(), torch.tensor([[5, 14], [14, 50]]))
+        assert F.linear(torch.zeros(0, 8), randn(4, 8)).shape == (0, 4)
+        assert torch.bmm(torch.zeros(3, 0, 8), torch.zeros(3, 8, 5)).shape == (3, 0, 5)
+        assert torch.equal(torch.zeros(4, 0) @ torch.zeros(0, 3), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_plain_ones_within_rounding(dtype):
+    x, w, bias = (randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(40, 64), (24, 64), (24,)]))
+    leaves = [tensor.requires_grad_() for tensor in (x, w, bias)]
+
+    def gradients():
+        return torch.autograd.grad(F.linear(x, w, bias).float().square().sum(), leaves)
+
+    plain = gradients()
+    with batch_invariant_mode():
+        ours = gradients()
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert (mine - theirs).abs().max() <= tolerance(dtype, 64) * theirs.abs().max()
+
+
+def packed(lengths_q, lengths_k, *, heads=4, groups=2, dim=16, dtype=torch.float32):
+    query = randn(sum(lengths_q), heads, dim, dtype=dtype)
+    key, value = (randn(sum(lengths_k), groups, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    bounds = {
+        "cu_seqlens_q": torch.tensor([0, *lengths_q]).cumsum(0).int(),
+        "cu_seqlens_k": torch.tensor([0, *lengths_k]).cumsum(0).int(),
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+    }
+    return query, key, value, bounds
+
+
+def exact_attention(query, key, value, *, offset, mask=None):
+    """Of one sequence, in float64; ``offset`` keys come before the first query."""
+    query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))
+    key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
+    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(offset)
+    if mask is not None:
+        seen = seen & mask
+    scores = (query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_attention_is_right_for_every_sequence(dtype):
+    lengths_q, lengths_k = [1, 70, 5, 0, 64], [129, 70, 65, 3, 64]
+    query, key, value, bounds = packed(lengths_q, lengths_k, dtype=dtype)
+    output = attention(query, key, value, **bounds)
+    parts = zip(*(x.split(n) for x, n in ((query, lengths_q), (key, lengths_k), (value, lengths_k))), strict=True)
+    expected = [exact_attention(q, k, v, offset=len(k) - len(q)) for q, k, v in parts]
+    assert output.dtype == dtype
+    assert (output.double() - torch.cat(expected)).abs().max() <= tolerance(dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 16, 63, 64, 65, 130])
+def test_decode_chunked_prefill_and_prefill_have_the_same_bits(length, dtype):
+    query, key, value, bounds = packed([length], [length], dtype=dtype)
+    whole = attention(query, key, value, **bounds)
+
+    def chunk(start, stop):
+        q, k, v = query[start:stop], key[:stop], value[:stop]
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (stop - start, stop))
+        return attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=stop - start, max_seqlen_k=stop)
+
+    for size in (1, 7, 64):
+        pieces = [chunk(start, min(start + size, length)) for start in range(0, length, size)]
+        assert equal_bits(torch.cat(pieces), whole)
+
+
+def test_other_sequences_of_the_pack_change_no_bit_even_when_they_are_nan():
+    lengths = [3, 70, 20]
+    query, key, value, bounds = packed(lengths, lengths)
+    alone, key_alone, value_alone = (x[3:73] for x in (query, key, value))
+    one = torch.tensor([0, 70], dtype=torch.int32)
+    expected = attention(alone, key_alone, value_alone, cu_seqlens_q=one, max_seqlen_q=70)
+    for other in (slice(0, 3), slice(73, 93)):
+        for x in (query, key, value):
+            x[other] = math.nan
+    assert equal_bits(attention(query, key, value, **bounds)[3:73], expected)
+
+
+def test_a_mask_comes_on_top_and_a_query_that_sees_nothing_gets_zeros():
+    query, key, value, bounds = packed([5, 40], [9, 70])
+    mask = torch.rand(2, 4, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.4
+    mask[1, :, 7] = False
+    output = attention(query, key, value, mask=mask, **bounds)
+    first = exact_attention(query[:5], key[:9], value[:9], offset=4, mask=mask[0, :, :5, :9])
+    second = exact_attention(query[5:], key[9:], value[9:], offset=30, mask=mask[1, :, :40, :70])
+    assert (output.double() - torch.cat([first, second])).abs().max() <= tolerance(torch.float32, 16)
+    assert torch.equal(output[12], torch.zeros(4, 16))
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_gradients_of_attention_are_the_exact_ones(with_mask):
+    query, key, value, bounds = packed([5, 40], [9, 70])
+    mask = torch.rand(2, 1, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.3 if with_mask else None
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    weights = randn(45, 4, 16, seed=5)
+    ours = torch.autograd.grad((attention(*leaves, mask=mask, **bounds) * weights).sum(), leaves)
+    masks = (None, None) if mask is None else (mask[0, :, :5, :9], mask[1, :, :40, :70])
+    first = exact_attention(query[:5], key[:9], value[:9], offset=4, mask=masks[0])
+    second = exact_attention(query[5:], key[9:], value[9:], offset=30, mask=masks[1])
+    exact = torch.autograd.grad((torch.cat([first, second]) * weights.double()).sum(), leaves)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+SDPA_CASES = {
+    "causal": ((2, 4, 70, 16), (2, 4, 70, 16), {"is_causal": True}),
+    "causal, fewer queries: aligned with the first key": ((2, 4, 3, 16), (2, 4, 70, 16), {"is_causal": True}),
+    "grouped queries": ((2, 4, 7, 16), (2, 2, 70, 16), {"enable_gqa": True}),
+    "no batch of heads": ((3, 7, 16), (3, 9, 16), {"scale": 0.3}),
+    "a mask for all": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (7, 9)}),
+    "a mask per sequence": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (2, 1, 7, 9)}),
+    "a mask per head": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (4, 7, 9)}),
+    "a mask per sequence without heads": ((3, 7, 16), (3, 9, 16), {"attn_mask": (3, 7, 9)}),
+    "five dimensions": ((2, 3, 4, 7, 16), (2, 3, 4, 9, 16), {"attn_mask": (3, 1, 7, 9)}),
+}
+
+
+@pytest.mark.parametrize("case", SDPA_CASES)
+def test_torch_attention_keeps_its_meaning_in_the_mode(case):
+    shape_q, shape_k, settings_ = SDPA_CASES[case]
+    query, key, value = randn(*shape_q), randn(*shape_k, seed=1), randn(*shape_k, seed=2)
+    settings_ = dict(settings_)
+    if "attn_mask" in settings_:
+        mask = torch.rand(settings_["attn_mask"], generator=torch.Generator().manual_seed(3)) > 0.3
+        settings_["attn_mask"] = mask | torch.eye(*mask.shape[-2:], dtype=torch.bool)
+    plain = F.scaled_dot_product_attention(query, key, value, **settings_)
+    with batch_invariant_mode():
+        ours = F.scaled_dot_product_attention(query, key, value, **settings_)
+        if "attn_mask" not in settings_:
+            assert equal_bits(F.scaled_dot_product_attention(query[:1], key[:1], value[:1], **settings_), ours[:1])
+    assert ours.shape == plain.shape
+    assert (ours - plain).abs().max() <= 1e-6
+    # Not the plain kernel under another name.
+    assert plain.numel() < 100 or not equal_bits(ours, plain)
+
+
+def test_decode_through_torch_attention_equals_prefill_in_the_mode_and_not_outside():
+    query, key, value = (randn(1, 4, 128, 32, seed=seed) for seed in range(3))
+
+    def num_differing():
+        whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        steps = [
+            F.scaled_dot_product_attention(query[:, :, p : p + 1], key[:, :, : p + 1], value[:, :, : p + 1])
+            for p in range(128)
+        ]
+        return int((~same_bits(torch.cat(steps, dim=2), whole)).any(-1).any(1).sum())
+
+    assert num_differing() > 0
+    with batch_invariant_mode():
+        assert num_differing() == 0
+
+
+def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
+    linear, x = torch.nn.Linear(8, 4), randn(2, 8)
+    before = linear(x)
+    with pytest.raises(NotImplementedError, match="convolution"), batch_invariant_mode():
+        torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.1"), batch_invariant_mode():
+        F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match=r"boolean masks, got torch\.float32"), batch_invariant_mode():
+        F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, attn_mask=torch.zeros(4, 4))
+    assert not is_batch_invariant()
+    assert equal_bits(linear(x), before)
+    assert torch.ops.aten.convolution.default in REFUSED
+    torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+
+
+def test_the_mode_may_be_entered_again_and_ends_with_the_outermost_block():
+    x, w = randn(3, 100), randn(70, 100, seed=1)
+    with batch_invariant_mode():
+        once = F.linear(x, w)
+        with batch_invariant_mode():
+            assert is_batch_invariant()
+            assert equal_bits(F.linear(x, w), once)
+        with pytest.raises(KeyError), batch_invariant_mode():
+            raise KeyError("inner")
+        assert is_batch_invariant()
+        assert equal_bits(F.linear(x, w), once)
+    assert not is_batch_invariant()
+    torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+
+
+def test_inference_mode_does_not_hide_products_from_the_mode():
+    x, w, bias = randn(37, 1024), randn(70, 1024, seed=1), randn(70, seed=2)
+    with batch_invariant_mode():
+        expected = F.linear(x, w, bias)
+        with torch.inference_mode():
+            assert equal_bits(torch.cat([F.linear(row, w, bias) for row in x.split(1)]), expected)
+
+
+def test_another_thread_is_not_in_the_mode():
+    states = []
+    with batch_invariant_mode():
+        thread = threading.Thread(target=lambda: states.append(is_batch_invariant()))
+        thread.start()
+        thread.join()
+        assert is_batch_invariant()
+    assert states == [False]
+
+
+def test_ending_the_mode_in_another_thread_is_an_error():
+    mode = batch_invariant_mode()
+    errors = []
+
+    def begin_and_leave():
+        mode.__enter__()
+
+    thread = threading.Thread(target=begin_and_leave)
+    thread.start()
+    thread.join()
+    try:
+        mode.__exit__(None, None, None)
+    except RuntimeError as error:
+        errors.append(str(error))
+    assert errors == ["batch_invariant_mode must end in the thread that it began in"]
+    assert not is_batch_invariant()
+
+
+def test_a_wrapped_forward_is_invariant_in_every_thread_and_restored():
+    model = torch.nn.Sequential(torch.nn.Linear(100, 70), torch.nn.Tanh(), torch.nn.Linear(70, 30))
+    x = randn(37, 100)
+    with batch_invariant_mode():
+        expected = model(x)
+    outputs = []
+    with batch_invariant_forward(model):
+        thread = threading.Thread(target=lambda: outputs.append(torch.cat([model(row) for row in x.split(1)])))
+        thread.start()
+        thread.join()
+        assert equal_bits(outputs[0], expected)
+        with pytest.raises(ValueError, match="Sequential is batch-invariant already"), batch_invariant_forward(model):
+            pass
+    assert "forward" not in vars(model)
+    with pytest.raises(KeyError), batch_invariant_forward(model):
+        raise KeyError("in the block")
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_of_the_instance_comes_back():
+    model = torch.nn.Linear(4, 4)
+    own = lambda x: x + 1  # noqa: E731
+    model.forward = own
+    with batch_invariant_forward(model):
+        assert torch.equal(model(torch.zeros(2)), torch.ones(2))
+    assert vars(model)["forward"] is own
+
+
+def test_megatrons_own_mode_excludes_ours():
+    kernels = pytest.importorskip("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    kernels._batch_invariant_MODE = True
+    try:
+        assert kernels.is_batch_invariant_mode_enabled()
+        with pytest.raises(RuntimeError, match="Megatron-Core's batch-invariant mode is on"), batch_invariant_mode():
+            pass
+        assert not is_batch_invariant()
+    finally:
+        kernels._batch_invariant_MODE = False
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(4, 8)}, ValueError, r"takes \[tokens, heads, dim\]"),
+        ({"key": torch.zeros(4, 2, 8).bfloat16()}, TypeError, "takes one dtype"),
+        ({"value": torch.zeros(5, 2, 8)}, ValueError, "one shape"),
+        ({"query": torch.zeros(4, 3, 8)}, ValueError, "3 query heads are no multiple of 2 key heads"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
+        ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
+    ],
+)
+def test_inputs_of_attention_that_contradict_each_other_are_errors(change, error, message):
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    arguments = {
+        "query": torch.zeros(4, 4, 8),
+        "key": torch.zeros(4, 2, 8),
+        "value": torch.zeros(4, 2, 8),
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_k": bounds,
+        "max_seqlen_q": 4,
+    }
+    attention(**arguments)
+    with pytest.raises(error, match=message):
+        attention(**(arguments | change))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 300),
+    length=st.integers(1, 600),
+    cut=st.integers(0, 70),
+    batch=st.integers(1, 3),
+)
+def test_products_of_any_shape_do_not_depend_on_where_the_batch_is_cut(rows, columns, length, cut, batch):
+    a, b = randn(batch, rows, length), randn(batch, length, columns, seed=1)
+    with batch_invariant_mode():
+        whole = torch.bmm(a, b)
+        cut_there = torch.cat([torch.bmm(a[:, :cut], b), torch.bmm(a[:, cut:], b)], dim=1)
+        one_by_one = torch.stack([x @ y for x, y in zip(a, b, strict=True)])
+    assert equal_bits(cut_there, whole)
+    assert equal_bits(one_by_one, whole)
+    assert (whole - (a.double() @ b.double())).abs().max() <= tolerance(torch.float32, length) * math.sqrt(length)
