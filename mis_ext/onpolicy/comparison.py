@@ -1,0 +1,209 @@
+"""Two recordings of the same tokens: the first module and position at which they part, and the module to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from mis_ext.onpolicy.comparison_result import Comparison, ModuleDifference
+from mis_ext.onpolicy.name_map import NameMap, Parts
+from mis_ext.onpolicy.recording import Entry, Recording, describe
+from mis_ext.onpolicy.row_difference import Row, row_difference, row_size
+
+
+def compare(
+    a: Recording,
+    b: Recording,
+    *,
+    names: NameMap | Mapping[str, str | Parts] | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_rows: Sequence[str] = (),
+    allow_dtype: Sequence[str] = (),
+    allow_shape: Sequence[str] = (),
+) -> Comparison:
+    """Compare two recordings of the same tokens bit for bit.
+
+    Outputs and inputs of a pair of modules are paired by label, and the first with the first: a tensor, a tuple and a
+    named result can stand for each other. Equal inputs mean equal in the same sequence up to and including the row,
+    which is all that a causal model may look at.
+
+    Args:
+        a: One recording; its order of execution counts.
+        b: The other.
+        names: From a's module names to b's.
+        allow_missing: Shell patterns of modules (by either name) that may be missing on one side, or share no row.
+        allow_rows: Modules of which one side may have rows that the other has not.
+        allow_dtype: Modules whose dtypes may differ; their values must still be equal.
+        allow_shape: Modules whose rows may differ in size; these are not compared.
+    """
+    names = names if isinstance(names, NameMap) else NameMap(names or {})
+    findings = _Findings(missing=allow_missing, rows=allow_rows, dtype=allow_dtype, shape=allow_shape)
+    modules: list[ModuleDifference] = []
+    bases: list[str] = []
+    for pair in _pairs(a, b, names, findings):
+        difference = _compare_pair(pair, a, b, findings)
+        if difference is not None:
+            modules.append(difference)
+            bases.append(_base(pair.module_a))
+    blamed = {base for base, module in zip(bases, modules, strict=True) if module.is_culprit}
+    for index, base in enumerate(bases):
+        if any(_is_inside(other, base) for other in blamed):
+            modules[index] = replace(modules[index], culprit_row=None)
+    return Comparison(
+        modules=tuple(sorted(modules, key=lambda module: module.order)),
+        problems=tuple(findings.problems),
+        allowed=tuple(findings.allowed),
+        skipped=tuple(key for key in a.skipped if key in b.skipped and key.endswith(" outputs")),
+    )
+
+
+class _Findings:
+    def __init__(self, **patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+        self.problems: list[str] = []
+        self.allowed: list[str] = []
+
+    def is_allowed(self, kind: str, *names: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns[kind] for name in names)
+
+    def add(self, kind: str, message: str, *names: str) -> None:
+        (self.allowed if self.is_allowed(kind, *names) else self.problems).append(message)
+
+
+class _Pair(NamedTuple):
+    module_a: str
+    module_b: str
+    name_a: str
+    name_b: str
+    a: Entry
+    b: Entry
+
+
+def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> Iterator[_Pair]:
+    """Every output that both have; what only one has is noted."""
+    met: set[str] = set()
+    used: set[str | None] = set()
+    for module, entries in a.outputs.items():
+        target = names.target(module)
+        targets = {target.name: entries}
+        if target.parts is not None:
+            entry = next(iter(entries.values()))
+            targets = {part: {"": replace(entry, values=rows)} for part, rows in target.parts(entry.values).items()}
+        for name, outputs in targets.items():
+            met.add(name)
+            if name not in b.outputs:
+                findings.add("missing", f"{_both(module, name)}: missing in b{_why(b, name)}", module, name)
+                continue
+            used.add(target.source)
+            labels = _paired_labels(outputs, b.outputs[name])
+            for label_a, label_b in labels:
+                name_a, name_b = _shown(module, label_a, outputs), _shown(name, label_b, b.outputs[name])
+                yield _Pair(module, name, name_a, name_b, outputs[label_a], b.outputs[name][label_b])
+            for side, own, index, whole in (("b", outputs, 0, module), ("a", b.outputs[name], 1, name)):
+                for label in [label for label in own if label not in {pair[index] for pair in labels}]:
+                    findings.add("missing", f"{describe(whole, label)}: missing in {side}", module, name)
+    for name in [name for name in b.outputs if name not in met]:
+        findings.add("missing", f"{describe(name)}: missing in a{_why(a, name)}", name)
+    # Not excusable: a misspelt name would compare nothing for ever.
+    unused = [source for source in names.pairs if source not in used]
+    findings.problems.extend(f"{source!r} in names pairs no two modules" for source in unused)
+
+
+def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) -> ModuleDifference | None:
+    shown, modules = _both(pair.name_a, pair.name_b), (pair.module_a, pair.module_b)
+    if row_size(pair.a) != row_size(pair.b):
+        shapes = f"{[*pair.a.values.shape[1:]]} and {[*pair.b.values.shape[1:]]}"
+        findings.add("shape", f"{shown}: rows of shape {shapes}", *modules)
+        return None
+    if pair.a.dtype != pair.b.dtype:
+        findings.add("dtype", f"{shown}: {pair.a.dtype} and {pair.b.dtype}", *modules)
+    found = row_difference(pair.a, pair.b)
+    if not len(found.differs_N):
+        findings.add("missing", f"{shown}: no row in common", *modules)
+    elif found.num_only_a or found.num_only_b:
+        only = f"{found.num_only_a} rows only in a, {found.num_only_b} only in b"
+        findings.add("rows", f"{shown}: {only}", *modules)
+    rows = [Row(*row) for row in torch.stack([found.sequence_N, found.position_N], 1).tolist()]
+    differing = [rows[index] for index in found.differs_N.nonzero()[:, 0].tolist()]
+    inputs = _Inputs(pair, a.inputs.get(pair.module_a, {}), b.inputs.get(pair.module_b, {}), findings)
+    return ModuleDifference(
+        name=pair.name_a,
+        other=pair.name_b,
+        order=pair.a.order,
+        num_rows=len(rows),
+        num_differing=len(differing),
+        num_only_a=found.num_only_a,
+        num_only_b=found.num_only_b,
+        max_abs=found.max_abs,
+        max_ulp=found.max_ulp,
+        num_nan=found.num_nan,
+        first=differing[0] if differing else None,
+        inputs_equal=inputs.equal_up_to(differing[0]) if differing else inputs.all_equal(),
+        culprit_row=next((row for row in differing if inputs.equal_up_to(row)), None),
+    )
+
+
+class _Inputs:
+    """Where the inputs of a pair of modules are equal."""
+
+    def __init__(self, pair: _Pair, a: Mapping[str, Entry], b: Mapping[str, Entry], findings: _Findings) -> None:
+        self._compared: set[Row] = set()
+        self._first_bad: dict[int, int] = {}
+        for label_a, label_b in _paired_labels(a, b):
+            if row_size(a[label_a]) != row_size(b[label_b]):
+                continue
+            found = row_difference(a[label_a], b[label_b])
+            dtypes = {a[label_a].dtype, b[label_b].dtype}
+            is_other_float = len(dtypes) > 1 and any(dtype.is_floating_point for dtype in dtypes)
+            all_bad = is_other_float and not findings.is_allowed("dtype", pair.module_a, pair.module_b)
+            rows = torch.stack([found.sequence_N, found.position_N, found.differs_N | all_bad], 1).tolist()
+            for sequence, position, is_bad in rows:
+                self._compared.add(Row(sequence, position))
+                if is_bad:
+                    self._first_bad[sequence] = min(position, self._first_bad.get(sequence, position))
+
+    def equal_up_to(self, row: Row) -> bool | None:
+        if row not in self._compared:
+            return None
+        return row.sequence not in self._first_bad or row.position < self._first_bad[row.sequence]
+
+    def all_equal(self) -> bool | None:
+        return not self._first_bad if self._compared else None
+
+
+def _paired_labels(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple[str, str]]:
+    """Labels in common, and the first with the first where neither is in common."""
+    pairs = [(label, label) for label in a if label in b]
+    if a and b and not {next(iter(a)), next(iter(b))} & {label for label, _ in pairs}:
+        pairs.insert(0, (next(iter(a)), next(iter(b))))
+    return pairs
+
+
+def _base(module: str) -> str:
+    """The module's name without the number of its call."""
+    return module.partition("#")[0]
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _both(a: str, b: str) -> str:
+    return describe(a) if a == b else f"{describe(a)} / {describe(b)}"
+
+
+def _shown(module: str, label: str, entries: Mapping[str, Entry]) -> str:
+    return describe(module, label if len(entries) > 1 else "")
+
+
+def _why(recording: Recording, module: str) -> str:
+    reasons = [
+        reason
+        for key, reason in recording.skipped.items()
+        if key.endswith(" outputs") and key.removesuffix(" outputs").partition("[")[0] == describe(module)
+    ]
+    return f" ({reasons[0]})" if reasons else ""

@@ -1,0 +1,123 @@
+"""What the comparison of two recordings found, and what to say about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mis_ext.onpolicy.row_difference import Row
+
+Verdict = Literal["EXACT", "DIFFERENT", "INVALID"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleDifference:
+    """One output of one module, compared bit for bit.
+
+    Attributes:
+        name: The module in a, with the label of the output where it has several; ``(model)`` for the model itself.
+        other: The same in b.
+        order: Rank of the output in a's order of execution.
+        num_rows: Rows compared.
+        num_differing: Rows of them with any differing bit.
+        num_only_a: Rows without a counterpart.
+        num_only_b: Likewise.
+        max_abs: Largest absolute difference; NaN where a number stands against a NaN.
+        max_ulp: Largest distance in units in the last place, NaNs left aside.
+        num_nan: Elements that are NaN on either side; the same NaN on both is no difference.
+        first: The first differing row, by sequence, then position.
+        inputs_equal: Whether every recorded input of the module is equal up to the first differing row, in its
+            sequence; where no row differs, in all rows. None where both did not record an input of that row.
+        culprit_row: The first row that differs although the inputs are equal up to it; None where there is none, and
+            where a module inside this one has such a row.
+    """
+
+    name: str
+    other: str
+    order: int
+    num_rows: int
+    num_differing: int
+    num_only_a: int
+    num_only_b: int
+    max_abs: float
+    max_ulp: int
+    num_nan: int
+    first: Row | None
+    inputs_equal: bool | None
+    culprit_row: Row | None
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether the difference, or one of them, arises in this module."""
+        return self.culprit_row is not None
+
+    def __str__(self) -> str:
+        return f"{self.name}: equal" if self.first is None else self._at(self.first, self.inputs_equal)
+
+    def blame(self) -> str:
+        """What a culprit did, and where."""
+        return str(self) if self.culprit_row is None else self._at(self.culprit_row, True)
+
+    def _at(self, row: Row, inputs_equal: bool | None) -> str:
+        inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[inputs_equal]
+        where = f"sequence {row.sequence}, position {row.position}"
+        return f"{self.name} ({where}): {inputs}, output differs, max {self.max_ulp} ULP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What :func:`mis_ext.onpolicy.comparison.compare` found.
+
+    Attributes:
+        modules: Every output that was compared, in a's order of execution.
+        problems: What could not be compared, or was there on one side only, and was not allowed.
+        allowed: The same, allowed by name.
+        skipped: Outputs that neither side has by token, such as tables of positions: not compared, and no problem.
+    """
+
+    modules: tuple[ModuleDifference, ...]
+    problems: tuple[str, ...]
+    allowed: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def first_divergent(self) -> ModuleDifference | None:
+        """The first module in a's order of execution whose output differs; its ``first`` is the position."""
+        return next((module for module in self.modules if module.num_differing), None)
+
+    @property
+    def culprits(self) -> tuple[ModuleDifference, ...]:
+        """Modules whose output differs although their inputs are equal."""
+        return tuple(module for module in self.modules if module.is_culprit)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows compared, over all outputs."""
+        return sum(module.num_rows for module in self.modules)
+
+    @property
+    def verdict(self) -> Verdict:
+        """EXACT: all there and all bits equal; DIFFERENT: some bit differs; INVALID: too little was compared."""
+        if self.first_divergent is not None:
+            return "DIFFERENT"
+        return "INVALID" if self.problems or not self.num_rows else "EXACT"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is EXACT."""
+        return self.verdict == "EXACT"
+
+    def summary(self) -> str:
+        """The verdict, the first divergence, the culprits and the problems, in plain text."""
+        lines = [f"{self.verdict}: {self.num_rows} rows of {len(self.modules)} outputs compared"]
+        if self.first_divergent is not None:
+            lines.append(f"first divergence: {self.first_divergent}")
+            others = [module for module in self.culprits if module is not self.first_divergent]
+            lines += [f"culprit: {module.blame()}" for module in others]
+            if not self.culprits:
+                lines.append("no culprit: the difference arises between the recorded modules, before its first place")
+        num_nan = sum(module.num_nan for module in self.modules)
+        lines += [f"{num_nan} elements are NaN"] if num_nan else []
+        lines += [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
+        lines += [f"problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)

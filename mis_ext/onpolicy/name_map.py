@@ -1,0 +1,85 @@
+"""Which module of one model is which of another."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from torch import Tensor
+
+Parts = Callable[[Tensor], Mapping[str, Tensor]]
+_PLACEHOLDER = re.compile(r"\\?\{(\w+)\\?\}")
+
+
+class Target(NamedTuple):
+    """What a module is compared with: the pair that says so (None: nothing said), and a name or a transform."""
+
+    source: str | None
+    name: str
+    parts: Callable[[Tensor], dict[str, Tensor]] | None
+
+
+class NameMap:
+    """Module names of model a to those of model b; a name that no pair matches is its own counterpart.
+
+    Args:
+        pairs: From a name of a, in which ``{layer}`` (or any word) stands for one dot-free part, to a name of b with
+            the same placeholders; or, where b splits or permutes what a computes in one module, to a function of a's
+            rows ``[N, ...]`` that returns the rows of each module of b, by name. Exact names win over patterns, then
+            the first that matches. The model itself is ``""``.
+
+    Raises:
+        ValueError: A target uses a placeholder that its source does not have.
+    """
+
+    def __init__(self, pairs: Mapping[str, str | Parts]) -> None:
+        self.pairs = dict(pairs)
+        for source, target in self.pairs.items():
+            unknown = (
+                set(_PLACEHOLDER.findall(target)) - set(_PLACEHOLDER.findall(source))
+                if isinstance(target, str)
+                else set()
+            )
+            if unknown:
+                raise ValueError(f"{target!r} has placeholders that {source!r} does not: {sorted(unknown)}")
+        self._patterns = {source: _pattern(source) for source in sorted(self.pairs, key=lambda x: "{" in x)}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NameMap:
+        """Read pairs of names from a YAML or JSON file.
+
+        Raises:
+            ValueError: The file is not a mapping of strings to strings.
+        """
+        try:
+            pairs = yaml.safe_load(Path(path).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{os.fspath(path)} is neither YAML nor JSON: {error}") from error
+        if not isinstance(pairs, dict) or not all(isinstance(x, str) for pair in pairs.items() for x in pair):
+            raise ValueError(f"{os.fspath(path)} must map module names to module names, both strings")
+        return cls(pairs)
+
+    def target(self, name: str) -> Target:
+        """The counterpart of module ``name``; a later call (``name#1``) has the same call of the counterpart."""
+        base, mark, call = name.partition("#")
+        for source, pattern in self._patterns.items():
+            match = pattern.fullmatch(base)
+            if match is None:
+                continue
+            target, fields = self.pairs[source], match.groupdict()
+            if isinstance(target, str):
+                return Target(source, target.format(**fields) + mark + call, None)
+
+            def parts(values: Tensor, split: Parts = target, fields: dict[str, Any] = fields) -> dict[str, Tensor]:
+                return {part.format(**fields) + mark + call: rows for part, rows in split(values).items()}
+
+            return Target(source, name, parts)
+        return Target(None, name, None)
+
+
+def _pattern(source: str) -> re.Pattern[str]:
+    return re.compile(_PLACEHOLDER.sub(r"(?P<\1>[^.]+)", re.escape(source)))

@@ -1,0 +1,203 @@
+"""Recording of what every module of a model is given and returns, through hooks that change nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+
+from mis_ext.checks import check_choice, did_you_mean
+from mis_ext.onpolicy.recording import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
+from mis_ext.onpolicy.rows import LAYOUTS, Layout, Rows, place_rows
+
+RowsOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Rows | None]
+
+
+@contextmanager
+def record(
+    model: Module,
+    *,
+    modules: Sequence[str] = ("*",),
+    rows_of: RowsOf | None = None,
+    layout: Layout | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    repeated: Repeated = "error",
+) -> Iterator[Recorder]:
+    """Record the inputs and outputs of modules in every forward of ``model`` inside this block, by token.
+
+    No output bit and no gradient changes: what is recorded is detached and copied to the CPU. Only what happens while
+    ``model`` itself is called counts, so that a backward pass may recompute activations. Hooks do not see what a
+    compiled or captured graph does.
+
+    Args:
+        model: The module whose call is one forward.
+        modules: Which of its modules to record, as shell patterns over their names (``*`` matches dots too; the
+            model itself is ``""``).
+        rows_of: Gets the model, ``args`` and ``kwargs`` of a forward, in the thread that runs it, and returns the
+            tokens it holds; None leaves that forward out. Without it, set them with :meth:`Recorder.rows`.
+        layout: The order of tokens in tensors whose shape fits both ``[b, s, ...]`` and ``[s, b, ...]``.
+        layouts: The order of tokens in modules, by shell pattern; the first that matches is enforced.
+        repeated: Which of several different values of one (module, token) stays.
+
+    Yields:
+        The recorder; its :meth:`Recorder.recording` stays available after the block, also after an exception.
+
+    Raises:
+        ValueError: A pattern matches no module, a choice is unknown; in a forward: no rows were set, or the layout of
+            a tensor is ambiguous (the message names the module). An error in another thread is raised at the end of
+            the block too, because engines swallow it.
+    """
+    recorder = Recorder(model, modules, rows_of=rows_of, layout=layout, layouts=layouts or {}, repeated=repeated)
+    try:
+        recorder.attach()
+        yield recorder
+    finally:
+        recorder.detach()
+    if recorder.error is not None:
+        raise recorder.error
+
+
+class _Forward:
+    """One running call of the model: its tokens, and how often each module was called."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self._calls: Counter[str] = Counter()
+        self._open: dict[str, list[str]] = {}
+
+    def begin_call(self, name: str) -> str:
+        call = f"{name}#{self._calls[name]}" if self._calls[name] else name
+        self._calls[name] += 1
+        self._open.setdefault(name, []).append(call)
+        return call
+
+    def end_call(self, name: str) -> str:
+        return self._open[name].pop()
+
+
+class Recorder:
+    """Holds what :func:`record` collects."""
+
+    def __init__(
+        self,
+        model: Module,
+        modules: Sequence[str],
+        *,
+        rows_of: RowsOf | None,
+        layout: Layout | None,
+        layouts: Mapping[str, Layout],
+        repeated: Repeated,
+    ) -> None:
+        choices = {"layout": layout or "bsh", **{f"layouts[{name!r}]": choice for name, choice in layouts.items()}}
+        for key, choice in choices.items():
+            check_choice(key, choice, LAYOUTS)
+        check_choice("repeated", repeated, REPEATED)
+        named = dict(model.named_modules())
+        for pattern in (*modules, *layouts):
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise ValueError(f"no module matches {pattern!r}{did_you_mean(pattern, named)}")
+        self.error: BaseException | None = None
+        self._model = model
+        self._modules = {name: x for name, x in named.items() if any(fnmatchcase(name, p) for p in modules)}
+        self._rows_of = rows_of
+        self._rows: Rows | None = None
+        self._layout, self._layouts, self._repeated = layout, layouts, repeated
+        self._builder, self._lock = RecordingBuilder(), threading.Lock()
+        self._running, self._owner = threading.local(), threading.get_ident()
+        self._handles: list[RemovableHandle] = []
+
+    @contextmanager
+    def rows(self, rows: Rows) -> Iterator[None]:
+        """Say which tokens the forwards in this block hold, in whichever thread they run."""
+        previous, self._rows = self._rows, rows
+        try:
+            yield
+        finally:
+            self._rows = previous
+
+    def recording(self) -> Recording:
+        """Everything recorded so far.
+
+        Raises:
+            ValueError: A row was recorded twice with different bits (see ``repeated``).
+        """
+        with self._lock:
+            return self._builder.build(repeated=self._repeated)
+
+    def attach(self) -> None:
+        """Put the hooks on; :func:`record` does it."""
+        self._handles.append(self._model.register_forward_pre_hook(self._noting(self._begin), with_kwargs=True))
+        for name, module in self._modules.items():
+            before, after = self._noting(partial(self._before, name)), self._noting(partial(self._after, name))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
+        # Also when the forward raises: what runs outside of a forward is not recorded.
+        self._handles.append(self._model.register_forward_hook(self._end, always_call=True))
+
+    def detach(self) -> None:
+        """Take the hooks off; :func:`record` does it."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.forward = None
+        rows = self._rows if self._rows_of is None else self._rows_of(model, args, kwargs)
+        if rows is not None:
+            self._running.forward = _Forward(rows)
+        elif self._rows_of is None:
+            raise ValueError("a forward without rows: wrap it in recorder.rows(...), or give record(rows_of=...)")
+
+    def _end(self, *_: Any) -> None:
+        self._running.forward = None
+
+    def _before(self, name: str, _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward: _Forward | None = getattr(self._running, "forward", None)
+        if forward is not None:
+            call = forward.begin_call(name)
+            self._add("inputs", name, call, {**{str(i): x for i, x in enumerate(args)}, **kwargs}, forward.rows)
+
+    def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
+        forward: _Forward | None = getattr(self._running, "forward", None)
+        if forward is not None:
+            self._add("outputs", name, forward.end_call(name), output, forward.rows)
+
+    def _add(self, kind: Kind, name: str, call: str, value: Any, rows: Rows) -> None:
+        forced = next((order for pattern, order in self._layouts.items() if fnmatchcase(name, pattern)), None)
+        for label, tensor in _tensors(value):
+            where = f"{describe(call, label)} {kind}"
+            placed = place_rows(tensor, rows, where=where, layout=self._layout, forced=forced)
+            with self._lock:
+                if placed is None:
+                    self._builder.skip(kind, call, label, f"no token dimensions in {[*tensor.shape]}")
+                else:
+                    self._builder.add(kind, call, label, placed)
+
+    def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def noting_hook(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:
+                if threading.get_ident() != self._owner:
+                    self.error = self.error or error
+                raise
+
+        return noting_hook
+
+
+def _tensors(value: Any, label: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Activations among nested tuples, lists and mappings, with their path; parameters are none."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, Parameter):
+            yield label, value
+    elif isinstance(value, (tuple, list, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(item, f"{label}.{key}" if label else str(key))

@@ -1,0 +1,192 @@
+"""What a model computed, by module and token: collected forward by forward, saved, and loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mis_ext.checks import check_choice
+from mis_ext.onpolicy.bits import same_bits
+from mis_ext.onpolicy.rows import PlacedRows
+
+Kind = Literal["inputs", "outputs"]
+Repeated = Literal["error", "first", "last"]
+REPEATED: tuple[Repeated, ...] = ("error", "first", "last")
+
+_FORMAT = "mis_ext.onpolicy.recording/1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """One input or output of one module, by token, sorted by sequence and position.
+
+    Attributes:
+        values: ``[N, ...]``, on the CPU, in the dtype of the model.
+        sequence_N: int64.
+        position_N: int64, absolute.
+        order: Rank of the tensor's first appearance among all tensors of its kind.
+    """
+
+    values: Tensor
+    sequence_N: Tensor
+    position_N: Tensor
+    order: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+
+Entries = dict[str, dict[str, Entry]]
+"""Entries by module name and label. A module's later calls in one forward are ``name#1``, ``name#2``, ...; the model
+itself is ``""``. The label is ``""`` for a sole tensor, else its index or key."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """What a model computed, by module and token.
+
+    Attributes:
+        outputs: In the order of their first appearance.
+        inputs: Likewise.
+        skipped: Tensors that were seen and not recorded, with the reason.
+    """
+
+    outputs: Entries
+    inputs: Entries = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to ``path``; an interrupted save leaves what was there before."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        content = {
+            "format": _FORMAT,
+            "outputs": _plain(self.outputs),
+            "inputs": _plain(self.inputs),
+            "skipped": dict(self.skipped),
+        }
+        try:
+            torch.save(content, partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recording:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: The file is no recording.
+        """
+        content = load_tensors(path)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"{os.fspath(path)} is not a recording of format {_FORMAT!r}")
+        outputs, inputs = (
+            {
+                module: {label: Entry(**entry) for label, entry in entries.items()}
+                for module, entries in content[kind].items()
+            }
+            for kind in ("outputs", "inputs")
+        )
+        return cls(outputs=outputs, inputs=inputs, skipped=content["skipped"])
+
+
+class RecordingBuilder:
+    """Collects rows, forward by forward; the same row may come again."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[Kind, dict[str, dict[str, list[PlacedRows]]]] = {"outputs": {}, "inputs": {}}
+        self._skipped: dict[str, str] = {}
+
+    def add(self, kind: Kind, module: str, label: str, placed: PlacedRows) -> None:
+        """Keep the rows of one tensor of one forward."""
+        self._pieces[kind].setdefault(module, {}).setdefault(label, []).append(placed)
+
+    def skip(self, kind: Kind, module: str, label: str, reason: str) -> None:
+        """Note a tensor that has no rows."""
+        self._skipped[f"{describe(module, label)} {kind}"] = reason
+
+    def build(self, *, repeated: Repeated = "error") -> Recording:
+        """Everything so far.
+
+        Args:
+            repeated: Which of several different values of one row stays; equal bits are one value.
+
+        Raises:
+            ValueError: A row was recorded twice with other bits and ``repeated`` is ``"error"``, or a tensor changed
+                its dtype.
+        """
+        check_choice("repeated", repeated, REPEATED)
+        skipped = dict(self._skipped)
+        built: dict[Kind, Entries] = {"outputs": {}, "inputs": {}}
+        for kind, modules in self._pieces.items():
+            order = 0
+            for module, labels in modules.items():
+                for label, pieces in labels.items():
+                    where = f"{describe(module, label)} {kind}"
+                    if len({piece.values[:1].numel() for piece in pieces if len(piece.values)}) > 1:
+                        skipped[where] = "the size of a row changes between forwards"
+                        continue
+                    built[kind].setdefault(module, {})[label] = _merge(pieces, where, repeated, order)
+                    order += 1
+        return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped)
+
+
+def load_tensors(path: str | os.PathLike[str]) -> Any:
+    """What ``torch.save`` wrote, on the CPU; tensors and plain values only.
+
+    Raises:
+        ValueError: The file holds anything else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    # On bytes that are no pickle the unpickler fails in any way it likes.
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)} is not a file of tensors: {error}") from error
+
+
+def describe(module: str, label: str = "") -> str:
+    """What messages call a tensor."""
+    name = module or "(model)"
+    return f"{name}[{label}]" if label else name
+
+
+def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated, order: int) -> Entry:
+    dtypes = {piece.values.dtype for piece in pieces}
+    if len(dtypes) > 1:
+        raise ValueError(f"{where}: the dtype changes between forwards: {sorted(map(str, dtypes))}")
+    # An empty piece can have any row shape.
+    shape = next((piece.values.shape[1:] for piece in pieces if len(piece.values)), pieces[0].values.shape[1:])
+    values = torch.cat([piece.values.reshape(len(piece.values), *shape) for piece in pieces])
+    sequence_N = torch.cat([piece.sequence_N for piece in pieces])
+    position_N = torch.cat([piece.position_N for piece in pieces])
+    by_position = position_N.argsort(stable=True)
+    index = by_position[sequence_N[by_position].argsort(stable=True)]
+    values, sequence_N, position_N = values[index], sequence_N[index], position_N[index]
+    again = (sequence_N[1:] == sequence_N[:-1]) & (position_N[1:] == position_N[:-1])
+    if again.any():
+        other = again.nonzero()[:, 0]
+        changed = ~same_bits(values[other], values[other + 1]).flatten(1).all(1)
+        if repeated == "error" and changed.any():
+            row = other[changed][0]
+            raise ValueError(
+                f"{where}: sequence {int(sequence_N[row])}, position {int(position_N[row])} was recorded twice with "
+                f"different bits ({int(changed.sum())} rows in all); set repeated to first or last to choose"
+            )
+        end = torch.zeros(1, dtype=torch.bool)
+        keep = ~torch.cat([again, end] if repeated == "last" else [end, again])
+        values, sequence_N, position_N = values[keep], sequence_N[keep], position_N[keep]
+    return Entry(values=values, sequence_N=sequence_N, position_N=position_N, order=order)
+
+
+def _plain(entries: Entries) -> dict[str, dict[str, dict[str, Any]]]:
+    return {module: {label: dict(vars(entry)) for label, entry in labels.items()} for module, labels in entries.items()}
