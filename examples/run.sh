@@ -1,20 +1,10 @@
 #!/usr/bin/env bash
-# Trains the example. Makes the environment .venv-example on the first run; arguments go to train_grpo.py:
+# Trains the example. Makes its environment on the first run; arguments go to train_grpo.py:
 #   bash examples/run.sh --num-rollout 20 --output-dir runs/short
-# PYTHON chooses the interpreter (3.10 or newer), VENV the environment, NPROC the number of trainer ranks.
+# See environment.sh for PYTHON and VENV; NPROC is the number of trainer ranks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-venv="${VENV:-.venv-example}"
-requirements=requirements/example.txt
-# Written last, so that an interrupted installation is taken up again.
-installed="$venv/.installed"
-if [[ ! -e "$installed" || "$requirements" -nt "$installed" ]]; then
-    [[ -x "$venv/bin/python" ]] || "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$requirements"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps -e .
-    touch "$installed"
-fi
+source examples/environment.sh
 
 # Every rank is one thread: two that wait for each other's are slower than one.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

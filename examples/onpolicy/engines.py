@@ -41,6 +41,9 @@ class Engine(Protocol):
     names: Mapping[str, str | Parts]
     """From the trainer's module names to the engine's."""
 
+    unpaired: Sequence[str]
+    """Modules whose outputs have no counterpart, or not all of them."""
+
     def update_weights(self, trainer: Trainer, *, version: int) -> None:
         """Take over the trainer's weights."""
         ...
@@ -62,6 +65,8 @@ class ContinuousBatching:
     """transformers: paged cache, chunked prefill, several requests in one batch, a thread of its own."""
 
     pieces = frozenset(Piece)
+    # The trainer has angles only, no sines.
+    unpaired = ("model.rotary_emb",)
 
     def __init__(
         self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int
@@ -114,6 +119,8 @@ class StaticContext:
 
     pieces = frozenset({Piece.TRAINER_ATTENTION, Piece.ENGINE_ATTENTION, Piece.PRODUCTS})
     names: Mapping[str, str | Parts] = {}
+    # One table for all positions.
+    unpaired = ("rotary_pos_emb",)
 
     def __init__(
         self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int

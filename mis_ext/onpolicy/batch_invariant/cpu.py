@@ -32,10 +32,14 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     (batch, rows, length), columns = a.shape, b.shape[-1]
     dtype = _compute_dtype(a)
     num_down, num_across = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-    a_tiles = F.pad(a.to(dtype), (0, 0, 0, num_down * TILE_ROWS - rows)).contiguous()
-    a_tiles = a_tiles.view(batch, num_down, TILE_ROWS, length)
-    b_tiles = F.pad(b.to(dtype), (0, num_across * TILE_COLUMNS - columns))
-    b_tiles = b_tiles.view(batch, length, num_across, TILE_COLUMNS).transpose(1, 2).contiguous()
+    a_tiles, b_tiles = a.to(dtype), b.to(dtype)
+    # torch copies also where there is nothing to pad.
+    if rows % TILE_ROWS:
+        a_tiles = F.pad(a_tiles, (0, 0, 0, num_down * TILE_ROWS - rows))
+    if columns % TILE_COLUMNS:
+        b_tiles = F.pad(b_tiles, (0, num_across * TILE_COLUMNS - columns))
+    a_tiles = a_tiles.contiguous().view(batch, num_down, TILE_ROWS, length)
+    b_tiles = b_tiles.reshape(batch, length, num_across, TILE_COLUMNS).transpose(1, 2).contiguous()
     output = a_tiles.new_zeros(batch, num_down, TILE_ROWS, num_across, TILE_COLUMNS)
     for start in range(0, length, SUM_BLOCK):
         a_block, b_block = a_tiles[..., start : start + SUM_BLOCK], b_tiles[:, :, start : start + SUM_BLOCK]

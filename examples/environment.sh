@@ -1,0 +1,12 @@
+# Makes the examples' virtual environment on the first run, and sets $venv. To be sourced, from the repository's root.
+# PYTHON chooses the interpreter (3.10 or newer), VENV the environment.
+venv="${VENV:-.venv-example}"
+requirements=requirements/example.txt
+# Written last, so that an interrupted installation is taken up again.
+installed="$venv/.installed"
+if [[ ! -e "$installed" || "$requirements" -nt "$installed" ]]; then
+    [[ -x "$venv/bin/python" ]] || "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$requirements"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps -e .
+    touch "$installed"
+fi

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Shows trainer and engine agree bit for bit. Makes its environment on the first run; arguments go to true_on_policy.py:
+#   bash examples/true_on_policy.sh --size short --output-dir runs/short
+# See environment.sh for PYTHON and VENV.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source examples/environment.sh
+exec "$venv/bin/python" examples/true_on_policy.py "$@"
