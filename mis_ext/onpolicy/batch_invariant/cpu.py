@@ -18,7 +18,7 @@ from torch import Tensor
 TILE_ROWS = 16
 TILE_COLUMNS = 128
 # A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
-SUM_BLOCK = 256
+SUM_BLOCK = 128
 KEY_BLOCK = 64
 
 
@@ -28,18 +28,18 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``."""
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the end of the sum change no bit.
+
+    So the attention of an eager model gives a query the same bits whether or not masked keys come after it.
+    """
     (batch, rows, length), columns = a.shape, b.shape[-1]
     dtype = _compute_dtype(a)
-    num_down, num_across = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-    a_tiles, b_tiles = a.to(dtype), b.to(dtype)
-    # torch copies also where there is nothing to pad.
-    if rows % TILE_ROWS:
-        a_tiles = F.pad(a_tiles, (0, 0, 0, num_down * TILE_ROWS - rows))
-    if columns % TILE_COLUMNS:
-        b_tiles = F.pad(b_tiles, (0, num_across * TILE_COLUMNS - columns))
-    a_tiles = a_tiles.contiguous().view(batch, num_down, TILE_ROWS, length)
-    b_tiles = b_tiles.reshape(batch, length, num_across, TILE_COLUMNS).transpose(1, 2).contiguous()
+    a_tiles = _padded(_padded(a.to(dtype), 1, TILE_ROWS), 2, SUM_BLOCK).contiguous()
+    b_tiles = _padded(_padded(b.to(dtype), 2, TILE_COLUMNS), 1, SUM_BLOCK)
+    a_tiles = a_tiles.view(batch, -(-rows // TILE_ROWS), TILE_ROWS, a_tiles.shape[2])
+    b_tiles = b_tiles.reshape(batch, b_tiles.shape[1], -(-columns // TILE_COLUMNS), TILE_COLUMNS)
+    b_tiles = b_tiles.transpose(1, 2).contiguous()
+    num_down, num_across = a_tiles.shape[1], b_tiles.shape[1]
     output = a_tiles.new_zeros(batch, num_down, TILE_ROWS, num_across, TILE_COLUMNS)
     for start in range(0, length, SUM_BLOCK):
         a_block, b_block = a_tiles[..., start : start + SUM_BLOCK], b_tiles[:, :, start : start + SUM_BLOCK]
@@ -51,6 +51,21 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
             for across in range(num_across):
                 output[:, :, :, across] += torch.matmul(a_block, b_block[:, across : across + 1])
     return output.flatten(3).flatten(1, 2)[:, :rows, :columns].to(a.dtype)
+
+
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """``aten._softmax``; numbers at -infinity at the end of the last dimension change no bit."""
+    length = x.shape[dim]
+    if dim % x.dim() != x.dim() - 1 or length % SUM_BLOCK == 0:
+        return torch._softmax(x, dim, half_to_float)
+    padded = F.pad(x, (0, -length % SUM_BLOCK), value=-torch.inf)
+    return torch._softmax(padded, dim, half_to_float)[..., :length].contiguous()
+
+
+def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
+    """``x`` with zeros at the end of a dimension; itself where there is nothing to add, unlike torch's copy."""
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
 class _Tiles(NamedTuple):

@@ -28,8 +28,8 @@ def batch_invariant_mode() -> Iterator[None]:
     """Make products, attention, softmax, log-softmax and means of this thread batch-invariant, on a CPU and on CUDA.
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
-    tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, and on CUDA ``softmax``, ``log_softmax`` and
-    ``mean`` one fixed order per row. A product with a bias is rounded, then added to the bias and rounded again, so
+    tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks, and on CUDA ``log_softmax``
+    and ``mean`` one fixed order per row. A product with a bias is rounded, then added to the bias and rounded again, so
     engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to the plain
     ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines
     Lab, 2025.
@@ -166,6 +166,10 @@ def _baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, 
     return _add(bias, kernels.of(a).bmm(a, b), beta, alpha)
 
 
+def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
+    return kernels.of(x).softmax(x, dim, half_to_float)
+
+
 def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     scaled = product if alpha == 1 else product * alpha
     # With beta 0 the bias counts for nothing, whatever it holds.
@@ -193,7 +197,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
-    aten._softmax.default: _on_cuda("softmax"),
+    aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _on_cuda("softmax_backward"),
     aten._log_softmax.default: _on_cuda("log_softmax"),
     aten._log_softmax_backward_data.default: _on_cuda("log_softmax_backward"),
