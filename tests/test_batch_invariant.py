@@ -12,6 +12,7 @@ from mis_ext.onpolicy.batch_invariant import (
     batch_invariant_forward,
     batch_invariant_mode,
     is_batch_invariant,
+    rms_norm,
 )
 from mis_ext.onpolicy.batch_invariant.mode import REFUSED
 from mis_ext.onpolicy.bits import same_bits
@@ -193,6 +194,8 @@ def test_a_mask_comes_on_top_and_a_query_that_sees_nothing_gets_zeros():
     query, key, value, bounds = packed([5, 40], [9, 70])
     mask = torch.rand(2, 4, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.4
     mask[1, :, 7] = False
+    # Sees nothing in the first block of keys, but something in the second.
+    mask[1, :, 39, :64] = False
     output = attention(query, key, value, mask=mask, **bounds)
     first = exact_attention(query[:5], key[:9], value[:9], offset=4, mask=mask[0, :, :5, :9])
     second = exact_attention(query[5:], key[9:], value[9:], offset=30, mask=mask[1, :, :40, :70])
@@ -283,6 +286,21 @@ def test_eager_attention_is_blind_to_masked_keys_after_the_query(dtype):
         columns = randn(5, 70)
         assert equal_bits(columns.softmax(0), torch.softmax(columns, 0))
         assert (columns.softmax(-1) - columns.double().softmax(-1)).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_before_the_weight(dtype):
+    x, weight = randn(7, 100, dtype=dtype) * 3, randn(100, dtype=dtype, seed=1)
+    x.requires_grad_()
+    normalized = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = weight.double() * normalized.to(dtype).double()
+    output = rms_norm(x, weight, 1e-6)
+    assert (output.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max()
+    if dtype == torch.bfloat16:
+        late = (weight.double() * normalized).to(dtype)
+        assert (output == expected.to(dtype)).float().mean() > 0.99 > (late == expected.to(dtype)).float().mean()
+    output.sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():

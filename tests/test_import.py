@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-HEAVY = ("megatron", "sglang", "transformers", "triton", "matplotlib", "transformer_engine", "apex", "numpy")
+HEAVY = ("megatron", "sglang", "transformers", "triton", "matplotlib", "rich", "transformer_engine", "apex", "numpy")
 
 
 def run(code: str) -> str:
@@ -16,7 +16,8 @@ def run(code: str) -> str:
 
 def test_importing_the_package_pulls_in_no_framework() -> None:
     # torch itself imports numpy where it is installed.
-    code = "import torch, sys; before = set(sys.modules); import mis_ext; print(*(set(sys.modules) - before))"
+    imports = "import mis_ext, mis_ext.onpolicy, mis_ext.cli"
+    code = f"import torch, sys; before = set(sys.modules); {imports}; print(*(set(sys.modules) - before))"
     imported = {name.split(".")[0] for name in run(code).split()}
     assert imported.isdisjoint(HEAVY)
     assert "mis_ext" in imported
@@ -42,9 +43,11 @@ def test_an_installed_wheel_holds_the_presets(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import mis_ext
+import mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant
 print(mis_ext.__file__, *mis_ext.list_presets())
 """
     where, *presets = run(code).split()
     assert where.startswith(str(tmp_path))
     assert "mis" in presets
+    (script,) = (tmp_path / "bin").iterdir()
+    assert script.name == "mis-ext"

@@ -6,5 +6,6 @@ from mis_ext.onpolicy.batch_invariant.mode import (
     batch_invariant_mode,
     is_batch_invariant,
 )
+from mis_ext.onpolicy.batch_invariant.norm import rms_norm
 
-__all__ = ["attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
+__all__ = ["attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant", "rms_norm"]

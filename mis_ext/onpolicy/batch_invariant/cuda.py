@@ -1,16 +1,19 @@
 """Batch-invariant products, attention and row reductions on CUDA, in Triton."""
 
 from mis_ext.onpolicy.batch_invariant.triton_attention import attention_backward, attention_forward
-from mis_ext.onpolicy.batch_invariant.triton_matmul import bmm, mm
+from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (
     log_softmax,
     log_softmax_backward,
     mean,
+    rms_norm,
     softmax,
     softmax_backward,
+    sum,
 )
 
 __all__ = [
+    "addmm",
     "attention_backward",
     "attention_forward",
     "bmm",
@@ -18,6 +21,8 @@ __all__ = [
     "log_softmax_backward",
     "mean",
     "mm",
+    "rms_norm",
     "softmax",
     "softmax_backward",
+    "sum",
 ]

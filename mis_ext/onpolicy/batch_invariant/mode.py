@@ -25,14 +25,14 @@ aten = torch.ops.aten
 
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """Make products, attention, softmax, log-softmax and means of this thread batch-invariant, on a CPU and on CUDA.
+    """Make this thread's products, attention, softmax and row sums batch-invariant, on a CPU and on CUDA.
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
-    tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks, and on CUDA ``log_softmax``
-    and ``mean`` one fixed order per row. A product with a bias is rounded, then added to the bias and rounded again, so
-    engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to the plain
-    ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines
-    Lab, 2025.
+    tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks; on CUDA ``log_softmax``, and
+    ``mean`` and ``sum`` over the last dimension, take one order per row. A product with a bias is rounded, then added
+    to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients flow as
+    always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in
+    LLM Inference", Thinking Machines Lab, 2025.
 
     The mode belongs to the thread that entered it. It may be entered again inside itself, which changes nothing, and is
     gone after the block, however the block ends. For an engine with threads of its own use
@@ -159,6 +159,10 @@ def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
 
 
 def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if a.is_cuda and alpha == beta == 1:
+        from mis_ext.onpolicy.batch_invariant import cuda
+
+        return cuda.addmm(bias, a, b)
     return _add(bias, kernels.of(a).mm(a, b), beta, alpha)
 
 
@@ -189,6 +193,21 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return override
 
 
+def _over_last_dimension(name: str) -> Callable[..., Any]:
+    """Sums over other dimensions are over the batch, and no concern of a row."""
+    reduce_row = _on_cuda(name)
+
+    def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
+        is_row = dim is not None and [axis % max(x.dim(), 1) for axis in dim] == [x.dim() - 1]
+        return (reduce_row if is_row else _plain)(func, x, dim, *args, **kwargs)
+
+    return override
+
+
+def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 _local = threading.local()
 
 _OVERRIDES: dict[Any, Callable[..., Any]] = {
@@ -201,7 +220,8 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: _on_cuda("softmax_backward"),
     aten._log_softmax.default: _on_cuda("log_softmax"),
     aten._log_softmax_backward_data.default: _on_cuda("log_softmax_backward"),
-    aten.mean.dim: _on_cuda("mean"),
+    aten.mean.dim: _over_last_dimension("mean"),
+    aten.sum.dim_IntList: _over_last_dimension("sum"),
 }
 
 REFUSED = frozenset(

@@ -1,0 +1,265 @@
+"""Attention on CUDA whose every output row has the same bits in a prefill, a chunk of it or a decode."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import BLOCK_N, forward_kernel
+from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP, check_products, check_tensors, launching_on
+
+MAX_HEAD_DIM = 256
+
+
+class Tile(NamedTuple):
+    """How many queries a program takes at a time, and how it is launched; keys come in blocks of ``BLOCK_N``."""
+
+    BLOCK_M: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """Tiles of the three kernels."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+
+
+def tiles_of(dtype: torch.dtype, head_dim: int) -> Tiles:
+    """The tiles for a dtype and a head dimension; nothing else may choose them."""
+    if dtype == torch.float32:
+        # Without matrix units both operands of a product pass through registers, which are the limit.
+        return Tiles(Tile(32, 8, 1), Tile(16, 8, 1), Tile(16, 8, 1))
+    num_stages = 1 if IS_HIP else 2
+    if head_dim > 128:
+        return Tiles(Tile(64, 8, num_stages), Tile(64, 8, 1), Tile(64, 8, 1))
+    return Tiles(Tile(128, 8, num_stages), Tile(64, 8, num_stages), Tile(64, 8, num_stages))
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key.
+
+    A value that is not finite reaches the queries that see its key, and others whose tile does.
+
+    Args:
+        query: ``[T, H, D]`` float32, bfloat16 or float16, the sequences one after the other; ``D`` at most 256.
+        key: ``[U, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` attends to ``h // (H // G)``.
+        value: ``[U, G, D]``.
+        cu_seqlens_q: ``[S + 1]`` int32, where each sequence's queries start, and ``T``.
+        cu_seqlens_k: The same for its keys.
+        max_seqlen_q: The most queries of a sequence.
+        max_seqlen_k: The most keys of a sequence.
+        scale: Multiplies the scores.
+        is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
+        mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
+
+    Returns:
+        The output ``[T, H, D]``, 0 where a query may attend to nothing, and the logarithm of the sum of its
+        exponentials, ``[H, T]`` float32.
+
+    Raises:
+        ValueError: Shapes or devices do not fit.
+        TypeError: A dtype has no kernel, or the dtypes differ.
+        RuntimeError: Triton cannot run here.
+    """
+    call = _Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
+    tile = tiles_of(query.dtype, query.shape[2]).forward
+    call.launch(forward_kernel, tile, max_seqlen_q, tile.BLOCK_M, query.shape[1], output, lse)
+    return output, lse
+
+
+def attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of :func:`attention_forward` by query, key and value; the same bits on every run.
+
+    Two passes that recompute the weights (Dao, "FlashAttention-2", arXiv 2307.08691), the second over keys, so that
+    nothing is added up by atomic operations.
+
+    Args:
+        grad_output: The gradient by the output, ``[T, H, D]``.
+        query: As given to the forward, and so the arguments below that are not outputs.
+        key: As given.
+        value: As given.
+        output: What the forward returned.
+        lse: What the forward returned.
+        cu_seqlens_q: As given.
+        cu_seqlens_k: As given.
+        max_seqlen_q: As given.
+        max_seqlen_k: As given.
+        scale: As given.
+        is_causal: As given.
+        mask: As given.
+
+    Returns:
+        The gradients, contiguous, in the dtype of the query.
+
+    Raises:
+        ValueError: As in the forward.
+        TypeError: As in the forward.
+        RuntimeError: As in the forward.
+    """
+    call = _Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    check_tensors({"query": query, "grad_output": grad_output, "output": output})
+    shapes = [*grad_output.shape], [*output.shape], [*lse.shape]
+    if shapes != ([*query.shape], [*query.shape], [query.shape[1], query.shape[0]]) or lse.dtype != torch.float32:
+        raise ValueError(
+            f"for a query {[*query.shape]}, grad_output and output must have its shape and lse be [H, T] float32, got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]} {lse.dtype}"
+        )
+    grad_output, output, lse = grad_output.contiguous(), output.contiguous(), lse.contiguous()
+    delta = torch.empty_like(lse)
+    grad_query, grad_key, grad_value = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+    )
+    tiles = tiles_of(query.dtype, query.shape[2])
+    tile = tiles.query_gradient
+    gradients = output, lse, grad_output, delta, grad_query
+    call.launch(query_gradient_kernel, tile, max_seqlen_q, tile.BLOCK_M, query.shape[1], *gradients)
+    tile = tiles.key_gradient
+    gradients = lse, grad_output, delta, grad_key, grad_value
+    call.launch(key_gradient_kernel, tile, max_seqlen_k, BLOCK_N.value, key.shape[1], *gradients)
+    return grad_query, grad_key, grad_value
+
+
+class _Call(NamedTuple):
+    """What all three kernels get."""
+
+    tensors: tuple[Tensor, ...]
+    cu_seqlens: tuple[Tensor, Tensor]
+    scale: float
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        is_causal: bool,
+        mask: Tensor | None,
+    ) -> _Call:
+        check_tensors({"query": query, "key": key, "value": value})
+        check_products(query.dtype, query.device)
+        _check_shapes(query, key, value)
+        _check_lengths(query, cu_seqlens_q, cu_seqlens_k)
+        num_sequences = cu_seqlens_q.numel() - 1
+        if mask is not None:
+            _check_mask(mask, query, (num_sequences, query.shape[1], max_seqlen_q, max_seqlen_k))
+            mask = _words_of(mask).expand(-1, query.shape[1], -1, -1)
+        # Only the last dimension must be dense.
+        tensors = tuple(x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        constants = {
+            "QUERIES_PER_KEY": query.shape[1] // key.shape[1],
+            "HEAD_DIM": query.shape[2],
+            "IS_CAUSAL": is_causal,
+            "HAS_MASK": mask is not None,
+            "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
+        }
+        cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+        return cls((*tensors, *(() if mask is None else (mask,))), cu_seqlens, float(scale), constants)
+
+    def launch(self, kernel: Any, tile: Tile, longest: int, block: int, num_heads: int, *others: Tensor) -> None:
+        """A program per sequence, head and ``block`` of at most ``longest`` rows."""
+        query, key, value, *masks = self.tensors
+        num_tiles = -(-longest // block)
+        num_programs = num_tiles * num_heads * (self.cu_seqlens[0].numel() - 1)
+        if num_programs == 0:
+            return
+        with launching_on(query):
+            kernel[(num_programs,)](
+                query,
+                key,
+                value,
+                masks[0] if masks else query,
+                *others,
+                *self.cu_seqlens,
+                num_tiles,
+                query.shape[1],
+                query.shape[0],
+                self.scale,
+                *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+                *(masks[0].stride()[:3] if masks else (0, 0, 0)),
+                **self.constants,
+                **tile._asdict(),
+            )
+
+
+def _words_of(mask: Tensor) -> Tensor:
+    """A bit per key, the first the lowest, 64 to a word: ``[..., blocks]`` int64."""
+    padded = pad(mask, (0, -mask.shape[-1] % BLOCK_N.value))
+    bits = padded.view(*padded.shape[:-1], padded.shape[-1] // 8, 8)
+    places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return torch.where(bits, places, 0).sum(-1, dtype=torch.uint8).view(torch.int64)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = {"query": [*query.shape], "key": [*key.shape], "value": [*value.shape]}
+    if any(len(shape) != 3 for shape in shapes.values()) or shapes["key"] != shapes["value"]:
+        raise ValueError(f"query must be [T, H, D], key and value [U, G, D], got {shapes}")
+    (_, num_heads, head_dim), (_, num_groups, key_dim) = shapes["query"], shapes["key"]
+    if head_dim != key_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the last dimensions must be equal and in [1, {MAX_HEAD_DIM}], got {head_dim} and {key_dim}")
+    if num_groups == 0 or num_heads % num_groups:
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_groups} key heads")
+
+
+def _check_lengths(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    for name, lengths in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
+        if lengths.dtype != torch.int32 or lengths.device != query.device:
+            raise TypeError(f"{name} must be int32 on {query.device}, got {lengths.dtype} on {lengths.device}")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.numel() == 0:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be [S + 1], got {[*cu_seqlens_q.shape]} and {[*cu_seqlens_k.shape]}"
+        )
+
+
+def _check_mask(mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> None:
+    if mask.dtype != torch.bool or mask.device != query.device:
+        raise TypeError(f"mask must be bool on {query.device}, got {mask.dtype} on {mask.device}")
+    num_sequences, num_heads, longest_q, longest_k = shape
+    if mask.dim() != 4 or mask.shape[1] not in (1, num_heads):
+        raise ValueError(f"mask must be [S, 1 or {num_heads}, max_seqlen_q, max_seqlen_k], got {[*mask.shape]}")
+    if (mask.shape[0], *mask.shape[2:]) != (num_sequences, longest_q, longest_k):
+        raise ValueError(f"mask must be {[num_sequences, mask.shape[1], longest_q, longest_k]}, got {[*mask.shape]}")

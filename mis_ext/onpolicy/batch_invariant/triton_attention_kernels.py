@@ -1,0 +1,152 @@
+"""Attention in blocks of fixed size, forward.
+
+A program belongs to one sequence and one head. Blocks of keys start at the first key of the sequence, so that a query
+meets the same blocks in a prefill, in a chunk of it and in a decode. A block of which a query sees nothing leaves its
+sums as they were, to the bit: the maximum stays, so the sums are multiplied by exactly 1, and zeros are added.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# Keys of a block: as many as a word of the mask has bits.
+BLOCK_N = tl.constexpr(64)
+
+
+# What differs between a prefill and a decode must not choose other code.
+VARYING = ["mask", "num_tiles", "num_rows", "mask_stride", "mask_head_stride", "mask_query_stride"]
+
+
+@triton.jit
+def load_rows(x, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows of one head, ``[rows, BLOCK_D]``; 0 where there are none."""
+    lane = tl.arange(0, BLOCK_D)
+    offset = (first + rows).to(tl.int64) * row_stride
+    return tl.load(
+        x + offset[:, None] + lane[None, :], mask=(rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def store_rows(x, value, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The inverse of :func:`load_rows`."""
+    lane = tl.arange(0, BLOCK_D)
+    offset = (first + rows).to(tl.int64) * row_stride
+    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
+    tl.store(x + offset[:, None] + lane[None, :], value.to(x.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def may_attend(
+    mask,
+    queries,
+    start,
+    num_queries,
+    num_keys,
+    mask_query_stride,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """Which of ``queries`` may attend to which keys of the block at ``start``, ``[queries, keys]``."""
+    keys = start + tl.arange(0, BLOCK_N)
+    allowed = (queries < num_queries)[:, None] & (keys < num_keys)[None, :]
+    if IS_CAUSAL:
+        allowed = allowed & (queries[:, None] + (num_keys - num_queries) >= keys[None, :])
+    if HAS_MASK:
+        # A word per query and block: loading a byte per pair would make the compiler lay the scores out as it loads the
+        # bytes, and add the weights of a row in another order than without a mask.
+        words = mask + queries.to(tl.int64) * mask_query_stride + start // BLOCK_N
+        word = tl.load(words, mask=queries < num_queries, other=0)
+        allowed = allowed & (((word[:, None] >> tl.arange(0, BLOCK_N)[None, :].to(tl.int64)) & 1) != 0)
+    return allowed
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    query,
+    key,
+    value,
+    mask,
+    output,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    num_tiles,
+    num_heads,
+    num_rows,
+    scale,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    mask_stride,
+    mask_head_stride,
+    mask_query_stride,
+    QUERIES_PER_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries."""
+    # Causal: the tiles with the most keys first.
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % num_heads
+    sequence = tl.program_id(0) // (num_tiles * num_heads)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(cu_seqlens_k + sequence)
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    num_keys = tl.load(cu_seqlens_k + sequence + 1) - first_key
+    if tile * BLOCK_M >= num_queries:
+        return
+    wide_head = head.to(tl.int64)
+    query += wide_head * query_head_stride
+    key += wide_head // QUERIES_PER_KEY * key_head_stride
+    value += wide_head // QUERIES_PER_KEY * value_head_stride
+    mask += sequence.to(tl.int64) * mask_stride + wide_head * mask_head_stride
+
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = num_keys
+    if IS_CAUSAL:
+        end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
+    # In units of log 2, of which the hardware takes the exponential.
+    scale_2 = scale * LOG2_E
+    for start in range(0, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_2
+        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
+        score = tl.where(allowed, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        # Minus infinity until the query has seen a key, of which no difference may be taken.
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - origin[:, None])
+        decay = tl.exp2(highest - origin)
+        total = total * decay + tl.sum(weight, 1)
+        v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
+        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision="ieee")
+        highest = higher
+
+    is_empty = total == 0.0
+    # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
+    result = weighted / tl.where(is_empty, 1.0, total)[:, None] + 0.0
+    head_dim: tl.constexpr = HEAD_DIM
+    store_rows(
+        output + wide_head * head_dim,
+        result,
+        first_query,
+        queries,
+        num_queries,
+        num_heads * head_dim,
+        BLOCK_D,
+        HEAD_DIM,
+    )
+    log_total = tl.where(is_empty, float("-inf"), highest / LOG2_E + tl.log(tl.where(is_empty, 1.0, total)))
+    tl.store(lse + wide_head * num_rows + first_query + queries, log_total, mask=queries < num_queries)

@@ -1,0 +1,54 @@
+"""What the Triton kernels of this package take, and where they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from mis_ext.backend import triton_obstacle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IS_HIP = torch.version.hip is not None
+
+
+def check_tensors(tensors: Mapping[str, Tensor], *, one_dtype: bool = True) -> None:
+    """Refuse what the kernels cannot compute.
+
+    Args:
+        tensors: By the name that a message gives them.
+        one_dtype: All must have the dtype of the first.
+
+    Raises:
+        RuntimeError: Triton cannot run on the device.
+        TypeError: A dtype is none of ``DTYPES``, or not that of the first.
+        ValueError: The tensors are on several devices.
+    """
+    (first_name, first), *others = tensors.items()
+    if not first.is_cuda and (obstacle := triton_obstacle(first.device.type)) is not None:
+        raise RuntimeError(f"{first_name}: {obstacle}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first_name} on {first.device}")
+        if one_dtype and tensor.dtype != first.dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, {first_name} {first.dtype}")
+
+
+def check_products(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse matrix products that Triton's interpreter gets wrong.
+
+    Raises:
+        TypeError: bfloat16 on a CPU: the interpreter multiplies the bit patterns.
+    """
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        raise TypeError("Triton's interpreter has no products of bfloat16; take float16 or float32 on a CPU")
+
+
+def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
+    """The context in which a kernel runs on the device of ``tensor``; Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,126 @@
+"""Matrix products on CUDA whose every row depends on the same row of the left matrix and on the right matrix alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP, check_products, check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
+
+
+class _Tile(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    num_warps: int
+    num_stages: int
+
+
+# By dtype alone. A tile that followed the number of rows would be faster on one row and give it other bits.
+_HALF = _Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
+_TILES = {
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+    torch.float32: _Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3),
+}
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, rounded once from a sum in float32 that runs over K in one order.
+
+    No split of K, no choice of tiles by M: the idea of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
+    Machines Lab, 2025. Float32 is multiplied as float32, never as TF32.
+
+    Args:
+        a: ``[M, K]``, float32, bfloat16 or float16, any strides.
+        b: ``[K, N]``, likewise.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: Shapes or devices do not fit.
+        TypeError: A dtype has no kernel, or the two differ.
+        RuntimeError: Triton cannot run here.
+    """
+    _check(a, b, dim=2)
+    return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batches of :func:`mm`, with the bits of each on its own.
+
+    Args:
+        a: ``[B, M, K]``.
+        b: ``[B, K, N]``.
+
+    Returns:
+        ``[B, M, N]``, contiguous.
+
+    Raises:
+        ValueError: As in :func:`mm`.
+        TypeError: As in :func:`mm`.
+        RuntimeError: As in :func:`mm`.
+    """
+    _check(a, b, dim=3)
+    return _product(a, b)
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The bits of ``mm(a, b) + bias`` in one kernel: rounded after the product, and again after the addition.
+
+    Args:
+        bias: Broadcasts to ``[M, N]``; the dtype of ``a``.
+        a: ``[M, K]``.
+        b: ``[K, N]``.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: As in :func:`mm`.
+        TypeError: As in :func:`mm`.
+        RuntimeError: As in :func:`mm`, or the bias does not broadcast.
+    """
+    _check(a, b, dim=2)
+    check_tensors({"a": a, "bias": bias})
+    return _product(a.unsqueeze(0), b.unsqueeze(0), bias.expand(a.shape[0], b.shape[1])).squeeze(0)
+
+
+def _check(a: Tensor, b: Tensor, *, dim: int) -> None:
+    check_tensors({"a": a, "b": b})
+    check_products(a.dtype, a.device)
+    if a.dim() != dim or b.dim() != dim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        names = "[M, K] and [K, N]" if dim == 2 else "[B, M, K] and [B, K, N]"
+        raise ValueError(f"a and b must be {names}, got {[*a.shape]} and {[*b.shape]}")
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    num_batches, M, K = a.shape
+    N = b.shape[2]
+    tile = _TILES[a.dtype]
+    out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
+    num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
+    if num_programs == 0:
+        return out
+    with launching_on(a):
+        matmul_kernel[(num_programs,)](
+            a,
+            b,
+            out if bias is None else bias,
+            out,
+            M,
+            N,
+            K,
+            *a.stride(),
+            *b.stride(),
+            *((0, 0) if bias is None else bias.stride()),
+            HAS_BIAS=bias is not None,
+            K_IS_EVEN=K % tile.BLOCK_K == 0,
+            **tile._asdict(),
+        )
+    return out

@@ -1,0 +1,91 @@
+"""Reductions over rows, a program per row, in blocks from left to right.
+
+Each lane of a block adds up its own column of the blocks, and the lanes are added up last. What is added in which order
+so depends on the width of a row alone. For the same reason nothing is specialised for alignment, which would change how
+lanes are spread over threads.
+"""
+
+import triton.language as tl
+
+from mis_ext.kernels.launch import kernel
+
+
+@kernel
+def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """Softmax, or its logarithm, of contiguous rows; a tail of minus infinities changes no bit of what precedes it."""
+    first = tl.program_id(0).to(tl.int64) * num_columns
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, value)
+        # Minus infinity until the lane has seen a number, of which no difference may be taken.
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - origin) + tl.exp(value - origin)
+        highest = higher
+    row_highest = tl.max(highest, 0)
+    row_total = tl.sum(total * tl.exp(highest - tl.where(row_highest == float("-inf"), 0.0, row_highest)), 0)
+    log_total = tl.log(row_total)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < num_columns
+        shifted = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - row_highest
+        result = shifted - log_total if IS_LOG else tl.exp(shifted) / row_total
+        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column)
+
+
+@kernel
+def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of :func:`softmax_kernel` from its output."""
+    first = tl.program_id(0).to(tl.int64) * num_columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < num_columns
+        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
+        if IS_LOG:
+            total += slope
+        else:
+            total += slope * tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
+    row_total = tl.sum(total, 0)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < num_columns
+        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
+        result = tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
+        change = slope - tl.exp(result) * row_total if IS_LOG else (slope - row_total) * result
+        tl.store(grad_input + first + column, change.to(grad_input.dtype.element_ty), mask=is_column)
+
+
+@kernel
+def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum, or mean, of contiguous rows."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        total += tl.load(x + row * num_columns + column, mask=column < num_columns, other=0.0).to(tl.float32)
+    result = tl.sum(total, 0)
+    if IS_MEAN:
+        result = tl.math.div_rn(result, num_columns.to(tl.float32))
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+@kernel
+def rms_norm_kernel(x, weight, out, eps, num_columns, BLOCK: tl.constexpr):
+    """Contiguous rows over their root mean square, rounded to the dtype of ``x``, then times the weight."""
+    first = tl.program_id(0).to(tl.int64) * num_columns
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + first + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        squares += value * value
+    scale = tl.rsqrt(tl.math.div_rn(tl.sum(squares, 0), num_columns.to(tl.float32)) + eps)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < num_columns
+        value = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) * scale
+        gain = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+        result = value.to(x.dtype.element_ty).to(tl.float32) * gain
+        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column)

@@ -1,0 +1,223 @@
+"""Softmax, mean, sum and RMSNorm on CUDA, each row in one fixed order.
+
+float32, bfloat16 and float16; sums and exponentials are float32 within a row. All but RMSNorm have the arguments of the
+ATen operators for which they stand in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.kernels.launch import BoundKernel, dtypes_of
+from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
+    rms_norm_kernel,
+    softmax_backward_kernel,
+    softmax_kernel,
+    sum_kernel,
+)
+
+BLOCK = 2048
+_NARROWEST = 128
+
+# Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
+_softmax = BoundKernel(softmax_kernel, IS_LOG=False, BLOCK=BLOCK)
+_log_softmax = BoundKernel(softmax_kernel, IS_LOG=True, BLOCK=BLOCK)
+_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK)
+_log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK)
+
+
+def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    """Logarithm of the softmax over one dimension.
+
+    Args:
+        x: Any shape and strides.
+        dim: The dimension.
+        half_to_float: The result is float32 whatever the dtype of ``x``.
+
+    Returns:
+        The shape of ``x``, contiguous.
+
+    Raises:
+        IndexError: There is no such dimension.
+        TypeError: The dtype has no kernel.
+        RuntimeError: Triton cannot run here.
+    """
+    return _softmax_of(_log_softmax, x, dim, half_to_float)
+
+
+def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    """Softmax over one dimension; arguments and errors as in :func:`log_softmax`."""
+    return _softmax_of(_softmax, x, dim, half_to_float)
+
+
+def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """The gradient of :func:`log_softmax` by its input.
+
+    Args:
+        grad: The gradient by its output.
+        output: Its output.
+        dim: The dimension.
+        input_dtype: The dtype of its input, and of the result.
+
+    Returns:
+        The shape of ``grad``, contiguous.
+
+    Raises:
+        ValueError: The shapes differ.
+        IndexError: There is no such dimension.
+        TypeError: A dtype has no kernel, or the two differ.
+        RuntimeError: Triton cannot run here.
+    """
+    return _softmax_backward_of(_log_softmax_backward, grad, output, dim, input_dtype)
+
+
+def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """The gradient of :func:`softmax` by its input; arguments and errors as in :func:`log_softmax_backward`."""
+    return _softmax_backward_of(_softmax_backward, grad, output, dim, input_dtype)
+
+
+def mean(
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Mean over dimensions.
+
+    Args:
+        x: Any shape and strides.
+        dim: The dimensions; None or none: all of them, which one program then adds up.
+        keepdim: Keep them, with length 1.
+        dtype: ``x`` is converted to it first.
+
+    Returns:
+        What ``torch.mean`` returns, rounded once from a sum in float32.
+
+    Raises:
+        IndexError: There is no such dimension.
+        TypeError: The dtype has no kernel.
+        RuntimeError: Triton cannot run here, or a dimension is given twice.
+    """
+    return _sum_of(x, dim, keepdim, dtype, is_mean=True)
+
+
+def sum(
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sum over dimensions; arguments and errors as in :func:`mean`."""
+    return _sum_of(x, dim, keepdim, dtype, is_mean=False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * (x / sqrt(mean(x ** 2) + eps)).to(x.dtype)`` over the last dimension, differentiable.
+
+    The quotient is float32, rounded to the dtype of ``x``, and multiplied in the wider of the two dtypes: the order of
+    Llama and Qwen in transformers (Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467).
+
+    Args:
+        x: ``[..., D]``.
+        weight: ``[D]``.
+        eps: Added to the mean square.
+
+    Returns:
+        ``[..., D]`` in the wider of the two dtypes.
+
+    Raises:
+        ValueError: The weight has another shape, or is on another device.
+        TypeError: A dtype has no kernel.
+        RuntimeError: Triton cannot run here.
+    """
+    check_tensors({"x": x, "weight": weight}, one_dtype=False)
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [D] for x [..., D], got {[*weight.shape]} and {[*x.shape]}")
+    normed: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        x, weight = x.contiguous(), weight.contiguous()
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+        _launch(_rms_norm(_block(x.shape[-1])), x, weight, out, eps)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        normed = wide * scale
+        grad_normed = (grad * weight).to(x.dtype).float()
+        grad_x = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
+        grad_weight = (grad * normed.to(x.dtype)).reshape(-1, x.shape[-1]).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _softmax_of(kernel: BoundKernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    check_tensors({"x": x})
+    if x.dim() == 0:
+        return _softmax_of(kernel, x.unsqueeze(0), dim, half_to_float).squeeze(0)
+    rows = x.movedim(dim, -1).contiguous()
+    out = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype)
+    _launch(kernel, rows, out)
+    return out.movedim(-1, dim).contiguous()
+
+
+def _softmax_backward_of(
+    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    check_tensors({"grad": grad, "output": output})
+    if grad.shape != output.shape:
+        raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
+    if grad.dim() == 0:
+        return torch.zeros_like(grad, dtype=input_dtype)
+    rows = grad.movedim(dim, -1).contiguous()
+    grad_input = torch.empty_like(rows, dtype=input_dtype)
+    _launch(kernel, rows, output.movedim(dim, -1).contiguous(), grad_input)
+    return grad_input.movedim(-1, dim).contiguous()
+
+
+def _sum_of(
+    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool
+) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    check_tensors({"x": x})
+    if x.dim() == 0:
+        return _sum_of(x.unsqueeze(0), dim, False, None, is_mean=is_mean)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
+    rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).contiguous()
+    out = torch.empty(rows.shape[:-1], dtype=x.dtype, device=x.device)
+    _launch(_row_sum(is_mean, _block(rows.shape[-1])), rows, out)
+    if keepdim:
+        for axis in sorted(axis % x.dim() for axis in dims):
+            out = out.unsqueeze(axis)
+    return out
+
+
+def _block(num_columns: int) -> int:
+    return min(max(1 << (num_columns - 1).bit_length(), _NARROWEST), BLOCK)
+
+
+@functools.cache
+def _row_sum(is_mean: bool, block: int) -> BoundKernel:
+    return BoundKernel(sum_kernel, IS_MEAN=is_mean, BLOCK=block)
+
+
+@functools.cache
+def _rms_norm(block: int) -> BoundKernel:
+    return BoundKernel(rms_norm_kernel, BLOCK=block)
+
+
+def _launch(kernel: BoundKernel, rows: Tensor, *others: Any) -> None:
+    num_columns = rows.shape[-1]
+    if num_columns >= 2**31 - BLOCK:
+        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
+    tensors = (rows, *(x for x in others if isinstance(x, Tensor)))
+    with launching_on(rows):
+        kernel(rows.shape[:-1].numel(), rows, *others, num_columns, varying=dtypes_of(tensors))
