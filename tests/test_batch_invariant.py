@@ -122,8 +122,10 @@ def test_a_matrix_times_a_vector_is_a_product_with_one_column():
 
 def test_integers_and_empty_batches_pass():
     integers = torch.arange(6).reshape(2, 3)
+    large = torch.tensor([[2**40 + 1]])
     with batch_invariant_mode():
         assert torch.equal(integers @ integers.t(), torch.tensor([[5, 14], [14, 50]]))
+        assert torch.equal(large @ torch.tensor([[1]]), large)
         assert F.linear(torch.zeros(0, 8), randn(4, 8)).shape == (0, 4)
         assert torch.bmm(torch.zeros(3, 0, 8), torch.zeros(3, 8, 5)).shape == (3, 0, 5)
         assert torch.equal(torch.zeros(4, 0) @ torch.zeros(0, 3), torch.zeros(4, 3))
@@ -237,6 +239,7 @@ def test_gradients_of_attention_are_the_exact_ones(with_mask):
 SDPA_CASES = {
     "causal": ((2, 4, 70, 16), (2, 4, 70, 16), {"is_causal": True}),
     "causal, fewer queries: aligned with the first key": ((2, 4, 3, 16), (2, 4, 70, 16), {"is_causal": True}),
+    "causal, more queries than keys": ((2, 4, 70, 16), (2, 4, 3, 16), {"is_causal": True}),
     "grouped queries": ((2, 4, 7, 16), (2, 2, 70, 16), {"enable_gqa": True}),
     "no batch of heads": ((3, 7, 16), (3, 9, 16), {"scale": 0.3}),
     "a mask for all": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (7, 9)}),
@@ -328,6 +331,8 @@ def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
         F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, dropout_p=0.1)
     with pytest.raises(NotImplementedError, match=r"boolean masks, got torch\.float32"), batch_invariant_mode():
         F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, attn_mask=torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="query has 4 heads, key 2: pass enable_gqa=True"), batch_invariant_mode():
+        F.scaled_dot_product_attention(randn(1, 4, 4, 8), *[randn(1, 2, 4, 8)] * 2)
     assert not is_batch_invariant()
     assert equal_bits(linear(x), before)
     assert torch.ops.aten.convolution.default in REFUSED
