@@ -28,10 +28,13 @@ MISMATCH = (
     "ratio_max",
     "ratio_min",
     "nonfinite_token_fraction",
+    "train_rollout_logprob_abs_diff_max",
+    "train_rollout_logprob_abs_diff_nonzero",
+    "train_rollout_logprob_abs_diff_invalid",
 )
 """Properties of the two engines' log-probs alone; no weight, gate or normalisation changes them."""
 
-GROUP = frozenset({"ess_ratio_token", "ess_ratio_seq", "ratio_max", "ratio_min"})
+GROUP = frozenset({"ess_ratio_token", "ess_ratio_seq", "ratio_max", "ratio_min", "train_rollout_logprob_abs_diff_max"})
 """Mismatch metrics of the whole data-parallel group; asking for one of them costs the group's all-gather."""
 
 CORE = (

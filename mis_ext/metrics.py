@@ -141,6 +141,9 @@ def mismatch_formulas(
     def sequence(values_S: Tensor) -> SequenceMetric:
         return SequenceMetric(values_S, measured_S)
 
+    def without_ratio() -> TokenMetric:
+        return TokenMetric(mask_as_float(~tokens.valid_mask_T), response)
+
     return {
         "training_log_ppl": lambda: sequence(-stats.proximal_sum_S / count_S),
         "training_ppl": lambda: sequence(bounded_exp(-stats.proximal_sum_S / count_S)),
@@ -165,7 +168,13 @@ def mismatch_formulas(
         ),
         "ratio_max": lambda: GroupMetric(_if_any(group, bounded_exp(group.log_ratio_max))),
         "ratio_min": lambda: GroupMetric(_if_any(group, bounded_exp(group.log_ratio_min))),
-        "nonfinite_token_fraction": lambda: TokenMetric(mask_as_float(~tokens.valid_mask_T), response),
+        "nonfinite_token_fraction": without_ratio,
+        "train_rollout_logprob_abs_diff_max": lambda: GroupMetric(
+            _if_any(group, torch.maximum(group.log_ratio_max.abs(), group.log_ratio_min.abs()))
+        ),
+        # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
+        "train_rollout_logprob_abs_diff_nonzero": lambda: token(mask_as_float(log_ratio_T != 0.0)),
+        "train_rollout_logprob_abs_diff_invalid": without_ratio,
     }
 
 

@@ -344,6 +344,9 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
         "kl": [[-d for d in r.d] for r in record.responses],
         "k3_kl": [[min(math.exp(clamped(d)) - 1 - d, cap) for d in r.d] for r in record.responses],
         "logprob_abs_diff": [[abs(d) for d in r.d] for r in record.responses],
+        "train_rollout_logprob_abs_diff_nonzero": [
+            [float(t != b) for t, b in zip(r.train, r.rollout, strict=True)] for r in record.responses
+        ],
         "tv": [[1 - min(1.0, bounded_exp(d)) for d in r.d] for r in record.responses],
         "ratio_above_2_fraction": [[float(r.above(d, 2.0)) for d in r.d] for r in record.responses],
         "ratio_below_half_fraction": [[float(r.below(d, 0.5)) for d in r.d] for r in record.responses],
@@ -377,6 +380,9 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     record.constant("ratio_min", min(ratios, default=math.nan))
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]
     record.per_token("nonfinite_token_fraction", broken, over="response")
+    record.per_token("train_rollout_logprob_abs_diff_invalid", broken, over="response")
+    differences = [abs(d) for response in group for d in response.valid_d]
+    record.constant("train_rollout_logprob_abs_diff_max", max(differences, default=math.nan))
 
 
 def effective_share(ratios: list[float]) -> float:

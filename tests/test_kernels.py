@@ -247,6 +247,43 @@ def test_both_backends_agree_to_a_millionth(keys, monkeypatch) -> None:
         )
 
 
+EXACTNESS = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero", "invalid")]
+EXACTNESS_ALONE = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": EXACTNESS}
+
+
+def test_exactness_is_the_same_number_to_the_bit_in_both_backends(monkeypatch) -> None:
+    below = torch.tensor(-1.0).nextafter(torch.tensor(-math.inf)).item()
+    # A token that is a ULP or a subnormal number away, +0 against -0, NaN under the mask, and at last no log-prob.
+    cases = [
+        ([below, 0.0, math.nan], [-1.0, -0.0, -2.0], 2.0**-23),
+        ([-1.0, 0.0, math.nan], [below, -0.0, -2.0], 2.0**-23),
+        ([-(2.0**-149), 0.0, math.nan], [0.0, -0.0, -2.0], 2.0**-149),
+    ]
+    for train, rollout, gap in cases:
+        samples = Samples(
+            [torch.tensor(train), torch.tensor([-2.0, math.inf])],
+            [torch.tensor(rollout), torch.tensor([-2.0, -2.0])],
+            [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
+        )
+        for backend in ("triton", "eager"):
+            monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+            metrics = call(EXACTNESS_ALONE, samples)[2]
+            largest, differ, invalid = (metrics[name].tolist() for name in EXACTNESS)
+            assert largest == [gap, gap, 0.0, gap, gap]
+            assert differ == [1.0, 0.0, 0.0, 0.0, 0.0]
+            assert invalid == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+# The interpreter divides with numpy, which warns.
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_exactness_of_no_valid_token_is_nan_and_never_zero() -> None:
+    metrics = call(EXACTNESS_ALONE, Samples([torch.tensor([math.nan])], [torch.tensor([-1.0])], [torch.tensor([1])]))[2]
+    largest, differ, invalid = (float(metrics[name]) for name in EXACTNESS)
+    assert math.isnan(largest)
+    assert math.isnan(differ)
+    assert invalid == 1.0
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="too much for the interpreter")
 @pytest.mark.parametrize(
     "lengths", [[1, 2, 3, 0] * 25_000, [1_000_000, 1, 5]], ids=["100,000 sequences", "1,000,000 tokens"]

@@ -51,6 +51,7 @@ SECTIONS = [
     "wrapped groups",
     "triton",
     "missing log-probs",
+    "one ULP",
     "megatron",
     "rollout scope",
 ]
@@ -253,8 +254,9 @@ class Worker:
         return failures
 
     def run_thd(self) -> list[str]:
-        cases = grid() if dist.get_world_size() == 4 else grid()[::3]
-        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::3], "broken")
+        # Every setting in one of the two topologies of four ranks.
+        cases = grid()[self.dp_size - 1 :: 2] if dist.get_world_size() == 4 else grid()[::4]
+        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::5], "broken")
         return failures + self.compare_hook(grid()[::9], "single tokens") + self.compare_hook(grid()[::9], "all masked")
 
     def run_bshd(self) -> list[str]:
@@ -400,6 +402,31 @@ class Worker:
             self.check(failures, f"{missing}", compare)
         return failures
 
+    def run_one_ulp(self) -> list[str]:
+        """Equal engines but for one token, which the last data-parallel and one context-parallel rank holds."""
+        failures: list[str] = []
+        calls, all_totals = dataset("plain", self.dp_size)
+        calls = [Samples(s.train, [t.clone() for t in s.train], s.masks) for s in calls]
+        token = calls[-1].rollout[0][:1]
+        token.copy_(token.nextafter(torch.tensor(-torch.inf)))
+        gap = float(calls[-1].train[0][0] - token)
+        samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
+        own = self.owned([m.numel() for m in samples.masks], totals)
+        response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
+        differs = torch.cat(self.local(samples.train, totals)) != torch.cat(self.local(samples.rollout, totals))
+        names = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero")]
+        args = args_of({"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": names})
+        parallel = {"parallel_state": self.parallel_state(), "max_seq_lens": None}
+        (_, _, metrics), _ = self.hook(args, samples, totals, **parallel)
+
+        def compare() -> None:
+            assert gap > 0.0
+            assert metrics[names[0]][response].tolist() == [gap] * int(response.sum())
+            assert metrics[names[1]][response].tolist() == differs[response].tolist()
+
+        self.check(failures, f"{gap}", compare)
+        return failures
+
     def run_megatron(self) -> list[str]:
         return self.compare_hook(grid()[::4], "plain", miles=False) + self.compare_hook(
             grid()[::7], "broken", miles=False
@@ -462,7 +489,7 @@ def work(rank: int, world_size: int, folder: str) -> None:
 
                     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
                 try:
-                    out[key] = getattr(worker, f"run_{section.replace(' ', '_').replace('-', '_')}")()
+                    out[key] = getattr(worker, f"run_{section.lower().replace(' ', '_').replace('-', '_')}")()
                 except Exception:
                     out[key] = [f"rank {rank}: {traceback.format_exc()[-2500:]}"]
                     raise
@@ -558,6 +585,11 @@ def test_the_triton_backend_gives_the_results_of_one_rank(outcomes, topology):
 @topologies
 def test_missing_log_probs_do_not_hang_or_change_anything_in_metrics_only_mode(outcomes, topology):
     assert_section(outcomes, topology, "missing log-probs")
+
+
+@topologies
+def test_one_token_that_differs_by_one_ulp_is_seen_by_every_rank(outcomes, topology):
+    assert_section(outcomes, topology, "one ULP")
 
 
 @topologies

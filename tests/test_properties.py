@@ -235,6 +235,7 @@ def test_on_policy_input_gives_weight_exactly_one_and_keeps_everything(weight, g
             ones += ["mis_kept_token_fraction", "mis_kept_seq_fraction"]
             zeros = [f"mis_{name}" for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "tv", "logprob_abs_diff")]
             zeros += ["mis_log_ppl_diff", "mis_log_ppl_abs_diff", "mis_nonfinite_token_fraction"]
+            zeros += [f"mis_train_rollout_logprob_abs_diff_{name}" for name in ("max", "nonzero", "invalid")]
             ones += [n for n in metrics if n.startswith("mis_is_ratio") or "factor" in n or "tis_weight" in n]
             zeros += [n for n in metrics if n.endswith("_fraction") and ("rs_" in n or "tis_" in n or "above" in n)]
             zeros += [n for n in metrics if n.endswith(("fraction_low", "fraction_high"))]
@@ -503,7 +504,7 @@ def test_at_token_level_a_non_finite_token_is_like_a_masked_one(gate):
     assert torch.equal(loss, expected_loss)
     assert torch.equal(flat(masks), flat(expected_masks))
     for name in metrics:
-        if "kept" in name or "nonfinite" in name:
+        if "kept" in name or "nonfinite" in name or "invalid" in name:
             continue
         actual = sum_of_sample_mean(metrics[name].split(LENGTHS), broken.masks)
         expected = sum_of_sample_mean(expected_metrics[name].split(LENGTHS), masked.masks)

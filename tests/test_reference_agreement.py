@@ -162,6 +162,59 @@ def test_the_difference_of_half_precision_log_probs_is_not_rounded_to_half_preci
     assert float(metrics["mis_logprob_abs_diff"]) == difference
 
 
+def next_below(x: float) -> torch.Tensor:
+    return torch.tensor([x]).nextafter(torch.tensor(-math.inf))
+
+
+EXACTNESS = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero", "invalid")]
+# The first token is another number: a ULP apart, by the least float32 there is, or after rounding to bfloat16.
+ALMOST_EQUAL = {
+    "one ULP": (torch.tensor([-1.0]), next_below(-1.0), 2.0**-23),
+    "one ULP the other way": (next_below(-1.0), torch.tensor([-1.0]), 2.0**-23),
+    "a subnormal number": (next_below(0.0), torch.tensor([0.0]), 2.0**-149),
+    "bfloat16 against float32": (torch.tensor([-1.0]).bfloat16(), next_below(-1.0), 2.0**-23),
+}
+
+
+@pytest.mark.parametrize("metrics_only", [False, True])
+@pytest.mark.parametrize("pair", ALMOST_EQUAL)
+def test_one_almost_equal_token_is_seen_and_one_without_a_log_prob_counted(pair, metrics_only):
+    train, rollout, gap = ALMOST_EQUAL[pair]
+    # Then +0 against -0, and numbers under the mask; the second response has an infinity and two equal tokens.
+    samples = Samples(
+        [torch.cat([train, train.new_tensor([0.0, math.nan, -3.0])]), torch.tensor([-2.0, -math.inf, -3.0])],
+        [torch.cat([rollout, torch.tensor([-0.0, -1.0, -5.0])]), torch.tensor([-2.0, -math.inf, -3.0])],
+        [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1, 1])],
+    )
+    keys = {"use_tis": not metrics_only, "mis_guard": "warn"} | ({"get_mismatch_metrics": True} if metrics_only else {})
+    _, _, metrics = call_hook(keys, samples)
+    largest, differ, invalid = ([part.tolist() for part in metrics[name].split([4, 3])] for name in EXACTNESS)
+    assert largest == [[gap, gap, 0.0, 0.0], [gap] * 3]
+    # Means over valid tokens: one of two, none of two; over response tokens: none, one of three.
+    assert differ == [[1.0, 0.0, 0.0, 0.0], [0.0] * 3]
+    assert invalid == [[0.0] * 4, [0.0, 1.0, 0.0]]
+
+
+def test_exactness_over_samples_is_a_share_of_valid_and_of_response_tokens_and_nan_of_none():
+    def measured(train: list[float], rollout: list[float], mask: list[int]) -> list[float]:
+        _, _, metrics = mis_ext.compute_mis_weights(
+            mis_ext.CorrectionConfig(),
+            train_log_probs=[torch.tensor(train, dtype=torch.float64)],
+            rollout_log_probs=[torch.tensor(rollout)],
+            loss_masks=[torch.tensor(mask)],
+        )
+        return [float(metrics[name]) for name in EXACTNESS]
+
+    # float64 is read as float32, where the first two are equal.
+    found = measured([-1.0 - 1e-12, -2.0, -3.0, math.nan], [-1.0, -2.0, -2.5, -4.0], [1, 1, 1, 1])
+    assert found == [0.5, pytest.approx(1 / 3), 0.25]
+    largest, differ, invalid = measured([math.nan, -1.0], [-1.0, math.inf], [1, 1])
+    assert math.isnan(largest)
+    assert math.isnan(differ)
+    assert invalid == 1.0
+    assert all(math.isnan(value) for value in measured([-1.0], [-1.0], [0]))
+
+
 @pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
 def test_log_ratios_up_to_ten_thousand_give_finite_numbers(weight):
     huge = Samples(

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from mis_ext.kernels.metric_rows import (
     ABS_DIFF,
+    ABS_DIFF_MAX,
     ABS_OF_MEAN,
     CHI2_SEQUENCE,
     CHI2_TOKEN,
@@ -12,6 +13,7 @@ from mis_ext.kernels.metric_rows import (
     ESS_TOKEN,
     EXP_OF_NEGATED_MEAN,
     FINAL_WEIGHT,
+    IS_DIFFERENT,
     K3_KL,
     KL,
     LOG_RATIO_MEAN,
@@ -73,6 +75,8 @@ def token_value(
         value = tl.minimum(tl.maximum(ratio - 1.0 - log_ratio, 0.0), METRIC_MAX)
     elif OPERATION == ABS_DIFF:
         value = tl.abs(log_ratio)
+    elif OPERATION == IS_DIFFERENT:
+        value = tl.where(log_ratio != 0.0, 1.0, 0.0)
     elif OPERATION == TOTAL_VARIATION:
         value = tl.where(log_ratio < 0.0, 1.0 - ratio, 0.0)
     elif OPERATION == WITHOUT_RATIO:
@@ -169,6 +173,12 @@ def group_value(over_group, mean_weight, denominator_factor, OPERATION: tl.const
         value = tl.where(tl.load(over_group + TOTAL_NUM_VALID) > 0, value, NAN)
     elif OPERATION == RATIO_MIN:
         value = bounded_exp(tl.load(over_group + TOTAL_LOG_RATIO_MIN))
+        value = tl.where(tl.load(over_group + TOTAL_NUM_VALID) > 0, value, NAN)
+    elif OPERATION == ABS_DIFF_MAX:
+        # Float64 first: the absolute value of a float32 flushes subnormal numbers.
+        highest = tl.abs(tl.load(over_group + TOTAL_LOG_RATIO_MAX).to(tl.float64))
+        lowest = tl.abs(tl.load(over_group + TOTAL_LOG_RATIO_MIN).to(tl.float64))
+        value = tl.maximum(highest, lowest)
         value = tl.where(tl.load(over_group + TOTAL_NUM_VALID) > 0, value, NAN)
     elif OPERATION == MEAN_WEIGHT:
         value = mean_weight.to(tl.float64)

@@ -23,36 +23,38 @@ from mis_ext.metric_names import gate_names
 KL = tl.constexpr(0)
 K3_KL = tl.constexpr(1)
 ABS_DIFF = tl.constexpr(2)
-TOTAL_VARIATION = tl.constexpr(3)
-WITHOUT_RATIO = tl.constexpr(4)
-TOKEN_RATIO = tl.constexpr(5)
-TOKEN_WEIGHT = tl.constexpr(6)
-TOKEN_KEPT = tl.constexpr(7)
-TOKEN_BELOW = tl.constexpr(8)
-TOKEN_ABOVE = tl.constexpr(9)
-PROBABILITY_BELOW = tl.constexpr(10)
+IS_DIFFERENT = tl.constexpr(3)
+TOTAL_VARIATION = tl.constexpr(4)
+WITHOUT_RATIO = tl.constexpr(5)
+TOKEN_RATIO = tl.constexpr(6)
+TOKEN_WEIGHT = tl.constexpr(7)
+TOKEN_KEPT = tl.constexpr(8)
+TOKEN_BELOW = tl.constexpr(9)
+TOKEN_ABOVE = tl.constexpr(10)
+PROBABILITY_BELOW = tl.constexpr(11)
 # Operations on sequences.
-FIRST_SEQUENCE_OPERATION = tl.constexpr(11)
-NEGATED_MEAN = tl.constexpr(11)
-EXP_OF_NEGATED_MEAN = tl.constexpr(12)
-ABS_OF_MEAN = tl.constexpr(13)
-CHI2_TOKEN = tl.constexpr(14)
-CHI2_SEQUENCE = tl.constexpr(15)
-SEQUENCE_RATIO = tl.constexpr(16)
-SEQUENCE_WEIGHT_BEFORE_SCALE = tl.constexpr(17)
-SEQUENCE_BELOW = tl.constexpr(18)
-SEQUENCE_ABOVE = tl.constexpr(19)
-MEAN_FINAL_WEIGHT = tl.constexpr(20)
-FINAL_WEIGHT = tl.constexpr(21)
-SEQUENCE_KEPT = tl.constexpr(22)
+FIRST_SEQUENCE_OPERATION = tl.constexpr(12)
+NEGATED_MEAN = tl.constexpr(12)
+EXP_OF_NEGATED_MEAN = tl.constexpr(13)
+ABS_OF_MEAN = tl.constexpr(14)
+CHI2_TOKEN = tl.constexpr(15)
+CHI2_SEQUENCE = tl.constexpr(16)
+SEQUENCE_RATIO = tl.constexpr(17)
+SEQUENCE_WEIGHT_BEFORE_SCALE = tl.constexpr(18)
+SEQUENCE_BELOW = tl.constexpr(19)
+SEQUENCE_ABOVE = tl.constexpr(20)
+MEAN_FINAL_WEIGHT = tl.constexpr(21)
+FINAL_WEIGHT = tl.constexpr(22)
+SEQUENCE_KEPT = tl.constexpr(23)
 # Numbers of the whole group.
-FIRST_GROUP_OPERATION = tl.constexpr(23)
-ESS_TOKEN = tl.constexpr(23)
-ESS_SEQUENCE = tl.constexpr(24)
-RATIO_MAX = tl.constexpr(25)
-RATIO_MIN = tl.constexpr(26)
-MEAN_WEIGHT = tl.constexpr(27)
-DENOMINATOR_FACTOR = tl.constexpr(28)
+FIRST_GROUP_OPERATION = tl.constexpr(24)
+ESS_TOKEN = tl.constexpr(24)
+ESS_SEQUENCE = tl.constexpr(25)
+RATIO_MAX = tl.constexpr(26)
+RATIO_MIN = tl.constexpr(27)
+ABS_DIFF_MAX = tl.constexpr(28)
+MEAN_WEIGHT = tl.constexpr(29)
+DENOMINATOR_FACTOR = tl.constexpr(30)
 
 NAN = tl.constexpr(float("nan"))
 
@@ -91,6 +93,7 @@ def metric_rows(config: CorrectionConfig) -> list[MetricRow]:
 
 
 def _mismatch_rows() -> dict[str, MetricRow]:
+    without_ratio = MetricRow(WITHOUT_RATIO, RESPONSE)
     return {
         "training_log_ppl": MetricRow(NEGATED_MEAN, source=PROXIMAL_SUM),
         "training_ppl": MetricRow(EXP_OF_NEGATED_MEAN, source=PROXIMAL_SUM),
@@ -111,7 +114,10 @@ def _mismatch_rows() -> dict[str, MetricRow]:
         "ess_ratio_seq": MetricRow(ESS_SEQUENCE),
         "ratio_max": MetricRow(RATIO_MAX),
         "ratio_min": MetricRow(RATIO_MIN),
-        "nonfinite_token_fraction": MetricRow(WITHOUT_RATIO, RESPONSE),
+        "nonfinite_token_fraction": without_ratio,
+        "train_rollout_logprob_abs_diff_max": MetricRow(ABS_DIFF_MAX),
+        "train_rollout_logprob_abs_diff_nonzero": MetricRow(IS_DIFFERENT),
+        "train_rollout_logprob_abs_diff_invalid": without_ratio,
     }
 
 
