@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,7 +24,8 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from grpo.distributed import Ranks  # noqa: E402
-from onpolicy.demonstration import ENGINES, PIECES, WORKLOADS, EngineName, Experiment, Setting, Step, Workload  # noqa: E402
+from grpo.sglang_engine import INSTALL_HINT  # noqa: E402
+from onpolicy.demonstration import PIECES, WORKLOADS, EngineName, Experiment, Setting, Step, Workload  # noqa: E402
 from onpolicy.pieces import ALL, NONE, Piece  # noqa: E402
 from onpolicy.report import ResultsFile, plot, print_tables  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -36,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=PIECES, default=["transformers", "megatron"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
@@ -46,6 +48,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
+    if "sglang" in args.engines and find_spec("sglang") is None:
+        parser.error(INSTALL_HINT)
+    if "sglang" in args.engines and on_gpu:
+        parser.error("--engines sglang is aligned on a CPU only: hide the GPUs with CUDA_VISIBLE_DEVICES=")
     return args
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -33,8 +34,6 @@ from .engine import Completion, RolloutEngine
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DTYPE = torch.bfloat16
-
 # SGLang holds these projections as one tensor, in this order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -44,6 +43,8 @@ CPU_SETTINGS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
+    # Otherwise it keeps a core busy while the trainer works.
+    "sleep_on_idle": True,
     "max_total_tokens": 65536,
     "max_running_requests": 256,
 }
@@ -52,6 +53,8 @@ GPU_SETTINGS: dict[str, Any] = {"device": "cuda", "mem_fraction_static": 0.3}
 
 # SGLang ends a response up to two tokens short of its context, and refuses prompts within six: this much is added.
 CONTEXT_MARGIN = 8
+
+IDLE_TIMEOUT = 60.0
 
 # The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
 HIDDEN_FROM_ENGINE = {
@@ -70,30 +73,45 @@ HIDDEN_FROM_ENGINE = {
 }
 
 INSTALL_HINT = (
-    "--rollout-engine sglang needs sglang, which is not installed: examples/run_sglang.sh makes an environment with it "
-    "(on a CPU from requirements/sglang-cpu.txt and sglang-cpu-nodeps.txt)"
+    "the engine sglang needs sglang, which is not installed: examples/run_sglang.sh and "
+    "examples/true_on_policy_sglang.sh make an environment with it (on a CPU from requirements/sglang-cpu.txt and "
+    "sglang-cpu-nodeps.txt)"
 )
 
 
 class SGLangEngine(RolloutEngine):
-    """A bfloat16 ``sglang.Engine`` that takes and returns token ids, without a tokenizer.
+    """A ``sglang.Engine`` that takes and returns token ids, without a tokenizer.
 
     Args:
         hf_config: Configuration of the model; its ``eos_token_id``, if any, ends a response.
         seed: Seed of the engine's sampler.
         workdir: Directory for the checkpoint and the engine's log, made if missing.
+        dtype: Of weights and activations.
+        max_batch_tokens: What a forward takes of prompts; longer ones are cut into chunks. None: SGLang decides.
+        run_scheduler: What runs in the engine's scheduler process, instead of SGLang's ``run_scheduler_process`` and
+            with its arguments. It must be importable under its name by a process without the trainer's modules.
 
     Raises:
         ModuleNotFoundError: sglang is not installed.
         RuntimeError: The engine did not start; the message ends with its log.
     """
 
-    def __init__(self, *, hf_config: PretrainedConfig, seed: int, workdir: Path) -> None:
+    def __init__(
+        self,
+        *,
+        hf_config: PretrainedConfig,
+        seed: int,
+        workdir: Path,
+        dtype: torch.dtype = torch.bfloat16,
+        max_batch_tokens: int | None = None,
+        run_scheduler: Callable[..., None] | None = None,
+    ) -> None:
         if importlib.util.find_spec("sglang") is None:
             raise ModuleNotFoundError(INSTALL_HINT)
         self._workdir = Path(workdir).resolve()
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._log = self._workdir / "sglang.log"
+        self._dtype = dtype
         self._tied = bool(hf_config.tie_word_embeddings)
         self._context_length: int = hf_config.max_position_embeddings
         self._vocab_size: int = hf_config.vocab_size
@@ -121,7 +139,13 @@ class SGLangEngine(RolloutEngine):
         self._stop = weakref.finalize(self, _stop_worker, self._process, ours, sockets)
         try:
             self._shapes: dict[str, tuple[int, ...]] = self._call(
-                "start", config=str(self._config_dir), checkpoint=str(self._workdir / "weights-initial"), seed=seed
+                "start",
+                config=str(self._config_dir),
+                checkpoint=str(self._workdir / "weights-initial"),
+                seed=seed,
+                dtype=dtype,
+                max_batch_tokens=max_batch_tokens,
+                run_scheduler=run_scheduler,
             )
         except BaseException:
             self.close()
@@ -174,7 +198,7 @@ class SGLangEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Load weights, cast to bf16, and compare every tensor that the engine then holds with them.
+        """Load weights, cast to the engine's dtype, and compare every tensor that it then holds with them.
 
         SGLang's reload skips names that it does not know and reports success, so its word proves nothing.
 
@@ -188,7 +212,7 @@ class SGLangEngine(RolloutEngine):
         """
         self._check_names_and_shapes(state_dict)
         weights = {
-            name: tensor.detach().to("cpu", DTYPE).contiguous()
+            name: tensor.detach().to("cpu", self._dtype).contiguous()
             for name, tensor in state_dict.items()
             if not (self._tied and name == "lm_head.weight")
         }
@@ -203,6 +227,18 @@ class SGLangEngine(RolloutEngine):
         for other in set(self._workdir.glob("weights-*")) - {checkpoint}:
             shutil.rmtree(other)
         self._version = version
+
+    def flush_cache(self) -> None:
+        """Forget the keys and values of earlier prompts."""
+        self._call("flush_cache")
+
+    def call_scheduler(self, method: str, **arguments: Any) -> None:
+        """Call a method of the engine's scheduler, see ``run_scheduler``.
+
+        Raises:
+            RuntimeError: It failed, which ends the engine.
+        """
+        self._call("call_scheduler", method=method, arguments=arguments)
 
     def close(self) -> None:
         """Stop the engine and every process that it started; a second call does nothing."""
@@ -373,7 +409,16 @@ class _Worker:
     def __init__(self) -> None:
         self.engine: Any = None
 
-    def start(self, *, config: str, checkpoint: str, seed: int) -> dict[str, tuple[int, ...]]:
+    def start(
+        self,
+        *,
+        config: str,
+        checkpoint: str,
+        seed: int,
+        dtype: torch.dtype,
+        max_batch_tokens: int | None,
+        run_scheduler: Callable[..., None] | None,
+    ) -> dict[str, tuple[int, ...]]:
         """Start the engine on random weights; return the name and shape of every tensor of the model."""
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
@@ -383,21 +428,24 @@ class _Worker:
         # Otherwise a context above the configuration's is refused; positions stay within it.
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=DTYPE)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
         model.save_pretrained(checkpoint)
         # Its sampling defaults are for users who set none.
         (Path(checkpoint) / "generation_config.json").unlink(missing_ok=True)
-        self.engine = sglang.Engine(
+        if run_scheduler is not None:
+            Engine.run_scheduler_process_func = staticmethod(run_scheduler)
+        self.engine = Engine(
             model_path=checkpoint,
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=str(dtype).removeprefix("torch."),
             context_length=model.config.max_position_embeddings + CONTEXT_MARGIN,
             sampling_backend="pytorch",
             grammar_backend="none",
+            chunked_prefill_size=max_batch_tokens,
             random_seed=seed,
             log_level="warning",
             **(GPU_SETTINGS if on_gpu else CPU_SETTINGS),
@@ -422,6 +470,7 @@ class _Worker:
         """Reload the weights and write what the engine holds afterwards to ``held_path``."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
+        self.flush_cache()
         # ``Engine.update_weights_from_disk`` does not take the version; this is what it calls.
         request = UpdateWeightFromDiskReqInput(model_path=checkpoint, weight_version=version)
         success, message, *_ = self.engine.loop.run_until_complete(
@@ -431,6 +480,17 @@ class _Worker:
             raise RuntimeError(f"SGLang could not load {checkpoint}: {message}")
         path = Path(held_path)
         self.engine.save_sharded_model(path=str(path.parent), pattern=path.name, max_size=None)
+
+    def call_scheduler(self, *, method: str, arguments: dict[str, Any]) -> None:
+        """Call a method of the scheduler with plain arguments."""
+        self.engine.collective_rpc(method, **arguments)
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes, once the scheduler, whose last response is here, has cleared up after it."""
+        request = self.engine.tokenizer_manager.flush_cache(timeout_s=IDLE_TIMEOUT)
+        flushed = self.engine.loop.run_until_complete(request)
+        if not flushed.success:
+            raise RuntimeError(f"SGLang is not idle after {IDLE_TIMEOUT} seconds: {flushed.message}")
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""

@@ -18,15 +18,20 @@ from mis_ext.onpolicy.comparison import compare
 
 from .engines import ContinuousBatching, Engine, StaticContext
 from .pieces import Pieces
+from .sglang_arm import SGLang
 from .trainer import Sample, Trainer
 
-EngineName = Literal["transformers", "megatron"]
-ENGINES: tuple[EngineName, ...] = ("transformers", "megatron")
-PIECES = {"transformers": ContinuousBatching.pieces, "megatron": StaticContext.pieces}
+EngineName = Literal["transformers", "megatron", "sglang"]
+PIECES: dict[EngineName, Pieces] = {
+    "transformers": ContinuousBatching.pieces,
+    "megatron": StaticContext.pieces,
+    "sglang": SGLang.pieces,
+}
 
 SEED = 5
 LEARNING_RATE = 1e-4
-RECORDED_TOKENS = 6
+# Enough for one whose log-prob two formulas round differently: about every seventh.
+RECORDED_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +62,8 @@ _SMALL = {"hidden_size": 256, "ffn_hidden_size": 768, "num_heads": 8, "num_kv_he
 WORKLOADS = {
     "short": Workload(
         shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
-        prompt_lengths=(5, 17, 33, 33, 130, 130),
-        max_new_tokens=16,
+        prompt_lengths=(5, 33, 33, 90),
+        max_new_tokens=12,
         max_batch_tokens=64,
     ),
     "cpu": Workload(
@@ -121,12 +126,11 @@ class Experiment:
         shape, pieces, dtype = workload.shape, setting.pieces, setting.dtype
         self._trainer = Trainer(shape, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
         self._engine: Engine
-        if setting.engine == "transformers":
-            self._engine = ContinuousBatching(
-                shape, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens
-            )
-        else:
+        if setting.engine == "megatron":
             self._engine = StaticContext(shape, pieces, dtype=dtype, device=device, seed=SEED)
+        else:
+            engine = SGLang if setting.engine == "sglang" else ContinuousBatching
+            self._engine = engine(shape, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens)
         self._samples: list[Sample] = []
 
     def __enter__(self) -> Experiment:

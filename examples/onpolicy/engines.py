@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mis_ext.onpolicy.name_map import Parts
 from mis_ext.onpolicy.recorder import Recorder, record
+from mis_ext.onpolicy.recording import Recording
 from mis_ext.onpolicy.rows import Rows
 
 from .names import TRAINER_MODULES, TRANSFORMERS_MODULES, to_transformers
@@ -30,6 +31,14 @@ from .pieces import (
     sampled_log_probs,
 )
 from .trainer import Trainer
+
+
+class Recorded(Protocol):
+    """What was recorded, here or in another process."""
+
+    def recording(self) -> Recording:
+        """What was recorded, complete when recording is over."""
+        ...
 
 
 class Engine(Protocol):
@@ -52,7 +61,7 @@ class Engine(Protocol):
         """Sample one response to each prompt, at temperature 1 from the whole distribution."""
         ...
 
-    def record(self) -> AbstractContextManager[Recorder]:
+    def record(self) -> AbstractContextManager[Recorded]:
         """Record the modules that have a counterpart while the response to a single prompt, sequence 0, is sampled."""
         ...
 
@@ -78,6 +87,8 @@ class ContinuousBatching:
             attention=engine_attention(pieces),
             max_batch_tokens=max_batch_tokens,
         )
+        if Piece.NORM in pieces:
+            align_norms(self.model)
         if Piece.ROPE not in pieces:
             cast_rotary_frequencies(self.model, dtype)
         self.names = to_transformers(shape, dtype)

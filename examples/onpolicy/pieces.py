@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, rms_norm
 
 PAGED_ATTENTION = "paged|fixed_block"
 
@@ -35,22 +35,16 @@ ALL: Pieces = frozenset(Piece)
 NONE: Pieces = frozenset()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in the rounding order of transformers: to the input's dtype before the weight, not after."""
-    normalized = x.float()
-    normalized = normalized * torch.rsqrt(normalized.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normalized.to(x.dtype)
-
-
 def align_norms(model: nn.Module) -> None:
-    """Give every ``torch.nn.RMSNorm`` of a model the rounding order of transformers."""
-
-    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
+    """Give every RMSNorm of a model, Megatron-Core's or transformers', the same function."""
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.forward = types.MethodType(forward, module)
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_norm_forward, module)
+
+
+def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+    eps = self.eps if isinstance(self, nn.RMSNorm) else self.variance_epsilon
+    return rms_norm(x, self.weight, eps)
 
 
 class FixedBlockAttention(MegatronModule):

@@ -1,0 +1,139 @@
+"""SGLang's real engine in the demonstration, on the CPU: its own scheduler, radix cache and sampler."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from grpo.engine import Completion
+from grpo.model import ModelShape, hf_config
+from grpo.sglang_engine import SGLangEngine
+from torch import Tensor
+
+from mis_ext.onpolicy.name_map import Parts
+from mis_ext.onpolicy.recording import Recording
+
+from .pieces import Piece, Pieces
+from .sglang_scheduler import LOGITS, run_scheduler
+from .trainer import Trainer
+
+
+class SGLang:
+    """``sglang.Engine`` in a process of its own, whose scheduler, in another one, runs an aligned model."""
+
+    # Its rotary embedding and its log-probs are those of transformers.
+    pieces = frozenset(Piece) - {Piece.ROPE}
+    # The trainer has angles, SGLang rotated queries and keys; SGLang normalises all heads of all tokens as one list of
+    # rows, and its other norms return the residual too.
+    unpaired = ("rotary_pos_emb", "*.q_layernorm", "*.k_layernorm", "model.layers.*_layernorm", "model.norm")
+
+    def __init__(
+        self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int
+    ) -> None:
+        self.names = to_sglang(shape)
+        self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens)
+        # What the cache holds was computed otherwise.
+        self._engine.flush_cache()
+        self._engine.call_scheduler(
+            "align",
+            norms=Piece.NORM in pieces,
+            attention=Piece.ENGINE_ATTENTION in pieces,
+            products=Piece.PRODUCTS in pieces,
+        )
+
+    def update_weights(self, trainer: Trainer, *, version: int) -> None:
+        """See :class:`Engine`."""
+        self._engine.update_weights(trainer.export_weights(), version=version)
+
+    def generate(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[Completion]:
+        """See :class:`Engine`."""
+        return self._engine.generate([*prompts], max_new_tokens=max_new_tokens, temperature=1.0)
+
+    @contextmanager
+    def record(self) -> Iterator[SavedRecording]:
+        """See :class:`Engine`."""
+        path = Path(self._directory.name) / "recording.pt"
+        self._engine.call_scheduler("start_recording")
+        yield SavedRecording(path)
+        self._engine.call_scheduler("save_recording", path=str(path))
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        # The next experiment takes the engine over.
+
+
+class _Running(NamedTuple):
+    directory: tempfile.TemporaryDirectory[str]
+    engine: SGLangEngine
+
+
+_running: dict[Hashable, _Running] = {}
+
+
+def _engine_for(shape: ModelShape, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> _Running:
+    """The running engine, which the experiment before may have started: a start takes longer than an experiment."""
+    key = (shape, dtype, seed, max_batch_tokens)
+    if key not in _running:
+        stop_engine()
+        directory = tempfile.TemporaryDirectory(prefix="sglang-on-policy-")
+        engine = SGLangEngine(
+            hf_config=hf_config(shape),
+            seed=seed,
+            workdir=Path(directory.name),
+            dtype=dtype,
+            max_batch_tokens=max_batch_tokens,
+            run_scheduler=run_scheduler,
+        )
+        _running[key] = _Running(directory, engine)
+    return _running[key]
+
+
+def stop_engine() -> None:
+    """Stop the engine that the last experiment left, if any; the end of the interpreter does too."""
+    for directory, engine in _running.values():
+        engine.close()
+        directory.cleanup()
+    _running.clear()
+
+
+class SavedRecording(NamedTuple):
+    """A recording that another process writes."""
+
+    path: Path
+
+    def recording(self) -> Recording:
+        """What was recorded."""
+        return Recording.load(self.path)
+
+
+def to_sglang(shape: ModelShape) -> Mapping[str, str | Parts]:
+    """From Megatron-Core's module names to SGLang's, which orders its fused projection by kind and not by head."""
+    queries = shape.num_heads // shape.num_kv_heads
+
+    def qkv(rows: Tensor) -> dict[str, Tensor]:
+        groups = rows.view(len(rows), shape.num_kv_heads, queries + 2, shape.head_dim)
+        parts = [part.flatten(1) for part in groups.split([queries, 1, 1], dim=2)]
+        return {"model.layers.{layer}.self_attn.qkv_proj": torch.cat(parts, dim=1)}
+
+    def logits(rows: Tensor) -> dict[str, Tensor]:
+        # SGLang's are in float32, whatever the dtype of the product.
+        return {LOGITS: rows.float()}
+
+    return {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.layers.{layer}.input_layernorm": "model.layers.{layer}.input_layernorm",
+        "decoder.layers.{layer}.self_attention": "model.layers.{layer}.self_attn",
+        "decoder.layers.{layer}.self_attention.linear_qkv": qkv,
+        "decoder.layers.{layer}.self_attention.linear_proj": "model.layers.{layer}.self_attn.o_proj",
+        "decoder.layers.{layer}.pre_mlp_layernorm": "model.layers.{layer}.post_attention_layernorm",
+        "decoder.layers.{layer}.mlp": "model.layers.{layer}.mlp",
+        "decoder.layers.{layer}.mlp.linear_fc1": "model.layers.{layer}.mlp.gate_up_proj",
+        "decoder.layers.{layer}.mlp.linear_fc2": "model.layers.{layer}.mlp.down_proj",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": logits,
+        "": logits,
+    }
