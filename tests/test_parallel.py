@@ -254,13 +254,14 @@ class Worker:
         return failures
 
     def run_thd(self) -> list[str]:
-        # Every setting in one of the two topologies of four ranks.
-        cases = grid()[self.dp_size - 1 :: 2] if dist.get_world_size() == 4 else grid()[::4]
-        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::5], "broken")
+        # Every setting in one of the four topologies.
+        topology = (self.cp_size, self.dp_size)
+        cases = grid()[[*TOPOLOGIES.values()].index(topology) :: len(TOPOLOGIES)]
+        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::7], "broken")
         return failures + self.compare_hook(grid()[::9], "single tokens") + self.compare_hook(grid()[::9], "all masked")
 
     def run_bshd(self) -> list[str]:
-        return self.compare_hook(grid()[::5], "plain", max_seq_lens=True, qkv_format="bshd")
+        return self.compare_hook(grid()[::9], "plain", max_seq_lens=True, qkv_format="bshd")
 
     def run_contiguous(self) -> list[str]:
         failures: list[str] = []
@@ -278,7 +279,7 @@ class Worker:
                     partition=partition,
                     device=torch.device("cpu"),
                 )
-                for keys, _ in grid()[::7]:
+                for keys, _ in grid()[::15]:
                     expected = correct(calls, keys)[self.dp_rank]
                     correction = mis_ext.compute_correction(
                         proximal_logprobs_T=torch.cat(self.local(samples.train, totals, partition=partition)),
@@ -301,7 +302,7 @@ class Worker:
     def run_collectives(self) -> list[str]:
         failures: list[str] = []
         metrics_only = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
-        for keys in [metrics_only, *(keys for keys, _ in grid()[::7])]:
+        for keys in [metrics_only, *(keys for keys, _ in grid()[::11])]:
             args = args_of(keys)
             seen = []
             for lengths in [[8, 8, 8], [800, 8, 8], [8, 8, 8], [1] * 40]:
@@ -428,8 +429,8 @@ class Worker:
         return failures
 
     def run_megatron(self) -> list[str]:
-        return self.compare_hook(grid()[::4], "plain", miles=False) + self.compare_hook(
-            grid()[::7], "broken", miles=False
+        return self.compare_hook(grid()[::9], "plain", miles=False) + self.compare_hook(
+            grid()[::13], "broken", miles=False
         )
 
     def run_rollout_scope(self) -> list[str]:

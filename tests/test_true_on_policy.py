@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 # Their first divergence, with this piece left out; where rounding hides it, no token differs and nobody is to blame.
 ATTENTION = "decoder.layers.0.self_attention"
