@@ -18,4 +18,4 @@ mypy
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file at a time per process: some files start processes of their own, once for all their tests.
-python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
