@@ -38,11 +38,11 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--engines", nargs="+", choices=PIECES, default=["transformers", "megatron"])
+    parser.add_argument("--engines", nargs="+", choices=PIECES, default=["transformers"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
-    parser.add_argument("--timing-repeats", type=int, default=5, help="0: measure no costs")
+    parser.add_argument("--timing-repeats", type=int, default=3, help="0: measure no costs")
     parser.add_argument("--ablation", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/true_on_policy"))
     args = parser.parse_args()

@@ -8,4 +8,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/sglang_environment.sh
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$venv/bin/python" examples/true_on_policy.py --engines sglang --size short --timing-repeats 0 "$@"
+exec "$venv/bin/python" examples/true_on_policy.py --engines sglang --timing-repeats 0 "$@"
