@@ -42,7 +42,7 @@ from mis_ext.hosts.slime import prepare_rollout
 pytestmark = pytest.mark.distributed
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
-INTERPRETED_TOPOLOGIES = ["CP 2", "CP 2 x DP 2"]
+INTERPRETED_TOPOLOGIES = ["CP 2 x DP 2"]
 SECTIONS = [
     "thd",
     "bshd",
