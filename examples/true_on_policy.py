@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,8 +26,17 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from grpo.distributed import Ranks  # noqa: E402
 from grpo.sglang_engine import INSTALL_HINT  # noqa: E402
-from onpolicy.demonstration import PIECES, WORKLOADS, EngineName, Experiment, Setting, Step, Workload  # noqa: E402
-from onpolicy.pieces import ALL, NONE, Piece  # noqa: E402
+from onpolicy.demonstration import (  # noqa: E402
+    PIECES,
+    WORKLOADS,
+    EngineName,
+    Experiment,
+    Setting,
+    Step,
+    Workload,
+    training_seconds,
+)
+from onpolicy.pieces import ALL, NONE, TRAINER_PIECES  # noqa: E402
 from onpolicy.report import ResultsFile, plot, print_tables  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
@@ -69,7 +79,7 @@ def main() -> int:
         with Progress(console=console, transient=True) as progress:
             cells = [(engine, dtype) for engine in args.engines for dtype in args.dtypes]
             total = sum(3 + len(PIECES[engine]) * args.ablation for engine, _ in cells)
-            total += len(args.dtypes) * (2 + len(Piece)) * bool(args.timing_repeats)
+            total += len(args.dtypes) * (2 + len(TRAINER_PIECES)) * bool(args.timing_repeats)
             task = progress.add_task("comparing", total=total)
             for engine, dtype in cells:
                 for _ in compare(engine, dtype, args, workload, ranks.device, results):
@@ -115,13 +125,13 @@ def compare(engine: EngineName, dtype: str, args, workload: Workload, device: to
 
 
 def measure_costs(dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
-    """Forward and backward of the trainer with nothing, one piece and everything aligned, on the same rollout."""
+    """Forward and backward of the trainer with nothing, one of its pieces and everything aligned."""
+    seconds_of = partial(
+        training_seconds, workload=workload, dtype=DTYPES[dtype], device=device, repeats=args.timing_repeats
+    )
     off = None
-    for aligned, pieces in (("nothing", NONE), *((piece.value, {piece}) for piece in Piece), ("all", ALL)):
-        setting = Setting(engine="transformers", dtype=DTYPES[dtype], pieces=frozenset(pieces))
-        with Experiment(setting, workload, device) as running:
-            _ = [*running.steps(0)]
-            seconds = running.time_training(args.timing_repeats)
+    for aligned, pieces in (("nothing", NONE), *((piece.value, {piece}) for piece in TRAINER_PIECES), ("all", ALL)):
+        seconds = seconds_of(frozenset(pieces))
         off = off or seconds
         results.add(kind="cost", dtype=dtype, aligned=aligned, seconds=seconds, ratio=seconds / off)
         yield

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_ext.onpolicy.batch_invariant import (
     attention,
@@ -320,6 +321,13 @@ def test_rms_norm_rounds_before_the_weight(dtype):
         assert (output == expected.to(dtype)).float().mean() > 0.99 > (late == expected.to(dtype)).float().mean()
     output.sum().backward()
     assert x.grad.isfinite().all()
+
+
+def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels():
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=torch.float64, device="cuda")
+    with pytest.raises(NotImplementedError, match="float64 on cuda: take float32"), batch_invariant_mode():
+        x @ x
 
 
 def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():

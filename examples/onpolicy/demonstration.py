@@ -83,7 +83,7 @@ WORKLOADS = {
             vocab_size=32768,
             max_length=2048,
         ),
-        prompt_lengths=(5, 17, 33, 64, 100, 200, 300, 700) * 4,
+        prompt_lengths=(5, 100, 300, 700) * 8,
         max_new_tokens=128,
         max_batch_tokens=2048,
     ),
@@ -151,9 +151,9 @@ class Experiment:
             if version != forgotten_sync:
                 self._engine.update_weights(self._trainer, version=version)
                 engine_version = version
-            started = self._now()
+            started = _now()
             completions = self._engine.generate(self._workload.prompts, max_new_tokens=self._workload.max_new_tokens)
-            generate_seconds = self._now() - started
+            generate_seconds = _now() - started
             self._samples = [
                 Sample(prompt=prompt, response=completion.token_ids)
                 for prompt, completion in zip(self._workload.prompts, completions, strict=True)
@@ -169,17 +169,8 @@ class Experiment:
             )
             yield Step(report=report, generate_seconds=generate_seconds)
             if version < count:
-                self._trainer.backward(self._samples, self._rewards())
+                self._trainer.backward(self._samples, _rewards(self._samples, self._workload))
                 self._trainer.step()
-
-    def time_training(self, repeats: int) -> float:
-        """Seconds of a forward and backward over the last rollout, the median of ``repeats``; gradients add up."""
-        seconds = []
-        for _ in range(repeats):
-            started = self._now()
-            self._trainer.backward(self._samples, self._rewards())
-            seconds.append(self._now() - started)
-        return statistics.median(seconds)
 
     def culprit(self) -> str:
         """Who is to blame for the first difference at equal weights: a module, the log-prob formula, or nobody."""
@@ -207,12 +198,31 @@ class Experiment:
         equal = torch.equal(scored.cpu(), torch.tensor(completion.log_probs))
         return "nobody" if equal else "logits equal, log-probs differ"
 
-    def _rewards(self) -> list[float]:
-        """Mean token ids, of the vocabulary: never all alike, which would leave the weights as they are."""
-        size = self._workload.shape.vocab_size
-        return [sum(sample.response) / len(sample.response) / size for sample in self._samples]
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def training_seconds(
+    pieces: Pieces, workload: Workload, *, dtype: torch.dtype, device: torch.device, repeats: int
+) -> float:
+    """Seconds of a trainer's forward and backward over random responses, the median after one that warms up."""
+    trainer = Trainer(workload.shape, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+    random, size = Random(SEED), workload.shape.vocab_size
+    samples = [
+        Sample(prompt=prompt, response=[random.randrange(size) for _ in range(workload.max_new_tokens)])
+        for prompt in workload.prompts
+    ]
+    seconds = []
+    for _ in range(repeats + 1):
+        started = _now()
+        trainer.backward(samples, _rewards(samples, workload))
+        seconds.append(_now() - started)
+    return statistics.median(seconds[1:])
+
+
+def _rewards(samples: list[Sample], workload: Workload) -> list[float]:
+    """Mean token ids, of the vocabulary: never all alike, which would leave the weights as they are."""
+    return [sum(sample.response) / len(sample.response) / workload.shape.vocab_size for sample in samples]
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -91,7 +91,7 @@ class ContinuousBatching:
             align_norms(self.model)
         if Piece.ROPE not in pieces:
             cast_rotary_frequencies(self.model, dtype)
-        self.names = to_transformers(shape, dtype)
+        self.names = to_transformers(shape, dtype, self.model.device)
         self._stack = ExitStack()
         self._stack.enter_context(products(pieces, self.model))
 

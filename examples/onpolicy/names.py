@@ -42,8 +42,8 @@ TRANSFORMERS_MODULES = (
 )
 
 
-def to_transformers(shape: ModelShape, dtype: torch.dtype) -> Mapping[str, str | Parts]:
-    """From Megatron-Core's module names to transformers'; fused projections are taken apart."""
+def to_transformers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Mapping[str, str | Parts]:
+    """From Megatron-Core's module names to transformers' on ``device``; fused projections are taken apart."""
     queries = shape.num_heads // shape.num_kv_heads
 
     def qkv(rows: Tensor) -> dict[str, Tensor]:
@@ -56,8 +56,8 @@ def to_transformers(shape: ModelShape, dtype: torch.dtype) -> Mapping[str, str |
         return {"model.layers.{layer}.mlp.gate_proj": gate, "model.layers.{layer}.mlp.up_proj": up}
 
     def rotary(rows: Tensor) -> dict[str, Tensor]:
-        # Angles; transformers has their cosines here.
-        return {"model.rotary_emb": rows.cos().to(dtype)}
+        # Angles; transformers has their cosines here, as its device rounds them.
+        return {"model.rotary_emb": rows.to(device).cos().to(dtype).cpu()}
 
     return {
         "embedding.word_embeddings": "model.embed_tokens",

@@ -33,6 +33,8 @@ class Piece(str, Enum):
 Pieces = frozenset[Piece]
 ALL: Pieces = frozenset(Piece)
 NONE: Pieces = frozenset()
+TRAINER_PIECES = (Piece.NORM, Piece.TRAINER_ATTENTION, Piece.PRODUCTS, Piece.FORMULA)
+"""What changes the trainer's own work."""
 
 
 def align_norms(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from mis_ext.backend import triton_obstacle
@@ -65,6 +66,18 @@ def of(x: Tensor) -> Kernels:
     from mis_ext.onpolicy.batch_invariant import cuda
 
     return cuda
+
+
+def check_dtype(x: Tensor) -> None:
+    """Refuse float64 on CUDA, for which there are no kernels.
+
+    Raises:
+        NotImplementedError: So it is. ``a @ b`` would take a TypeError for a refusal of the operand.
+    """
+    if x.is_cuda and x.dtype == torch.float64:
+        raise NotImplementedError(
+            "no batch-invariant execution of float64 on cuda: take float32, bfloat16 or float16, or leave the mode"
+        )
 
 
 def check_device_type(device_type: str) -> None:

@@ -131,6 +131,7 @@ class _OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         override = _OVERRIDES.get(func)
         if override is not None and args[0].is_floating_point():
+            kernels.check_dtype(args[0])
             return override(func, *args, **kwargs)
         if func in REFUSED:
             raise NotImplementedError(f"{func} has no batch-invariant form here")

@@ -13,9 +13,17 @@ from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
     query_gradient_kernel,
 )
 from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import BLOCK_N, forward_kernel
-from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP, check_products, check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_inputs import (
+    FLOAT32_PRODUCTS,
+    IS_HIP,
+    check_products,
+    check_tensors,
+    launching_on,
+)
 
 MAX_HEAD_DIM = 256
+# Heads above this need other tiles to fit.
+_WIDE = 128
 
 
 class Tile(NamedTuple):
@@ -27,22 +35,23 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of the three kernels."""
+    """Tiles of the forward kernel and of both gradients'."""
 
     forward: Tile
-    query_gradient: Tile
-    key_gradient: Tile
+    gradient: Tile
 
 
 def tiles_of(dtype: torch.dtype, head_dim: int) -> Tiles:
     """The tiles for a dtype and a head dimension; nothing else may choose them."""
+    is_wide = head_dim > _WIDE
     if dtype == torch.float32:
-        # Without matrix units both operands of a product pass through registers, which are the limit.
-        return Tiles(Tile(32, 8, 1), Tile(16, 8, 1), Tile(16, 8, 1))
-    num_stages = 1 if IS_HIP else 2
-    if head_dim > 128:
-        return Tiles(Tile(64, 8, num_stages), Tile(64, 8, 1), Tile(64, 8, 1))
-    return Tiles(Tile(128, 8, num_stages), Tile(64, 8, num_stages), Tile(64, 8, num_stages))
+        # Both operands of a product pass through registers, which are the limit.
+        forward, gradient = (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(128, 8, 1), Tile(32, 4, 1))
+    elif IS_HIP:
+        forward, gradient = Tile(64, 8, 1), Tile(64, 8, 1)
+    else:
+        forward, gradient = (Tile(64, 8, 2), Tile(64, 8, 1)) if is_wide else (Tile(64, 4, 3), Tile(64, 4, 2))
+    return Tiles(forward, gradient)
 
 
 def attention_forward(
@@ -148,11 +157,9 @@ def attention_backward(
     grad_query, grad_key, grad_value = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
-    tiles = tiles_of(query.dtype, query.shape[2])
-    tile = tiles.query_gradient
+    tile = tiles_of(query.dtype, query.shape[2]).gradient
     gradients = output, lse, grad_output, delta, grad_query
     call.launch(query_gradient_kernel, tile, max_seqlen_q, tile.BLOCK_M, query.shape[1], *gradients)
-    tile = tiles.key_gradient
     gradients = lse, grad_output, delta, grad_key, grad_value
     call.launch(key_gradient_kernel, tile, max_seqlen_k, BLOCK_N.value, key.shape[1], *gradients)
     return grad_query, grad_key, grad_value
@@ -195,6 +202,8 @@ class _Call(NamedTuple):
             "HEAD_DIM": query.shape[2],
             "IS_CAUSAL": is_causal,
             "HAS_MASK": mask is not None,
+            # The parts of three products of TF32 would not fit into shared memory.
+            "PRECISION": "ieee" if query.shape[2] > _WIDE else FLOAT32_PRODUCTS,
             "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
         }
         cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())

@@ -43,6 +43,7 @@ def query_gradient_kernel(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -81,11 +82,11 @@ def query_gradient_kernel(
         k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
         v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
         allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_2
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_2
         weight = tl.where(allowed, tl.exp2(score - log_total[:, None]), 0.0)
-        weight_slope = tl.dot(slope, tl.trans(v), input_precision="ieee")
+        weight_slope = tl.dot(slope, tl.trans(v), input_precision=PRECISION)
         score_slope = weight * (weight_slope - shift[:, None])
-        gradient = tl.dot(score_slope.to(k.dtype), k, gradient, input_precision="ieee")
+        gradient = tl.dot(score_slope.to(k.dtype), k, gradient, input_precision=PRECISION)
     store_rows(
         grad_query + head * head_dim, gradient * scale, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM
     )
@@ -121,6 +122,7 @@ def key_gradient_kernel(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -175,12 +177,12 @@ def key_gradient_kernel(
                 IS_CAUSAL,
                 HAS_MASK,
             )
-            score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_2
+            score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_2
             weight = tl.where(tl.trans(allowed), tl.exp2(score - log_total[None, :]), 0.0)
-            value_slope = tl.dot(weight.to(slope.dtype), slope, value_slope, input_precision="ieee")
-            weight_slope = tl.dot(v, tl.trans(slope), input_precision="ieee")
+            value_slope = tl.dot(weight.to(slope.dtype), slope, value_slope, input_precision=PRECISION)
+            weight_slope = tl.dot(v, tl.trans(slope), input_precision=PRECISION)
             score_slope = weight * (weight_slope - shift[None, :])
-            key_slope = tl.dot(score_slope.to(q.dtype), q, key_slope, input_precision="ieee")
+            key_slope = tl.dot(score_slope.to(q.dtype), q, key_slope, input_precision=PRECISION)
     out_stride = num_groups * head_dim
     group_offset = group * head_dim
     store_rows(grad_key + group_offset, key_slope * scale, first_key, keys, num_keys, out_stride, BLOCK_D, HEAD_DIM)

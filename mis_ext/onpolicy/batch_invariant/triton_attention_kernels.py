@@ -89,6 +89,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -121,7 +122,7 @@ def forward_kernel(
     for start in range(0, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_2
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_2
         allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
         score = tl.where(allowed, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
@@ -131,7 +132,7 @@ def forward_kernel(
         decay = tl.exp2(highest - origin)
         total = total * decay + tl.sum(weight, 1)
         v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
-        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision="ieee")
+        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
         highest = higher
 
     is_empty = total == 0.0

@@ -7,7 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP, check_products, check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_inputs import (
+    FLOAT32_PRODUCTS,
+    IS_HIP,
+    check_products,
+    check_tensors,
+    launching_on,
+)
 from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
 
 
@@ -25,7 +31,7 @@ _HALF = _Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_
 _TILES = {
     torch.bfloat16: _HALF,
     torch.float16: _HALF,
-    torch.float32: _Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=16, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3),
+    torch.float32: _Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
 }
 
 
@@ -33,7 +39,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, rounded once from a sum in float32 that runs over K in one order.
 
     No split of K, no choice of tiles by M: the idea of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
-    Machines Lab, 2025. Float32 is multiplied as float32, never as TF32.
+    Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32.
 
     Args:
         a: ``[M, K]``, float32, bfloat16 or float16, any strides.
@@ -102,6 +108,10 @@ def _check(a: Tensor, b: Tensor, *, dim: int) -> None:
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     num_batches, M, K = a.shape
     N = b.shape[2]
+    if K == 1:
+        # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
+        product = (a * b).contiguous()
+        return product if bias is None else product + bias
     tile = _TILES[a.dtype]
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
     num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
@@ -120,6 +130,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
             *b.stride(),
             *((0, 0) if bias is None else bias.stride()),
             HAS_BIAS=bias is not None,
+            PRECISION=FLOAT32_PRODUCTS,
             K_IS_EVEN=K % tile.BLOCK_K == 0,
             **tile._asdict(),
         )

@@ -22,6 +22,7 @@ def matmul_kernel(
     bias_row_stride,
     bias_column_stride,
     HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
     K_IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -58,7 +59,7 @@ def matmul_kernel(
             is_inner = inner < K - start
             a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
             b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
-        total = tl.dot(a_values, b_values, total, input_precision="ieee")
+        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
         a_tile += a_step
         b_tile += b_step
 
