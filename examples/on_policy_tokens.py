@@ -1,0 +1,226 @@
+"""Show that the trainer gets exactly the tokens that SGLang sampled, and scores them by SGLang's definition.
+
+SGLang's HTTP server samples conversations of several turns with a tool in between, on the weights of a Megatron-Core
+model. ``mis_ext.rollout.generate`` makes the samples; some requests are aborted on the way and go on later, some turns
+end at the token limit. Then Megatron-Core scores every sampled token: as it was sampled and after decoding and
+tokenizing again, with the temperature and without. The exit code is 1 if the first of these differs by more than
+float32 rounds, or if the others do not differ.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("LOCAL_RANK", "0")
+# Megatron-Core tells at import which optional kernels are missing.
+warnings.filterwarnings("ignore", module="megatron")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+import torch.distributed as dist  # noqa: E402
+from grpo.distributed import Ranks  # noqa: E402
+from grpo.sglang_engine import INSTALL_HINT  # noqa: E402
+from rich import box  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from tokens.model import Policy  # noqa: E402
+from tokens.sample import Sample, Status, host_args  # noqa: E402
+from tokens.server import call_server, sglang_server  # noqa: E402
+from torch import Tensor, tensor  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+
+from mis_ext.onpolicy.audit import audit_logprobs  # noqa: E402
+from mis_ext.onpolicy.audit_report import AuditReport  # noqa: E402
+from mis_ext.rollout.definition import define_log_probs  # noqa: E402
+from mis_ext.rollout.distribution import Distribution  # noqa: E402
+from mis_ext.rollout.host import generate  # noqa: E402
+from mis_ext.rollout.sampling_parameters import SamplingParameters  # noqa: E402
+from mis_ext.rollout.scoring import trainer_log_probs  # noqa: E402
+
+SAMPLING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": -1,
+    "max_new_tokens": 40,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+}
+WEIGHT_VERSION = "1"
+# Two float32 implementations of one model agree to a few units in the last place of their logits.
+ROUNDING = 1e-4
+NUM_ABORTS = 3
+
+
+class Arm(NamedTuple):
+    """One row of the table."""
+
+    tokens: str
+    definition: str
+    report: AuditReport
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=24)
+    args = parser.parse_args()
+    if args.conversations < 1:
+        parser.error(f"--conversations must be at least 1, got {args.conversations}")
+    if find_spec("sglang") is None:
+        parser.error(INSTALL_HINT)
+    return args
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit code."""
+    args, console = parse_args(), Console()
+    if not console.is_terminal:
+        console.width = 120
+    disable_progress_bar()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Ranks.start(context_parallel_size=1, seed=0)
+    try:
+        policy = Policy()
+        with tempfile.TemporaryDirectory(prefix="on-policy-tokens-") as directory:
+            policy.save(Path(directory))
+            with sglang_server(Path(directory), weight_version=WEIGHT_VERSION) as port:
+                samples = asyncio.run(sample_conversations(port, Path(directory), args.conversations))
+        describe(samples, console)
+        return compare(policy, samples, console)
+    finally:
+        dist.destroy_process_group()
+
+
+async def sample_conversations(port: int, checkpoint: Path, number: int) -> list[Sample]:
+    """Conversations of one to four turns of the model, some of them aborted on the way."""
+    settings = {"environment": "tokens.lookup.step", "max_turns": 8}
+    args = host_args(port, checkpoint, partial_rollout=True, rollout_max_context_len=900, on_policy_tokens=settings)
+    samples = [
+        Sample(
+            index=index,
+            prompt=[{"role": "user", "content": f"What does section {index} of the licence grant?"}],
+            metadata={"num_lookups": index % 4},
+        )
+        for index in range(number)
+    ]
+    aborting = asyncio.create_task(abort_some(port, samples))
+    await asyncio.gather(*(until_finished(args, sample) for sample in samples))
+    aborting.cancel()
+    return samples
+
+
+async def until_finished(args: argparse.Namespace, sample: Sample) -> None:
+    """What a host does: an aborted sample comes back in a later rollout."""
+    while sample.status in (Status.PENDING, Status.ABORTED):
+        await generate(args, sample, SAMPLING)
+
+
+async def abort_some(port: int, samples: list[Sample]) -> None:
+    """Abort everything that runs, until enough requests were hit."""
+    while count(samples)["aborted_requests"] < NUM_ABORTS:
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(call_server, port, "/abort_request", {"abort_all": True})
+
+
+def count(samples: list[Sample]) -> Counter[str]:
+    """What ``generate`` counted, over all samples."""
+    total: Counter[str] = Counter()
+    for sample in samples:
+        total.update(sample.metadata.get("on_policy_tokens", {}))
+    return total
+
+
+def describe(samples: list[Sample], console: Console) -> None:
+    """Print what was sampled."""
+    counts = count(samples)
+    statuses = Counter(sample.status.value for sample in samples)
+    console.print(
+        f"{len(samples)} conversations in {counts['generations']} requests, {counts['aborted_requests']} aborted: "
+        f"{counts['sampled_tokens']} tokens sampled, {counts['sampled_tokens/trained']} trained; "
+        + ", ".join(f"{number} {status}" for status, number in sorted(statuses.items()))
+    )
+    boundaries = {name: number for name, number in counts.items() if name.startswith("boundaries") and number}
+    console.print("between requests: " + ", ".join(f"{name} {number}" for name, number in boundaries.items()))
+
+
+def compare(policy: Policy, samples: list[Sample], console: Console) -> int:
+    """Score the samples in each way, print the table, and return the exit code."""
+    parameters = SamplingParameters.from_request(SAMPLING, server="sglang")
+    definition = define_log_probs(parameters, server="sglang", sampling_backend="pytorch")
+    console.print(*(f"  {line}" for line in definition.explain()), sep="\n")
+    arms = [
+        Arm(tokens, corrected, audit(policy, samples, ids_of, distribution))
+        for tokens, ids_of in (("as sampled", as_sampled), ("decoded, tokenized again", tokenized_again))
+        for corrected, distribution in (("with", definition.returned), ("without", Distribution()))
+    ]
+    table = Table(title="Sampled tokens, Megatron-Core against SGLang", box=box.SIMPLE, title_justify="left")
+    for name in ("tokens", "correction"):
+        table.add_column(name)
+    for name in ("compared", "nonzero", "mean abs diff", "max abs diff"):
+        table.add_column(name, justify="right")
+    for arm in arms:
+        report = arm.report
+        numbers = (f"{report.num_active_tokens}", f"{report.num_nonzero}")
+        table.add_row(arm.tokens, arm.definition, *numbers, f"{report.mean_abs_diff:.1e}", f"{report.max_abs_diff:.1e}")
+    console.print(table)
+    other = [sample.index for sample in samples if tokenized_again(policy, sample) != sample.tokens]
+    console.print(f"{len(other)} of {len(samples)} conversations have other token ids after decoding and tokenizing.")
+    differences = [arm.report.max_abs_diff or 0.0 for arm in arms]
+    return int(differences[0] > ROUNDING or min(differences[1:]) <= ROUNDING)
+
+
+def as_sampled(policy: Policy, sample: Sample) -> list[int]:
+    """The token ids of the sample."""
+    return sample.tokens
+
+
+def tokenized_again(policy: Policy, sample: Sample) -> list[int]:
+    """What an agent that keeps text has in their place."""
+    text = policy.tokenizer.decode(sample.tokens, skip_special_tokens=False)
+    ids: list[int] = policy.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def audit(
+    policy: Policy, samples: list[Sample], ids_of: Callable[[Policy, Sample], list[int]], distribution: Distribution
+) -> AuditReport:
+    """Compare by position, up to the shorter response where there are more ids on one side."""
+    train, rollout, masks = [], [], []
+    for sample in samples:
+        prompt_length = len(sample.tokens) - sample.response_length
+        token_ids = ids_of(policy, sample)
+        scored = score(policy, token_ids, prompt_length, distribution)
+        length = min(len(scored), sample.response_length)
+        train.append(scored[:length])
+        rollout.append(tensor(sample.rollout_log_probs[:length]))
+        masks.append(tensor(sample.loss_mask[:length]))
+    return audit_logprobs(
+        train,
+        rollout,
+        masks=masks,
+        provenance="decode",
+        train_weight_version=WEIGHT_VERSION,
+        rollout_weight_versions=[sample.weight_versions for sample in samples],
+    )
+
+
+def score(policy: Policy, token_ids: list[int], prompt_length: int, distribution: Distribution) -> Tensor:
+    """Megatron-Core's log-probs of a response, ``[T]``."""
+    # The logits at a position score the token after it.
+    logits = policy.logits(token_ids)[prompt_length - 1 : -1]
+    return trainer_log_probs(logits, token_ids[prompt_length:], distribution).log_probs_T
+
+
+if __name__ == "__main__":
+    sys.exit(main())

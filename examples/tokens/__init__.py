@@ -1,0 +1,1 @@
+"""What the demonstration of on-policy tokens consists of."""

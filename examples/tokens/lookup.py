@@ -1,0 +1,19 @@
+"""The environment: a tool that answers every turn of the model, until the conversation is long enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .sample import Sample
+
+
+async def step(sample: Sample, text: str) -> list[dict[str, Any]] | None:
+    """What the tool found for a turn of the model; None once it has answered as often as the sample says."""
+    turns = sample.metadata.setdefault("turns", [])
+    turns.append(text)
+    if len(turns) > sample.metadata["num_lookups"]:
+        return None
+    found = f"{len(text)} characters, {len(text.split())} words; permission is hereby granted"
+    message = {"role": "tool", "content": found}
+    sample.metadata.setdefault("found", []).append(message)
+    return [message]

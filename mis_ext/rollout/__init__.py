@@ -1,0 +1,70 @@
+"""On-policy tokens: from what the inference server returned to what the trainer may use.
+
+Read one response: the ``read_*`` functions. Join the calls of a conversation: :func:`build_samples`. What was done to a
+text: :func:`detect_post_processing`. What a log-prob is of: :func:`define_log_probs`. All of it behind slime and Miles:
+:func:`generate`.
+"""
+
+from mis_ext.rollout.boundary import Boundary, BoundaryAction, BoundaryKind
+from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.built import Built
+from mis_ext.rollout.definition import LogProbDefinition, define_log_probs
+from mis_ext.rollout.distribution import Distribution, Truncation
+from mis_ext.rollout.errors import (
+    AbortedRequest,
+    BoundaryError,
+    Contradiction,
+    CountMismatch,
+    LogProbError,
+    MalformedResponse,
+    RolloutError,
+    UnprovenTokenIds,
+)
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.host import generate
+from mis_ext.rollout.openai import read_openai_chat, read_openai_completions
+from mis_ext.rollout.policies import Policy
+from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
+from mis_ext.rollout.sampling_parameters import SamplingParameters
+from mis_ext.rollout.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.training_sample import TrainingSample
+from mis_ext.rollout.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
+
+__all__ = [
+    "AbortedRequest",
+    "Boundary",
+    "BoundaryAction",
+    "BoundaryError",
+    "BoundaryKind",
+    "Built",
+    "Contradiction",
+    "CountMismatch",
+    "Distribution",
+    "Generation",
+    "LogProbDefinition",
+    "LogProbError",
+    "MalformedResponse",
+    "Policy",
+    "PostProcessing",
+    "PostProcessingKind",
+    "RolloutError",
+    "SamplingParameters",
+    "TrainingSample",
+    "Truncation",
+    "UnprovenTokenIds",
+    "VocabularyReport",
+    "build_samples",
+    "check_vocabulary",
+    "define_log_probs",
+    "detect_post_processing",
+    "generate",
+    "padded_vocab_size",
+    "read_openai_chat",
+    "read_openai_completions",
+    "read_sglang_chat",
+    "read_sglang_completions",
+    "read_sglang_generate",
+    "read_vllm_chat",
+    "read_vllm_completions",
+]

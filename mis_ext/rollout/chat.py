@@ -1,0 +1,104 @@
+"""Token ids of prompts and observations, such that no token that was sampled is ever tokenized again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.text import Tokenizer
+
+# Stands for an assistant's turn, to find where the template's text after such a turn begins.
+_MARK = "\N{REFERENCE MARK}assistant\N{REFERENCE MARK}"
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A Hugging Face tokenizer with a chat template."""
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
+        """The conversation as the template renders it."""
+        ...
+
+
+@functools.cache
+def load_tokenizer(checkpoint: str, chat_template_path: str | None) -> ChatTokenizer:
+    """The tokenizer of a checkpoint, as the hosts load it; kept for the next call.
+
+    Args:
+        checkpoint: Directory or name, the hosts' ``hf_checkpoint``.
+        chat_template_path: File with a chat template in place of the checkpoint's, Miles' flag of that name.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+    if chat_template_path is not None:
+        tokenizer.chat_template = Path(chat_template_path).read_text()
+    return cast(ChatTokenizer, tokenizer)
+
+
+def template_options(args: Any, sample: Any) -> dict[str, Any]:
+    """What the chat template takes besides messages: the host's ``apply_chat_template_kwargs`` and a sample's tools."""
+    options = dict(getattr(args, "apply_chat_template_kwargs", None) or {})
+    tools = sample.metadata.get("tools")
+    return options if tools is None else {**options, "tools": tools}
+
+
+def encode_prompt(
+    tokenizer: ChatTokenizer, prompt: str | Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of a sample's prompt: a text as it stands, messages through the chat template.
+
+    Args:
+        tokenizer: The model's.
+        prompt: A text, to which the host has applied the template, or messages.
+        template_options: What the chat template takes besides the messages, ``tools`` included.
+    """
+    if not isinstance(prompt, str):
+        prompt = _render(tokenizer, prompt, template_options)
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def observation_text(
+    tokenizer: ChatTokenizer,
+    observation: str | Sequence[Mapping[str, Any]],
+    generation: Generation,
+    template_options: Mapping[str, Any],
+) -> str:
+    """What follows a sampled turn up to where the next one begins.
+
+    Messages are rendered behind an assistant's turn that stands for the sampled one. The end of that turn is left out
+    where the model sampled it itself.
+
+    Args:
+        tokenizer: The model's.
+        observation: What the environment returned; a text is returned as it stands.
+        generation: The sampled turn.
+        template_options: What the chat template takes besides the messages.
+
+    Raises:
+        ValueError: The template does not render the turn that stands for the sampled one.
+    """
+    if isinstance(observation, str):
+        return observation
+    turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *observation]
+    rendered = _render(tokenizer, turns, template_options)
+    _, mark, behind = rendered.partition(_MARK)
+    if not mark:
+        raise ValueError(
+            "the chat template does not render an assistant's content as it stands: let the environment return the "
+            f"text to append, with the template's tokens, in place of messages; it rendered {rendered!r}"
+        )
+    if generation.sampled_ids and generation.stop_match == generation.sampled_ids[-1]:
+        return behind.removeprefix(tokenizer.decode(generation.sampled_ids[-1:], skip_special_tokens=False))
+    return behind
+
+
+def _render(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
+) -> str:
+    rendered = tokenizer.apply_chat_template(
+        messages, **{"add_generation_prompt": True, **template_options, "tokenize": False}
+    )
+    return cast(str, rendered)

@@ -1,0 +1,167 @@
+"""An episode between SGLang and an environment, in token ids: what was sampled is sent back as it was sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mis_ext.rollout.chat import ChatTokenizer, observation_text, template_options
+from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.http import host_of, post_json
+from mis_ext.rollout.settings import Settings
+from mis_ext.rollout.sglang import read_sglang_generate
+
+# With these the router sends an episode to the server that has its prefix cached.
+_STICKY_POLICIES = ("consistent_hashing", "manual")
+
+
+class Turn(NamedTuple):
+    """A turn of the model, sampled in several requests where the server aborted some.
+
+    Attributes:
+        number: Turns of the model before it.
+        num_sampled: Tokens of it so far.
+        text: Its text so far.
+    """
+
+    number: int = 0
+    num_sampled: int = 0
+    text: str = ""
+
+
+class Call(NamedTuple):
+    """One request and what came of it.
+
+    Attributes:
+        generation: What was read from the response; of an aborted request, what was sampled until then.
+        text: The response's text.
+        meta_info: The response's.
+        observation: What the environment said before it, with the template's text around.
+    """
+
+    generation: Generation
+    text: str
+    meta_info: Mapping[str, Any]
+    observation: str
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the server gave the request up."""
+        return _was_aborted({"meta_info": self.meta_info})
+
+
+class Ended(NamedTuple):
+    """An episode that is over, or aborted.
+
+    Attributes:
+        calls: All requests, in order; none if there was no room for a token.
+        turn: The last turn of the model.
+        cut: The context or the limit of turns ended it, and not the model, the server or the environment.
+    """
+
+    calls: list[Call]
+    turn: Turn
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What does not change from turn to turn; see :func:`mis_ext.rollout.generate` for all of it."""
+
+    args: Any
+    sample: Any
+    sampling_params: Mapping[str, Any]
+    settings: Settings
+    tokenizer: ChatTokenizer
+
+    async def run(self, prompt_ids: list[int], turn: Turn) -> Ended:
+        """The episode from a prompt on to its end.
+
+        Args:
+            prompt_ids: Everything before the first request, a part of the model's turn included.
+            turn: The turn that the first request samples.
+        """
+        step = self.settings.load_environment()
+        calls: list[Call] = []
+        known_ids, observation = prompt_ids, ""
+        while True:
+            max_new_tokens = self._room(turn, len(known_ids))
+            if max_new_tokens <= 0:
+                return Ended(calls, turn, cut=True)
+            call = await self._request(known_ids, turn, max_new_tokens, observation)
+            calls.append(call)
+            sampled_ids = call.generation.sampled_ids
+            turn = Turn(turn.number, turn.num_sampled + len(sampled_ids), turn.text + call.text)
+            if call.aborted or call.generation.finish_reason == "length" or step is None:
+                return Ended(calls, turn, cut=False)
+            started = time.monotonic()
+            said = await step(self.sample, turn.text)
+            self.sample.non_generation_time += time.monotonic() - started
+            if said is None:
+                return Ended(calls, turn, cut=False)
+            if turn.number + 1 >= self.settings.max_turns:
+                return Ended(calls, turn, cut=True)
+            turn = Turn(turn.number + 1)
+            options = template_options(self.args, self.sample)
+            observation = observation_text(self.tokenizer, said, call.generation, options)
+            known_ids = known_ids + sampled_ids + self.tokenizer.encode(observation, add_special_tokens=False)
+
+    def _room(self, turn: Turn, num_known: int) -> int:
+        left: int = self.sampling_params["max_new_tokens"] - turn.num_sampled
+        context = getattr(self.args, "rollout_max_context_len", None)
+        return left if context is None else min(left, context - num_known)
+
+    async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: str) -> Call:
+        params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
+        request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+        response = await post_json(
+            f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
+            request,
+            host=host_of(self.sample),
+            max_attempts=self.settings.max_attempts,
+            headers=self._headers(),
+        )
+        request_id = f"sample {self.sample.index}, turn {turn.number}"
+        try:
+            generation = read_sglang_generate(request, response, request_id=request_id)
+        except AbortedRequest:
+            if not _was_aborted(response):
+                raise
+            generation = _read_aborted(request, response, request_id)
+        if generation.text is None:
+            raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
+        return Call(generation, generation.text, response["meta_info"], observation)
+
+    def _headers(self) -> dict[str, str]:
+        policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
+        key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
+        return {"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {}
+
+
+def _was_aborted(response: Mapping[str, Any]) -> bool:
+    """Whether a request that was being sampled, or waited for it, was given up; an error of the server is none."""
+    reason = (response.get("meta_info") or {}).get("finish_reason")
+    return isinstance(reason, Mapping) and reason.get("type") == "abort"
+
+
+def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], request_id: str) -> Generation:
+    """What was sampled until the abort: as good as what is sampled up to a token limit."""
+    meta_info = response["meta_info"]
+    length = len(meta_info.get("output_token_logprobs") or [])
+    if not length:
+        return Generation(
+            request_id=request_id,
+            prompt_ids=request["input_ids"],
+            sampled_ids=[],
+            log_probs=[],
+            finish_reason="length",
+            text="",
+        )
+    params = {**request["sampling_params"], "max_new_tokens": length}
+    cut = {**meta_info, "finish_reason": {"type": "length", "length": length}}
+    return read_sglang_generate(
+        {**request, "sampling_params": params}, {**response, "meta_info": cut}, request_id=request_id
+    )

@@ -1,0 +1,118 @@
+"""Everything that a response says about one generation, held against each other."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mis_ext.rollout.errors import Contradiction, CountMismatch, UnprovenTokenIds
+from mis_ext.rollout.generation import FinishReason, Generation
+from mis_ext.rollout.reading import Field
+
+T = TypeVar("T")
+Places = Sequence[Field | None]
+
+
+def settle(
+    request_id: str,
+    *,
+    sampled_ids: Places,
+    sampled_counts: Places,
+    log_probs: Places,
+    prompt_ids: Places,
+    prompt_counts: Places,
+    finish_reason: FinishReason,
+    stop_matches: Places,
+    text: str | None,
+    ids_advice: str,
+    prompt_advice: str,
+) -> Generation:
+    """The generation on which all places of a response agree; None stands for a place that this response lacks.
+
+    Args:
+        request_id: The request, for errors and for the generation.
+        sampled_ids: Where the sampled ids are.
+        sampled_counts: Where they are counted.
+        log_probs: Where their log-probs are.
+        prompt_ids: Where the prompt's ids are. Lists are compared, entries not checked: a conversation repeats them in
+            every turn.
+        prompt_counts: Where they are counted.
+        finish_reason: Why the generation ended.
+        stop_matches: Where the end token or the stop string is.
+        text: The text of the response.
+        ids_advice: How to get the sampled ids, for the error when no place has them.
+        prompt_advice: The same for the prompt's ids.
+
+    Raises:
+        Contradiction: Two places differ, or the end token is not the last sampled one.
+        CountMismatch: Two places differ in length, or a count is another.
+        LogProbError: A log-prob is missing, not finite or above 0.
+        MalformedResponse: A place has something of another type.
+        UnprovenTokenIds: No place has the sampled ids, or none the prompt's.
+    """
+    ids = agree(sampled_ids, Field.token_ids)
+    if ids is None:
+        raise UnprovenTokenIds(request_id, f"the response has no token ids: {ids_advice}")
+    scores = agree(log_probs, Field.log_probs) or []
+    if len(scores) != len(ids):
+        raise CountMismatch(request_id, f"{len(ids)} sampled ids, but {len(scores)} log-probs")
+    _check_counts(sampled_counts, len(ids), "sampled ids")
+    prompt = agree(prompt_ids, Field.prompt_ids)
+    if prompt is None:
+        raise UnprovenTokenIds(request_id, f"the prompt's token ids are not known: {prompt_advice}")
+    _check_counts(prompt_counts, len(prompt), "ids of the prompt")
+    matches = [match for match in stop_matches if match is not None]
+    for other in matches[1:]:
+        check_same(matches[0], other)
+    match = matches[0].token_or_text() if matches else None
+    if isinstance(match, int) and ids[-1:] != [match]:
+        raise Contradiction(request_id, f"token {match} ended the generation, but it ends with {ids[-1:]}")
+    return Generation(
+        request_id=request_id,
+        prompt_ids=prompt,
+        sampled_ids=ids,
+        log_probs=scores,
+        finish_reason=finish_reason,
+        stop_match=match,
+        text=text,
+    )
+
+
+def agree(places: Places, read: Callable[[Field], list[T]]) -> list[T] | None:
+    """The list that every place holds, as the first of them has it; None without any place.
+
+    Args:
+        places: Where the same list is.
+        read: Checks a place and returns its list.
+
+    Raises:
+        Contradiction: Two places differ in an entry.
+        CountMismatch: Two places differ in length.
+    """
+    fields = [field for field in places if field is not None]
+    if not fields:
+        return None
+    first, values = fields[0], read(fields[0])
+    for other in fields[1:]:
+        others = read(other)
+        if len(others) != len(values):
+            counts = f"{first.path} has {len(values)} entries, {other.path} has {len(others)}"
+            raise CountMismatch(first.request_id, counts)
+        if others != values:
+            position = next(i for i, (a, b) in enumerate(zip(values, others, strict=True)) if a != b)
+            check_same(first.entry(position), other.entry(position))
+    return values
+
+
+def check_same(first: Field, second: Field) -> None:
+    """Raise a ``Contradiction`` unless both fields have the same value."""
+    if first.value != second.value:
+        values = f"{first.path} is {reprlib.repr(first.value)}, {second.path} is {reprlib.repr(second.value)}"
+        raise Contradiction(first.request_id, values)
+
+
+def _check_counts(places: Places, length: int, what: str) -> None:
+    for count in places:
+        if count is not None and count.count() != length:
+            raise CountMismatch(count.request_id, f"{count.path} is {count.value}, but there are {length} {what}")

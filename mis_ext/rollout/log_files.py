@@ -1,0 +1,103 @@
+"""Logs of calls of inference servers: JSON lines, plain or compressed with gzip."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+from mis_ext.rollout.log_lines import LoggedCall, LogLineError, parse_line
+
+_BLOCK = 1 << 20
+
+
+class RolloutLog:
+    """Log files, read one conversation at a time, wherever its calls are.
+
+    Two passes: :meth:`scan` finds the lines of each conversation, :meth:`calls` reads them again. In memory are only
+    the places of the lines and what is being read. A file that cannot be read twice, because it is compressed or a
+    pipe, is copied to a temporary file.
+
+    Args:
+        paths: The files; they stay open until the log is closed.
+
+    Attributes:
+        size: Bytes of all files, those of compressed ones after decompression.
+        problems: The lines that hold no call; none before :meth:`scan`.
+
+    Raises:
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.problems: list[LogLineError] = []
+        self._places: dict[str, list[tuple[_LogFile, int, int]]] = {}
+        with ExitStack() as stack:
+            self._files = [_open(path, stack) for path in paths]
+            self._stack = stack.pop_all()
+        self.size = sum(os.fstat(each.content.fileno()).st_size for each in self._files)
+
+    def __enter__(self) -> RolloutLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def conversations(self) -> list[str]:
+        """Ids of the conversations, in the order of their first calls; none before :meth:`scan`."""
+        return [*self._places]
+
+    def scan(self) -> Iterator[int]:
+        """Find the conversations; yields the bytes of each line that was looked at."""
+        for file in self._files:
+            offset = number = 0
+            for number, content in enumerate(file.content, start=1):
+                if content.strip():
+                    try:
+                        call = parse_line(content, file=file.name, line=number)
+                        self._places.setdefault(call.conversation, []).append((file, number, offset))
+                    except LogLineError as problem:
+                        self.problems.append(problem)
+                offset += len(content)
+                yield len(content)
+            if file.damage:
+                self.problems.append(LogLineError(file.name, number + 1, file.damage))
+
+    def calls(self, conversation: str) -> Iterator[LoggedCall]:
+        """The calls of a conversation, in order."""
+        for file, number, offset in self._places[conversation]:
+            file.content.seek(offset)
+            yield parse_line(file.content.readline(), file=file.name, line=number)
+
+
+class _LogFile(NamedTuple):
+    name: str
+    content: IO[bytes]
+    damage: str
+
+
+def _open(path: Path, stack: ExitStack) -> _LogFile:
+    raw = stack.enter_context(path.open("rb"))
+    compressed = raw.peek(2)[:2] == b"\x1f\x8b"
+    if not compressed and raw.seekable():
+        return _LogFile(str(path), raw, "")
+    source = gzip.GzipFile(fileobj=raw) if compressed else raw
+    copy = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+    damage = ""
+    try:
+        while block := source.read1(_BLOCK):
+            copy.write(block)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        # What came before is worth a report; a log that is being written ends like this.
+        damage = f"the rest cannot be decompressed: {error}"
+    copy.seek(0)
+    return _LogFile(str(path), copy, damage)

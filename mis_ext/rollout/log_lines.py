@@ -1,0 +1,164 @@
+"""One line of a log of calls of inference servers: a JSON object.
+
+| key | |
+|---|---|
+| ``conversation`` | id; calls of one id belong together, in the order of lines and files |
+| ``request``, ``response`` | as they were sent and came, decoded |
+| ``format`` | a key of :data:`READERS`; may be left out where the response proves it |
+| ``request_id`` | optional: names the call; else the server's name for it |
+| ``text`` | optional: what the agent kept of the response's text |
+| ``choice`` | which choice of a response, where it has several; not for ``sglang`` |
+| ``prompt_ids`` | ids of the prompt, where request and response have none; for vLLM and OpenAI |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mis_ext.checks import check_choice, check_known
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.openai import read_openai_chat, read_openai_completions
+from mis_ext.rollout.reading import Field
+from mis_ext.rollout.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.vllm import read_vllm_chat, read_vllm_completions
+
+
+class Reader(NamedTuple):
+    """The reader of a format, and which keys of a line it takes besides those that all take."""
+
+    read: Callable[..., Generation]
+    keys: tuple[str, ...] = ()
+    needs_tokenizer: bool = False
+
+
+READERS = {
+    "sglang": Reader(read_sglang_generate),
+    "sglang-chat": Reader(read_sglang_chat, ("choice",)),
+    "sglang-completions": Reader(read_sglang_completions, ("choice",)),
+    "vllm-chat": Reader(read_vllm_chat, ("choice", "prompt_ids")),
+    "vllm-completions": Reader(read_vllm_completions, ("choice", "prompt_ids")),
+    "openai-chat": Reader(read_openai_chat, ("choice", "prompt_ids"), needs_tokenizer=True),
+    "openai-completions": Reader(read_openai_completions, ("choice", "prompt_ids"), needs_tokenizer=True),
+}
+"""The formats of a line."""
+
+_KEYS = ("conversation", "format", "request", "response", "request_id", "text")
+_NAMES = {"chat.completion": "chat", "text_completion": "completions"}
+
+
+class LogLineError(ValueError):
+    """A line that holds no call.
+
+    Attributes:
+        file: The file.
+        line: Its line, from 1.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, file: str, line: int, reason: str) -> None:
+        super().__init__(f"{file}, line {line}: {reason}")
+        self.file, self.line, self.reason = file, line, reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedCall:
+    """One line of a log; ``format`` is a key of :data:`READERS`, None stands for what the line does not have."""
+
+    file: str
+    line: int
+    conversation: str
+    format: str
+    request: Any
+    response: Any
+    request_id: str | None
+    text: str | None
+    choice: int | None
+    prompt_ids: list[Any] | None
+
+    def read(self, tokenizer: Tokenizer | None) -> Generation:
+        """What the server was given and what it sampled, all ids of the prompt checked.
+
+        Args:
+            tokenizer: Proves the ids of formats that have none; None refuses these.
+
+        Raises:
+            RolloutError: The response proves no sample; the subclass says why.
+        """
+        reader = READERS[self.format]
+        options: dict[str, Any] = {key: getattr(self, key) for key in reader.keys}
+        if reader.needs_tokenizer:
+            options["tokenizer"] = tokenizer
+        generation = reader.read(self.request, self.response, request_id=self.request_id, **options)
+        Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
+        return generation
+
+
+def parse_line(content: bytes, *, file: str, line: int) -> LoggedCall:
+    """The call that a line holds; its request and response are not looked into, but to tell a format not given.
+
+    Raises:
+        LogLineError: It is no JSON object, or a key is unknown, missing or of another type.
+    """
+    try:
+        row = json.loads(content)
+        if not isinstance(row, dict):
+            raise ValueError(f"a line must be an object, got a {type(row).__name__}")
+        every_key = {*_KEYS, *(key for reader in READERS.values() for key in reader.keys)}
+        check_known("keys", row, every_key)
+        missing = [key for key in ("conversation", "request", "response") if key not in row]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} missing, of the keys {', '.join(_KEYS)}")
+        format = _check_format(row)
+        check_known(f"keys for format {format}", row, {*_KEYS, *READERS[format].keys})
+        return LoggedCall(
+            file=file,
+            line=line,
+            conversation=_check_type(row, "conversation", str),
+            format=format,
+            request=row["request"],
+            response=row["response"],
+            request_id=_check_type(row, "request_id", str, None),
+            text=_check_type(row, "text", str, None),
+            choice=_check_type(row, "choice", int, None),
+            prompt_ids=_check_type(row, "prompt_ids", list, None),
+        )
+    # Nesting beyond what Python's stack holds is a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise LogLineError(file, line, str(error)) from error
+
+
+def _check_type(row: Mapping[str, Any], key: str, kind: type, *default: None) -> Any:
+    value = row.get(key)
+    # True is an int and no choice.
+    if type(value) is not kind and not (value is None and default):
+        raise ValueError(f"{key} must be a {kind.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def _check_format(row: Mapping[str, Any]) -> str:
+    if row.get("format") is not None:
+        return check_choice("format", row["format"], READERS)
+    told = _tell_format(row["response"])
+    if told is None:
+        raise ValueError(f"the response does not prove its format: name it by format, one of {' | '.join(READERS)}")
+    return told
+
+
+def _tell_format(response: Any) -> str | None:
+    """The format that only this response can have; None where there are several, as for plain OpenAI log-probs."""
+    if not isinstance(response, Mapping):
+        return None
+    # An error is refused by every reader alike.
+    if "meta_info" in response or "error" in response or response.get("object") == "error":
+        return "sglang"
+    api, choices = _NAMES.get(str(response.get("object"))), response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if api is None or not isinstance(first, Mapping):
+        return None
+    # Both servers write their key in every choice, null included.
+    servers = [server for server, key in (("sglang", "matched_stop"), ("vllm", "stop_reason")) if key in first]
+    return f"{servers[0]}-{api}" if len(servers) == 1 else None

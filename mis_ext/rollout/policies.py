@@ -1,0 +1,41 @@
+"""What to do at a boundary where the ids do not continue."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mis_ext.rollout.boundary import BoundaryAction, BoundaryKind, Finding
+from mis_ext.rollout.generation import Generation
+
+Policy = Literal["strict", "correct", "split", "truncate", "off"]
+
+_SAME_CONVERSATION = (BoundaryKind.RETOKENIZED, BoundaryKind.RETEMPLATED, BoundaryKind.TRUNCATED_GENERATION)
+
+
+def choose_action(policy: Policy, call: Generation, finding: Finding) -> BoundaryAction:
+    """What a policy does with a call.
+
+    Raises:
+        ValueError: ``"correct"`` needs a tokenizer here.
+    """
+    if finding.position is None:
+        return BoundaryAction.CONTINUED
+    if policy == "strict":
+        return BoundaryAction.RAISED
+    if finding.kind is BoundaryKind.DUPLICATE:
+        return BoundaryAction.DROPPED
+    if policy == "off":
+        return BoundaryAction.CONTINUED
+    if not call.sampled_ids:
+        return BoundaryAction.DROPPED
+    if policy == "truncate":
+        return BoundaryAction.TRUNCATED
+    if policy == "split":
+        return BoundaryAction.SPLIT
+    if finding.kind is None:
+        raise ValueError(
+            f"policy 'correct' needs a tokenizer: the prompt of request {call.request_id!r} differs from the known "
+            f"ids at position {finding.position}, and tokenizer is None"
+        )
+    spliced = finding.kind in _SAME_CONVERSATION and finding.rest is not None
+    return BoundaryAction.SPLICED if spliced else BoundaryAction.SPLIT

@@ -1,0 +1,182 @@
+"""Decoded JSON of an inference server, where every doubt is an error that names the request and both values."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse
+from mis_ext.rollout.generation import FinishReason
+
+LARGEST_ID = 2**31 - 1
+# JSON has no infinity: vLLM writes this in its place.
+_STAND_IN_FOR_MINUS_INFINITY = -9999.0
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
+# Characters of an error that a server answered with.
+_SHOWN = 500
+_GIVEN_UP = ("abort", "error", "content_filter")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """A value inside decoded JSON, which knows its path and its request.
+
+    Attributes:
+        value: The value.
+        path: Where it is, such as ``response.meta_info``.
+        request_id: Named by every error.
+        suffix: Where the value is a column of a list of rows, what follows the position in errors, such as ``[1]``.
+    """
+
+    value: Any
+    path: str
+    request_id: str
+    suffix: str = ""
+
+    def __getitem__(self, key: str) -> Field:
+        """What an object has under ``key``; absent and null are errors."""
+        found = self.get(key)
+        if found is None:
+            raise MalformedResponse(self.request_id, f"{self.path}.{key} is missing")
+        return found
+
+    def get(self, key: str) -> Field | None:
+        """What an object has under ``key``; None where that is absent or null."""
+        if not isinstance(self.value, Mapping):
+            raise self.malformed("an object")
+        value = self.value.get(key)
+        return None if value is None else Field(value=value, path=f"{self.path}.{key}", request_id=self.request_id)
+
+    def entry(self, position: int) -> Field:
+        """What a list has at ``position``, which must exist."""
+        path = f"{self.path}[{position}]{self.suffix}"
+        return Field(value=self.value[position], path=path, request_id=self.request_id)
+
+    def column(self, key: int | str) -> Field:
+        """The values at ``key`` of a list of rows: lists of three, or objects, whose absent value is None."""
+        rows = self.array()
+        kind, expected = (dict, "an object") if isinstance(key, str) else ((list, tuple), "a list of three")
+        for position, row in enumerate(rows):
+            if not isinstance(row, kind) or (kind is not dict and len(row) != 3):
+                raise self.entry(position).malformed(expected)
+        values = [row.get(key) for row in rows] if isinstance(key, str) else [row[key] for row in rows]
+        suffix = f".{key}" if isinstance(key, str) else f"[{key}]"
+        return Field(value=values, path=self.path, request_id=self.request_id, suffix=suffix)
+
+    def array(self) -> list[Any]:
+        """The value, which must be a list."""
+        if not isinstance(self.value, (list, tuple)):
+            raise self.malformed("a list")
+        return self.value if isinstance(self.value, list) else list(self.value)
+
+    def count(self) -> int:
+        """The value, which must be an integer of 0 or more."""
+        if type(self.value) is not int or self.value < 0:
+            raise self.malformed("an integer of 0 or more")
+        return self.value
+
+    def string(self) -> str:
+        """The value, which must be a string."""
+        if not isinstance(self.value, str):
+            raise self.malformed("a string")
+        return self.value
+
+    def strings(self) -> list[str]:
+        """The value, which must be a list of strings."""
+        values = self.array()
+        for position, value in enumerate(values):
+            if not isinstance(value, str):
+                raise self.entry(position).malformed("a string")
+        return values
+
+    def token_or_text(self) -> int | str:
+        """The value, which must be a token id or a string."""
+        value: int | str = self.value
+        if not isinstance(value, str) and not _is_token_id(value):
+            raise self.malformed("a token id or a string")
+        return value
+
+    def token_ids(self) -> list[int]:
+        """The value, which must be a list of token ids."""
+        ids = self.array()
+        # Whole-list operations: ten times as fast as a Python loop. True and 5.0 equal ids and are none.
+        if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_ID):
+            wrong = next(i for i, x in enumerate(ids) if not _is_token_id(x))
+            raise self.entry(wrong).malformed(f"a token id, an integer in [0, {LARGEST_ID}]")
+        return ids
+
+    def prompt_ids(self) -> list[int]:
+        """The value, which must be one prompt's list; its entries are left to whoever reads them first."""
+        ids = self.array()
+        if ids and type(ids[0]) is not int:
+            raise self.malformed("the token ids of one prompt")
+        return ids
+
+    def log_probs(self) -> list[float]:
+        """The value, which must be a list of log-probs, finite and at most 0."""
+        values = self.array()
+        # The comparisons are false for NaN.
+        if not set(map(type, values)) <= {float, int} or not all(_STAND_IN_FOR_MINUS_INFINITY < x <= 0 for x in values):
+            wrong = next(i for i, x in enumerate(values) if not _is_log_prob(x))
+            value, path = values[wrong], self.entry(wrong).path
+            if value is None:
+                raise LogProbError(self.request_id, f"{path} is missing")
+            stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
+            message = f"{path} must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
+            raise LogProbError(self.request_id, message)
+        return list(map(float, values))
+
+    def finish_reason(self) -> FinishReason:
+        """The value, which must be one of the ends at which a generation is whole."""
+        reason = self.string()
+        if reason in _GIVEN_UP:
+            raise AbortedRequest(self.request_id, f"{self.path} is {reason!r}")
+        for whole in _FINISH_REASONS:
+            if reason == whole:
+                return whole
+        raise self.malformed(" | ".join(_FINISH_REASONS))
+
+    def malformed(self, expected: str) -> MalformedResponse:
+        """The error that names what is expected here and what was found."""
+        return MalformedResponse(self.request_id, f"{self.path} must be {expected}, got {reprlib.repr(self.value)}")
+
+
+def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tuple[Field, Field]:
+    """Request and response as fields, named by ``request_id`` or, where it is None, by the ids that they hold.
+
+    Raises:
+        AbortedRequest: The server answered with an error.
+        MalformedResponse: One of them is not an object.
+    """
+    name = request_id or _find_id(request, response)
+    asked = Field(value=request, path="request", request_id=name)
+    answer = Field(value=response, path="response", request_id=name)
+    if isinstance(response, list):
+        advice = "read each of its entries, with the request of its own prompt"
+        raise MalformedResponse(name, f"response is a list of {len(response)} responses: {advice}")
+    for field in (asked, answer):
+        if not isinstance(field.value, Mapping):
+            raise field.malformed("an object")
+    error = answer if response.get("object") == "error" else answer.get("error")
+    if error is not None:
+        raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:_SHOWN]}")
+    return asked, answer
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_ID
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (float, int) and _STAND_IN_FOR_MINUS_INFINITY < value <= 0
+
+
+def _find_id(request: Any, response: Any) -> str:
+    meta = response.get("meta_info") if isinstance(response, Mapping) else None
+    for holder, key in ((meta, "id"), (response, "id"), (request, "rid"), (request, "request_id")):
+        name = holder.get(key) if isinstance(holder, Mapping) else None
+        if isinstance(name, str) and name:
+            return name
+    return "unnamed"

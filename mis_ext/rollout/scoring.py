@@ -1,0 +1,152 @@
+"""Log-probs of one definition: the trainer's from its logits, the behavior policy's from what the server returned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.rollout.definition import LogProbDefinition
+from mis_ext.rollout.distribution import Distribution
+from mis_ext.rollout.kept_tokens import kept_mask, kept_of_list
+
+
+class TrainerLogProbs(NamedTuple):
+    """What ``trainer_log_probs`` returns.
+
+    Attributes:
+        log_probs_T: ``[T]``, natural, with gradient; -inf where ``outside_T``.
+        outside_T: ``[T]``, bool: the token is not among those kept, so the trainer's policy gives it probability 0. The
+            ratio is 0, and there is no gradient that could raise it: leave these tokens out of the loss.
+    """
+
+    log_probs_T: Tensor
+    outside_T: Tensor
+
+
+def trainer_log_probs(
+    logits_TV: Tensor,
+    token_ids: Sequence[int] | Tensor,
+    distribution: Distribution,
+    *,
+    vocab_size: int | None = None,
+    kept_ids: Sequence[Sequence[int]] | None = None,
+) -> TrainerLogProbs:
+    """The trainer's log-probs by a distribution's definition, from the trainer's logits.
+
+    With ``definition.returned`` they compare with what the server returned, with ``definition.sampled`` they are those
+    of the policy that was sampled from. A truncation keeps the trainer's most probable tokens, which need not be the
+    ones that the server kept: give ``kept_ids`` where the server returned them.
+
+    Args:
+        logits_TV: ``[T, V]``, the trainer's logits before each token, not divided by a temperature. Computed in
+            float64 if they are, else in float32.
+        token_ids: ``[T]``.
+        distribution: The definition.
+        vocab_size: The model's vocabulary; later columns are padding and take no part. None: there is no padding.
+        kept_ids: For each token, the ids that the server kept (SGLang's ``output_token_sampling_mask``).
+
+    Raises:
+        ValueError: Log-probs of single tokens instead of logits, shapes that disagree, an id outside the vocabulary, or
+            a distribution that cannot be computed from logits and ids.
+    """
+    if distribution.unrepeatable:
+        raise ValueError(f"the trainer cannot compute this: {'; '.join(distribution.unrepeatable)}")
+    ids_T = torch.as_tensor(token_ids, device=logits_TV.device)
+    _check_shapes(logits_TV, ids_T, vocab_size)
+    dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+    scaled_TV = logits_TV[:, :vocab_size].to(dtype)
+    if distribution.logit_bias:
+        bias_V = scaled_TV.new_zeros(scaled_TV.shape[1])
+        for token_id, bias in distribution.logit_bias:
+            bias_V[token_id] = bias
+        scaled_TV = scaled_TV + bias_V
+    scaled_TV = scaled_TV / distribution.temperature
+    outside_T = torch.zeros(len(ids_T), dtype=torch.bool, device=ids_T.device)
+    if distribution.truncation:
+        if kept_ids is None:
+            kept_TV = kept_mask(scaled_TV.detach().softmax(-1), distribution.truncation)
+        else:
+            kept_TV = _listed(scaled_TV, kept_ids)
+        scaled_TV = scaled_TV.masked_fill(~kept_TV, -torch.inf)
+        outside_T = ~kept_TV.gather(1, ids_T[:, None])[:, 0]
+    return TrainerLogProbs(scaled_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0], outside_T)
+
+
+class BehaviorLogProbs(NamedTuple):
+    """What ``behavior_log_probs`` returns.
+
+    Attributes:
+        log_probs: Per token, natural; None where they cannot be told.
+        num_unproven: Tokens whose list of top log-probs ends before the last kept token.
+        num_outside: Tokens that the truncation would not have kept: the definition is not the server's.
+    """
+
+    log_probs: list[float | None]
+    num_unproven: int
+    num_outside: int
+
+
+def behavior_log_probs(
+    definition: LogProbDefinition, log_probs: Sequence[float], top_log_probs: Sequence[Sequence[float]]
+) -> BehaviorLogProbs:
+    """Log-probs of the distribution that the tokens were drawn from: log p - log(mass of the kept tokens).
+
+    Args:
+        definition: Of the server's log-probs.
+        log_probs: What the server returned, natural, one per token.
+        top_log_probs: Per token, the largest log-probs of the same distribution, in any order.
+
+    Raises:
+        ValueError: Counts that disagree, or a definition in which more differs than the renormalisation.
+    """
+    if len(log_probs) != len(top_log_probs):
+        raise ValueError(f"{len(log_probs)} log-probs and {len(top_log_probs)} lists of top log-probs")
+    if definition.is_behavior:
+        return BehaviorLogProbs(list(log_probs), 0, 0)
+    truncation = definition.sampled.truncation
+    if not definition.only_truncation_differs or truncation is None:
+        raise ValueError(f"not a matter of renormalisation: {'; '.join(definition.explain())}")
+    result: list[float | None] = []
+    num_unproven = num_outside = 0
+    for log_prob, top in zip(log_probs, top_log_probs, strict=True):
+        kept = kept_of_list(top, truncation)
+        if kept is None:
+            num_unproven += 1
+            result.append(None)
+        elif log_prob < kept[-1]:
+            num_outside += 1
+            result.append(None)
+        else:
+            result.append(log_prob - math.log(math.fsum(map(math.exp, kept))))
+    return BehaviorLogProbs(result, num_unproven, num_outside)
+
+
+def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> None:
+    if logits_TV.ndim != 2:
+        raise ValueError(
+            f"logits of the whole vocabulary [T, V] are needed, got shape {[*logits_TV.shape]}: log-probs of single "
+            "tokens cannot be moved to another temperature or another set of tokens, as their normaliser is not in them"
+        )
+    if [*ids_T.shape] != [len(logits_TV)]:
+        raise ValueError(f"logits of {len(logits_TV)} positions and token ids of shape {[*ids_T.shape]}")
+    width = logits_TV.shape[1]
+    if vocab_size is not None and not 1 <= vocab_size <= width:
+        raise ValueError(f"vocab_size must be in [1, {width}], the width of the logits, got {vocab_size}")
+    size = width if vocab_size is None else vocab_size
+    if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < size:
+        raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, legal are 0 to {size - 1}")
+
+
+def _listed(scaled_TV: Tensor, kept_ids: Sequence[Sequence[int]]) -> Tensor:
+    if len(kept_ids) != len(scaled_TV):
+        raise ValueError(f"logits of {len(scaled_TV)} positions and {len(kept_ids)} lists of kept ids")
+    kept_TV = torch.zeros_like(scaled_TV, dtype=torch.bool)
+    for row_V, ids in zip(kept_TV, kept_ids, strict=True):
+        if not ids or not 0 <= min(ids) <= max(ids) < len(row_V):
+            raise ValueError(f"kept ids must be at least one, from 0 to {len(row_V) - 1}, got {list(ids)[:8]}")
+        row_V[list(ids)] = True
+    return kept_TV

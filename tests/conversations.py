@@ -1,0 +1,189 @@
+"""Two calls of one conversation for every class of boundary, with real tokenizers and chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tiny_tokenizers import KEEP_REASONING, PLAIN, STRIP_REASONING, TURN_END, encode, encode_bytewise, render
+from transformers import PreTrainedTokenizerFast
+
+from mis_ext.rollout.generation import FinishReason, Generation
+from mis_ext.rollout.training_sample import TrainingSample
+
+QUESTION = [
+    {"role": "system", "content": "Think first."},
+    {"role": "user", "content": "What is the weather in München?"},
+]
+MORE = [{"role": "user", "content": "and in 東京?"}]
+TOOL_RESULT = [{"role": "tool", "content": '{"sky": "晴れ"}'}]
+ANSWER = "It is mild today 🙂, and tomorrow it rains."
+
+
+def call(
+    name: str, prompt_ids: list[int], sampled_ids: list[int], *, finish_reason: FinishReason = "stop"
+) -> Generation:
+    """A call whose log-probs occur in no call of another name."""
+    first = -1 - sum(name.encode()) % 97
+    log_probs = [first / 7 - position / 1e3 for position in range(len(sampled_ids))]
+    return Generation(
+        request_id=name,
+        prompt_ids=prompt_ids,
+        sampled_ids=sampled_ids,
+        log_probs=log_probs,
+        finish_reason=finish_reason,
+        weight_version=f"version of {name}",
+    )
+
+
+class Case(NamedTuple):
+    """Two calls, the class of the boundary between them, and what the second prompt has behind the first sample."""
+
+    kind: str
+    calls: list[Generation]
+    observation: list[int]
+
+
+def contiguous(tokenizer: Any) -> Case:
+    return _tool_turn(tokenizer, "contiguous", '{"name": "get_weather", "arguments": {"city": "München"}}')
+
+
+def retokenized(tokenizer: Any) -> Case:
+    prompt, (history, observation) = _first_prompt(tokenizer), _history(tokenizer, ANSWER)
+    sampled = [*encode_bytewise(tokenizer, ANSWER), *encode(tokenizer, TURN_END)]
+    return _two_calls(tokenizer, "retokenized", prompt, sampled, history, observation)
+
+
+def retemplated(tokenizer: Any) -> Case:
+    """The client parses the call of the tool, and the template writes its JSON anew."""
+    return _tool_turn(tokenizer, "retemplated", ' {"arguments":{"city":"M\\u00fcnchen"},"name":"get_weather"}')
+
+
+def reasoning_stripped(tokenizer: Any) -> Case:
+    prompt = _first_prompt(tokenizer)
+    sampled = encode(tokenizer, f"<think>\nI know 天気.\n</think>\n\n{ANSWER}{TURN_END}")
+    tokenizer.chat_template = STRIP_REASONING
+    history = [*QUESTION, {"role": "assistant", "content": f"<think>\nI know 天気.\n</think>\n\n{ANSWER}"}, *MORE]
+    return _two_calls(tokenizer, "reasoning_stripped", prompt, sampled, render(tokenizer, history), [])
+
+
+def truncated_and_closed(tokenizer: Any) -> Case:
+    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, "It is mild")
+    observation = encode(tokenizer, TURN_END) + _history(tokenizer, "")[1]
+    second = prompt + sampled + observation
+    return _two_calls(tokenizer, "truncated_generation", prompt, sampled, second, observation, "length")
+
+
+def truncated_in_a_character(tokenizer: Any) -> Case:
+    """The token limit leaves two of the four bytes of a character, which the client can only send as U+FFFD."""
+    prompt, sampled = _first_prompt(tokenizer), encode_bytewise(tokenizer, "It is 🙂")[:-2]
+    history, observation = _history(tokenizer, "It is \ufffd")
+    observation = encode(tokenizer, TURN_END) + observation
+    return _two_calls(tokenizer, "truncated_generation", prompt, sampled, history, observation, "length")
+
+
+def retry(tokenizer: Any) -> Case:
+    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, ANSWER + TURN_END)
+    return _two_calls(tokenizer, "retry", prompt, sampled, [*prompt], [])
+
+
+def duplicate(tokenizer: Any) -> Case:
+    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, ANSWER + TURN_END)
+    return Case("duplicate", [call("first", prompt, sampled), call("first", [*prompt], [*sampled])], [])
+
+
+def empty_generation(tokenizer: Any) -> Case:
+    prompt = _first_prompt(tokenizer)
+    observation = encode(tokenizer, TURN_END) + _history(tokenizer, "")[1]
+    return _two_calls(tokenizer, "empty_generation", prompt, [], prompt + observation, observation)
+
+
+def history_edited(tokenizer: Any) -> Case:
+    """The system prompt is another in the second call."""
+    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, ANSWER + TURN_END)
+    messages = [{"role": "system", "content": "Think."}, *QUESTION[1:], {"role": "assistant", "content": ANSWER}, *MORE]
+    return _two_calls(tokenizer, "history_edited", prompt, sampled, render(tokenizer, messages), [])
+
+
+def merged_across_the_end(tokenizer: Any) -> Case:
+    """The sampled line break and the template's two are one token of the second prompt."""
+    tokenizer.chat_template = PLAIN
+    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, "def\n")
+    history, _ = _history(tokenizer, "def\n")
+    return _two_calls(tokenizer, "retokenized", prompt, sampled, history, [])
+
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    case.__name__: case
+    for case in (
+        contiguous,
+        retokenized,
+        retemplated,
+        reasoning_stripped,
+        truncated_and_closed,
+        truncated_in_a_character,
+        retry,
+        duplicate,
+        empty_generation,
+        history_edited,
+    )
+}
+
+
+def sample_of(*pieces: list[int] | Generation) -> TrainingSample:
+    """The sample of a prompt and what follows it: ids that were not sampled, and calls."""
+    tokens, mask, log_probs, versions = list[int](), list[int](), list[float](), list[str | None]()
+    names = []
+    for piece in pieces:
+        if isinstance(piece, Generation):
+            tokens += piece.sampled_ids
+            mask += [1] * len(piece.sampled_ids)
+            log_probs += piece.log_probs
+            versions += [piece.weight_version] * len(piece.sampled_ids)
+            names += [piece.request_id] if piece.sampled_ids else []
+        else:
+            tokens += piece
+            mask += [0] * len(piece)
+            log_probs += [0.0] * len(piece)
+            versions += [None] * len(piece)
+    start = mask.index(1)
+    return TrainingSample(
+        tokens=tokens,
+        response_length=len(tokens) - start,
+        loss_mask=mask[start:],
+        rollout_log_probs=log_probs[start:],
+        weight_versions=versions[start:],
+        request_ids=names,
+    )
+
+
+def _first_prompt(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return render(tokenizer, QUESTION)
+
+
+def _history(tokenizer: PreTrainedTokenizerFast, answer: str) -> tuple[list[int], list[int]]:
+    """The second prompt after an answer in text, and what of it is behind the turn's end."""
+    behind = encode(tokenizer, "\n") + render(tokenizer, MORE)
+    return render(tokenizer, [*QUESTION, {"role": "assistant", "content": answer}, *MORE]), behind
+
+
+def _tool_turn(tokenizer: PreTrainedTokenizerFast, kind: str, sampled: str) -> Case:
+    tokenizer.chat_template = KEEP_REASONING
+    ids = encode(tokenizer, f"<tool_call>\n{sampled}\n</tool_call>{TURN_END}")
+    function = {"name": "get_weather", "arguments": {"city": "München"}}
+    history = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, *TOOL_RESULT]
+    observation = encode(tokenizer, "\n") + render(tokenizer, TOOL_RESULT)
+    return _two_calls(tokenizer, kind, _first_prompt(tokenizer), ids, render(tokenizer, history), observation)
+
+
+def _two_calls(
+    tokenizer: PreTrainedTokenizerFast,
+    kind: str,
+    prompt: list[int],
+    sampled: list[int],
+    second_prompt: list[int],
+    observation: list[int],
+    finish_reason: FinishReason = "stop",
+) -> Case:
+    first = call("first", prompt, sampled, finish_reason=finish_reason)
+    return Case(kind, [first, call("second", second_prompt, encode(tokenizer, f"Fine.{TURN_END}"))], observation)

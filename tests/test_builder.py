@@ -1,0 +1,456 @@
+"""What each policy makes of each class of boundary, and what no policy lets pass."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict, replace
+from itertools import chain
+
+import pytest
+
+pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
+pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
+
+from conversations import ANSWER, CASES, QUESTION, Case, call, sample_of
+from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, render
+from transformers import PreTrainedTokenizerFast
+
+from mis_ext.rollout.boundary import BoundaryAction, BoundaryKind
+from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.built import Built
+from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
+from mis_ext.rollout.training_sample import TrainingSample
+
+ACTIONS = {
+    # class: strict, correct, split, truncate, off
+    "contiguous": ("continued", "continued", "continued", "continued", "continued"),
+    "retokenized": ("raised", "spliced", "split", "truncated", "continued"),
+    "retemplated": ("raised", "spliced", "split", "truncated", "continued"),
+    "reasoning_stripped": ("raised", "split", "split", "truncated", "continued"),
+    "truncated_and_closed": ("continued", "continued", "continued", "continued", "continued"),
+    "truncated_in_a_character": ("raised", "spliced", "split", "truncated", "continued"),
+    "retry": ("raised", "split", "split", "truncated", "continued"),
+    "duplicate": ("raised", "dropped", "dropped", "dropped", "dropped"),
+    "empty_generation": ("continued", "continued", "continued", "continued", "continued"),
+    "history_edited": ("raised", "split", "split", "truncated", "continued"),
+}
+# The sample has the text that was sampled; the client's rendering is another.
+OTHER_TEXT = ("retemplated", "truncated_in_a_character")
+POLICIES = ("strict", "correct", "split", "truncate", "off")
+TABLE = [(name, policy, action) for name, row in ACTIONS.items() for policy, action in zip(POLICIES, row, strict=True)]
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request) -> PreTrainedTokenizerFast:
+    return TOKENIZERS[request.param]()
+
+
+def expected_samples(case: Case, policy: str, action: str) -> tuple[TrainingSample, ...]:
+    first, second = case.calls
+    known = first.prompt_ids + first.sampled_ids
+    if action == "continued":
+        # Where ids continue this is the observation; "off" takes it for granted.
+        rest = second.prompt_ids[len(known) :]
+        return (sample_of(first.prompt_ids, first, rest, second),)
+    if action == "spliced":
+        return (sample_of(first.prompt_ids, first, case.observation, second),)
+    alone = [sample_of(each.prompt_ids, each) for each in case.calls]
+    return tuple(alone if action == "split" else alone[:1])
+
+
+@pytest.mark.parametrize(("name", "policy", "action"), TABLE, ids=[f"{row[0]}-{row[1]}" for row in TABLE])
+def test_every_policy_does_to_every_class_what_it_says(tokenizer, name, policy, action) -> None:
+    case = CASES[name](tokenizer)
+    if action == "raised":
+        with pytest.raises(BoundaryError) as raised:
+            build_samples(case.calls, policy=policy, tokenizer=tokenizer)
+        boundary = raised.value.boundary
+        assert raised.value.request_id == case.calls[1].request_id
+    else:
+        built = build_samples(case.calls, policy=policy, tokenizer=tokenizer)
+        (boundary,) = built.boundaries
+        assert built.samples == expected_samples(case, policy, action)
+        if policy != "off" and name not in OTHER_TEXT:
+            whole, last = built.samples[-1].tokens, case.calls[len(built.samples) - 1 if action == "truncated" else -1]
+            assert tokenizer.decode(whole) == tokenizer.decode([*last.prompt_ids, *last.sampled_ids])
+    assert (boundary.kind, boundary.action) == (case.kind, action)
+    assert (boundary.earlier, boundary.later) == tuple(each.request_id for each in case.calls)
+
+
+def test_the_table_has_every_class_and_every_action() -> None:
+    kinds = {CASES[name](TOKENIZERS["english"]()).kind for name in ACTIONS}
+    assert kinds == {kind.value for kind in BoundaryKind}
+    assert set(chain(*ACTIONS.values())) == {action.value for action in BoundaryAction}
+
+
+def test_strict_tells_request_class_position_ids_and_context() -> None:
+    tokenizer = TOKENIZERS["english"]()
+    prompt = encode(tokenizer, "<|im_start|>a")
+    calls = [
+        call("first", prompt, encode(tokenizer, "b<think>")),
+        call("second", encode(tokenizer, "<|im_start|>ac"), [5]),
+    ]
+    b, c = encode(tokenizer, "bc")
+    message = (
+        "request 'second': the prompt does not continue request 'first' (history_edited): at position 2 the prompt has "
+        f"id {c}, id {b} is known; prompt '<|im_start|>ac', known '<|im_start|>ab<think>'"
+    )
+    with pytest.raises(BoundaryError) as raised:
+        build_samples(calls, tokenizer=tokenizer)
+    assert str(raised.value) == message
+    with pytest.raises(
+        BoundaryError, match=r"\(the class is unknown without a tokenizer\): at position 1 the prompt ends"
+    ):
+        build_samples([calls[0], call("second", prompt[:1], [5])])
+
+
+def single(calls, **settings) -> TrainingSample:
+    (sample,) = build_samples(calls, **settings).samples
+    return sample
+
+
+def test_a_call_of_one_turn_is_its_prompt_and_what_was_sampled() -> None:
+    first = call("first", [7, 8], [9, 10, 11])
+    assert single([first]) == TrainingSample(
+        tokens=[7, 8, 9, 10, 11],
+        response_length=3,
+        loss_mask=[1, 1, 1],
+        rollout_log_probs=first.log_probs,
+        weight_versions=["version of first"] * 3,
+        request_ids=["first"],
+    )
+
+
+def test_tokens_of_tools_and_template_are_masked() -> None:
+    first, second = call("first", [7], [8]), call("second", [7, 8, 1, 2], [9, 3])
+    assert single([first, second]) == TrainingSample(
+        tokens=[7, 8, 1, 2, 9, 3],
+        response_length=5,
+        loss_mask=[1, 0, 0, 1, 1],
+        rollout_log_probs=[*first.log_probs, 0.0, 0.0, *second.log_probs],
+        weight_versions=["version of first", None, None, "version of second", "version of second"],
+        request_ids=["first", "second"],
+    )
+
+
+def test_weights_that_changed_during_a_call_give_each_token_its_version() -> None:
+    first = replace(call("first", [7], [8, 9]), weight_version="2", weight_versions=["1", "2"])
+    assert single([first]).weight_versions == ["1", "2"]
+
+
+def test_a_boundary_error_survives_pickling() -> None:
+    with pytest.raises(BoundaryError) as caught:
+        build_samples([call("first", [7], [8]), call("second", [9], [8])])
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy), copy.request_id, copy.boundary) == (
+        BoundaryError,
+        str(caught.value),
+        "second",
+        caught.value.boundary,
+    )
+
+
+def test_a_generation_that_goes_on_without_a_template_is_one_response() -> None:
+    calls = [call("first", [7], [8, 9], finish_reason="length"), call("second", [7, 8, 9], [10])]
+    built = build_samples(calls)
+    assert built.boundaries[0].kind == "contiguous"
+    assert built.samples[0].loss_mask == [1, 1, 1]
+
+
+def test_prompts_may_be_any_sequence() -> None:
+    assert single([call("first", (7,), [8]), call("second", (7, 8, 1), [9])]).tokens == [7, 8, 1, 9]
+
+
+def test_nothing_that_was_given_is_changed(tokenizer) -> None:
+    for name, policy in ((name, policy) for name in CASES for policy in POLICIES[1:]):
+        case = CASES[name](tokenizer)
+        before = [asdict(each) for each in case.calls]
+        before = [
+            {key: [*value] if isinstance(value, list) else value for key, value in each.items()} for each in before
+        ]
+        build_samples(case.calls, policy=policy, tokenizer=tokenizer)
+        assert [asdict(each) for each in case.calls] == before
+
+
+def test_no_calls_and_calls_that_sampled_nothing_make_no_sample() -> None:
+    assert build_samples([]).samples == ()
+    built = build_samples([call("first", [7], []), call("second", [7], [])])
+    assert built.samples == ()
+    assert [each.kind for each in built.boundaries] == ["empty_generation"]
+
+
+def test_an_empty_turn_that_the_client_took_out_again_breaks_nothing() -> None:
+    """Only what was sampled must come back: the empty turn's own opening (5) need not."""
+    calls = [call("0", [7], [8]), call("1", [7, 8, 1, 5], []), call("2", [7, 8, 1, 2, 5], [9])]
+    built = build_samples(calls)
+    assert [each.kind for each in built.boundaries] == ["contiguous", "empty_generation"]
+    assert built.samples == (sample_of([7], calls[0], [1, 2, 5], calls[2]),)
+
+
+@pytest.mark.parametrize("policy", ["correct", "split", "truncate"])
+def test_an_empty_generation_after_an_edit_ends_nothing(tokenizer, policy) -> None:
+    calls = [call("0", [7], [8]), call("1", [6, 8, 1], []), call("2", [7, 8, 1], [9])]
+    built = build_samples(calls, policy=policy, tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [
+        ("history_edited", "dropped"),
+        ("empty_generation", "continued"),
+    ]
+    assert built.samples == (sample_of([7], calls[0], [1], calls[2]),)
+
+
+def test_a_retried_turn_stands_alone_and_the_conversation_goes_on_with_the_retry() -> None:
+    calls = [
+        call("0", [7], [8]),
+        call("1", [7, 8, 1], [9]),
+        call("2", [7, 8, 1], [10]),
+        call("3", [7, 8, 1, 10, 2], [11]),
+    ]
+    built = build_samples(calls, policy="split")
+    assert [each.kind for each in built.boundaries] == ["contiguous", "retry", "contiguous"]
+    assert built.samples == (
+        sample_of([7, 8, 1], calls[1]),
+        sample_of([7], calls[0], [1], calls[2], [2], calls[3]),
+    )
+
+
+def test_a_retry_of_the_first_turn_leaves_one_sample_each() -> None:
+    calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7], [10])]
+    assert build_samples(calls, policy="split").samples == tuple(sample_of([7], each) for each in calls)
+
+
+def test_going_back_to_the_turn_that_was_retried_begins_a_sample(tokenizer) -> None:
+    a, b = encode(tokenizer, "ab")
+    calls = [call("0", [7], [a]), call("1", [7], [b]), call("2", [7, a, 5], [9])]
+    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    assert [each.kind for each in built.boundaries] == ["retry", "history_edited"]
+    assert built.samples == tuple(sample_of(each.prompt_ids, each) for each in calls)
+
+
+def test_the_same_ids_with_other_log_probs_are_a_retry() -> None:
+    first = call("0", [7], [8, 9])
+    again = replace(first, request_id="1", log_probs=[first.log_probs[0], -0.125])
+    assert [each.kind for each in build_samples([first, again], policy="split").boundaries] == ["retry"]
+
+
+def test_a_conversation_goes_on_after_a_duplicate() -> None:
+    first = call("0", [7], [8])
+    second = call("1", [7, 8, 1], [9])
+    built = build_samples([first, first, second], policy="split")
+    assert [each.action for each in built.boundaries] == ["dropped", "continued"]
+    assert built.samples == (sample_of([7], first, [1], second),)
+
+
+def test_truncation_leaves_all_later_calls_out() -> None:
+    calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7, 8, 1], [10])]
+    built = build_samples(calls, policy="truncate")
+    assert built.samples == (sample_of([7], calls[0]),)
+    assert len(built.boundaries) == 1
+    assert (built.metrics()["sampled_tokens"], built.metrics()["sampled_tokens/dropped"]) == (3, 2)
+
+
+def test_a_client_that_renders_everything_anew_is_spliced_at_every_turn(tokenizer) -> None:
+    """What was spliced once is not counted again: the server was given it, and the next prompt repeats it."""
+    messages, calls, pieces, observation = [*QUESTION], [], [], render(tokenizer, QUESTION)
+    for turn in range(4):
+        prompt = render(tokenizer, messages)
+        sampled = [*encode_bytewise(tokenizer, f"turn {turn}: {ANSWER}"), *encode(tokenizer, TURN_END)]
+        calls.append(call(str(turn), prompt, sampled))
+        pieces += [observation, calls[-1]]
+        messages += [
+            {"role": "assistant", "content": f"turn {turn}: {ANSWER}"},
+            {"role": "user", "content": f"more {turn}"},
+        ]
+        observation = encode(tokenizer, "\n") + render(tokenizer, messages[-1:])
+    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 3
+    assert built.samples == (sample_of(*pieces),)
+    assert tokenizer.decode(built.samples[0].tokens) == tokenizer.decode(calls[-1].prompt_ids + calls[-1].sampled_ids)
+    for boundary, earlier in zip(built.boundaries, calls, strict=False):
+        assert 0 <= boundary.position - len(earlier.prompt_ids) < len(earlier.sampled_ids)
+
+
+def test_a_client_that_goes_on_from_its_own_prompt_after_a_splice_is_contiguous(tokenizer) -> None:
+    case = CASES["retokenized"](tokenizer)
+    first, second = case.calls
+    third = call("third", second.prompt_ids + second.sampled_ids + [5, 6], [7])
+    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
+    assert [each.kind for each in built.boundaries] == ["retokenized", "contiguous"]
+    assert built.samples == (sample_of(first.prompt_ids, first, case.observation, second, [5, 6], third),)
+
+
+def test_a_retry_after_a_splice_stands_alone_with_the_prompt_that_the_server_was_given(tokenizer) -> None:
+    case = CASES["retokenized"](tokenizer)
+    first, second = case.calls
+    again = call("again", [*second.prompt_ids], [7])
+    built = build_samples([first, second, again], policy="correct", tokenizer=tokenizer)
+    assert [each.kind for each in built.boundaries] == ["retokenized", "retry"]
+    assert built.samples == (
+        sample_of(second.prompt_ids, second),
+        sample_of(first.prompt_ids, first, case.observation, again),
+    )
+
+
+def test_an_early_turn_that_is_split_anew_after_a_splice_is_still_the_same_conversation(tokenizer) -> None:
+    """The third prompt has the first answer in bytes, as it was sampled; the second prompt had it in words."""
+    case = CASES["retokenized"](tokenizer)
+    first, second = case.calls
+    third = call("third", first.prompt_ids + first.sampled_ids + case.observation + second.sampled_ids + [5], [7])
+    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 2
+    assert built.samples == (sample_of(first.prompt_ids, first, case.observation, second, [5], third),)
+
+
+def test_an_earlier_turn_that_changes_after_a_splice_is_still_known_as_sampled(tokenizer) -> None:
+    """The first answer loses its white space only in the fourth prompt, when the third was spliced."""
+    ids = [
+        encode(tokenizer, "yes \n<|im_end|>"),
+        encode_bytewise(tokenizer, "It rains."),
+        encode(tokenizer, "no<|im_end|>"),
+    ]
+    prompts = ["hi: ", "hi: yes \n<|im_end|>more: ", "hi: yes \n<|im_end|>more: It rains.<|im_end|>more: "]
+    prompts.append(prompts[-1].replace("yes \n", "yes") + "no<|im_end|>more: ")
+    calls = [
+        call(str(n), encode(tokenizer, text), [*each])
+        for n, (text, each) in enumerate(zip(prompts, [*ids, [5]], strict=True))
+    ]
+    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [
+        ("contiguous", "continued"),
+        ("retokenized", "spliced"),
+        ("retemplated", "spliced"),
+    ]
+    more, closed = encode(tokenizer, "more: "), encode(tokenizer, "<|im_end|>more: ")
+    expected = sample_of(calls[0].prompt_ids, calls[0], more, calls[1], closed, calls[2], more, calls[3])
+    assert built.samples == (expected,)
+
+
+def test_broken_bytes_that_are_repeated_as_ids_are_no_change(tokenizer) -> None:
+    broken = [*encode_bytewise(tokenizer, "🙂")[:2], *encode(tokenizer, TURN_END)]
+    ids = [encode(tokenizer, "yes \n<|im_end|>"), broken, [5]]
+    more = encode(tokenizer, "more: ")
+    prompts = [more, [*more, *ids[0], *more], [*encode(tokenizer, "more: yes<|im_end|>more: "), *broken, *more]]
+    calls = [call(str(n), *each) for n, each in enumerate(zip(prompts, ids, strict=True))]
+    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    assert [each.kind for each in built.boundaries] == ["contiguous", "retemplated"]
+    assert built.samples == (sample_of(more, calls[0], more, calls[1], more, calls[2]),)
+
+
+def test_white_space_that_is_still_there_is_not_repeated(tokenizer) -> None:
+    first = call("first", encode(tokenizer, "hi:<|im_start|>"), encode(tokenizer, "\n\nyes\n"))
+    second = call("second", encode(tokenizer, "hi:<|im_start|>yes\n<|im_end|>"), [5])
+    built = build_samples([first, second], policy="correct", tokenizer=tokenizer)
+    assert built.boundaries[0].kind == "retemplated"
+    assert built.samples == (sample_of(first.prompt_ids, first, encode(tokenizer, "<|im_end|>"), second),)
+
+
+def test_an_edit_before_a_splice_is_found(tokenizer) -> None:
+    case = CASES["retokenized"](tokenizer)
+    first, second = case.calls
+    third = call("third", [5, *second.prompt_ids[1:], *second.sampled_ids], [7])
+    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries][1] == ("history_edited", "split")
+
+
+def test_off_compares_nothing_and_counts(tokenizer) -> None:
+    """The ids beyond the known length, as hosts take them today, whatever they are."""
+    calls = [call("0", [7], [8, 9]), call("1", [6, 5, 4, 3], [2]), call("2", [6], [1])]
+    built = build_samples(calls, policy="off", tokenizer=tokenizer)
+    assert built.samples == (sample_of([7], calls[0], [3], calls[1], calls[2]),)
+    metrics = built.metrics()
+    assert metrics["boundaries/history_edited"] == metrics["boundaries/continued"] == metrics["boundaries"] == 2
+
+
+class TestWithoutTokenizer:
+    def test_ids_that_continue_need_none(self) -> None:
+        assert single([call("0", [7], [8]), call("1", [7, 8], [9])], policy="correct").tokens == [7, 8, 9]
+
+    @pytest.mark.parametrize(
+        ("policy", "action"), [("split", "split"), ("truncate", "truncated"), ("off", "continued")]
+    )
+    def test_the_class_is_not_guessed(self, policy, action) -> None:
+        built = build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy=policy)
+        (boundary,) = built.boundaries
+        assert (boundary.kind, boundary.action, boundary.expected_text, boundary.found_text) == (
+            None,
+            action,
+            None,
+            None,
+        )
+        assert built.metrics()["boundaries/unclassified"] == 1
+
+    def test_correct_asks_for_one_where_it_needs_it(self) -> None:
+        message = "policy 'correct' needs a tokenizer: .* request '1' differs .* at position 1, and tokenizer is None"
+        with pytest.raises(ValueError, match=message):
+            build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy="correct")
+
+
+class TestMetrics:
+    def test_of_a_conversation(self) -> None:
+        calls = [call("0", [7], [8, 9]), call("1", [7, 8, 9, 1], [2]), call("2", [7, 8, 9, 1], [2, 3])]
+        calls.append(calls[-1])
+        metrics = build_samples(calls, policy="split").metrics()
+        assert {name: count for name, count in metrics.items() if count} == {
+            "generations": 4,
+            "samples": 2,
+            "sampled_tokens": 7,
+            "sampled_tokens/trained": 5,
+            "sampled_tokens/dropped": 2,
+            "boundaries": 3,
+            "boundaries/contiguous": 1,
+            "boundaries/retry": 1,
+            "boundaries/duplicate": 1,
+            "boundaries/continued": 1,
+            "boundaries/split": 1,
+            "boundaries/dropped": 1,
+        }
+
+    def test_every_class_and_every_action_is_counted_once(self, tokenizer) -> None:
+        for name in CASES:
+            metrics = build_samples(CASES[name](tokenizer).calls, policy="off", tokenizer=tokenizer).metrics()
+            assert sum(metrics[f"boundaries/{kind.value}"] for kind in BoundaryKind) == metrics["boundaries"] == 1
+            assert sum(metrics[f"boundaries/{action.value}"] for action in BoundaryAction) == 1
+
+    def test_nothing_measured_is_nothing_of_nothing(self) -> None:
+        assert set(Built(samples=(), boundaries=(), generations=0, sampled_tokens=0).metrics().values()) == {0}
+
+
+class TestIllegal:
+    @pytest.mark.parametrize("bad", [True, 1.0, "1", None, -1, 50])
+    @pytest.mark.parametrize("place", ["first prompt", "later prompt", "changed prompt", "sampled"])
+    def test_token_ids_are_named(self, place, bad) -> None:
+        calls = [call("0", [7, 7], [8]), call("1", [7, 7, 8, 1, 2], [9])]
+        if place == "first prompt":
+            calls[0] = call("0", [7, bad], [8])
+            where = r"request '0': prompt_ids\[1\]"
+        elif place == "later prompt":
+            calls[1] = call("1", [7, 7, 8, bad, 1], [9])
+            where = r"request '1': prompt_ids\[3\]"
+        elif place == "changed prompt":
+            calls[1] = call("1", [7, bad, 8, 1, 2], [9])
+            where = r"request '1': prompt_ids\[1\]"
+        else:
+            calls[1] = call("1", [7, 7, 8], [9, bad])
+            where = r"request '1': sampled_ids\[1\]"
+        with pytest.raises(MalformedResponse, match=rf"{where} must be an int below 50, at least 0, got {bad!r}"):
+            build_samples(calls, policy="split", vocab_size=50)
+
+    def test_equal_numbers_of_other_types_never_reach_a_sample(self) -> None:
+        """True == 1 and 7.0 == 7."""
+        for prompt in ([7.0, True, 8], [7.0, True, 6]):
+            for sample in build_samples([call("0", [7, 1], [8]), call("1", prompt, [9])], policy="split").samples:
+                assert {type(each) for each in sample.tokens} == {int}
+
+    def test_the_greatest_id_is_one_below_the_vocabulary(self) -> None:
+        assert single([call("0", [0, 49], [49])], vocab_size=50).tokens == [0, 49, 49]
+        assert single([call("0", [10**9], [1])]).tokens == [10**9, 1]
+
+    def test_counts_of_log_probs_must_agree(self) -> None:
+        bad = replace(call("0", [7], [8, 9]), log_probs=[-0.5])
+        with pytest.raises(CountMismatch, match="request '0': 2 sampled ids, but 1 log-probs"):
+            build_samples([bad])
+
+    def test_an_unknown_policy_is_named(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"policy must be one of strict \| correct .* 'corect' \(did you mean 'correct'"
+        ):
+            build_samples([], policy="corect")

@@ -1,0 +1,305 @@
+"""What happened to the text between the sampler and the trainer."""
+
+import pytest
+from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
+from tokenizers import decoders
+
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
+
+ANSWER = "Let me think about the weather.\n\nThe answer is 42, I think."
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+def generate(ids, finish_reason="length", stop_match=None, prompt_ids=(5, 6, 7)) -> Generation:
+    return Generation(
+        request_id="r1",
+        prompt_ids=list(prompt_ids),
+        sampled_ids=list(ids),
+        log_probs=[-0.25 * (i + 1) for i in range(len(ids))],
+        finish_reason=finish_reason,
+        stop_match=stop_match,
+        text="as the server returned it",
+    )
+
+
+def ended(tokenizer, text) -> Generation:
+    """A turn that ended with the end token."""
+    end = tokenizer.eos_token_id
+    return generate([*encode(tokenizer, text), end], "stop", end)
+
+
+def kind_of(generation, text, tokenizer, **kwargs) -> str:
+    return detect_post_processing(generation, text, tokenizer, **kwargs).kind.value
+
+
+CASES = {
+    "raw": (lambda t: t + TURN_END, "exact"),
+    "end token trimmed": (lambda t: t, "stop_trimmed"),
+    "cut in the middle": (lambda t: t[: t.index("answer")], "prefix_truncated"),
+    "cut to nothing": (lambda t: "", "prefix_truncated"),
+    "right strip": (lambda t: t[:-1], "prefix_truncated"),
+    "newline added": (lambda t: t + "\n", "suffix_added"),
+    "newline added behind the end token": (lambda t: t + TURN_END + "\n", "suffix_added"),
+    "reasoning removed": (lambda t: t[t.index("The answer") :], "prefix_removed"),
+    "reasoning removed, end token left": (lambda t: t[t.index("The answer") :] + TURN_END, "prefix_removed"),
+    "both ends removed": (lambda t: t[4:-4], "edited"),
+    "a word replaced": (lambda t: t.replace("answer", "result"), "edited"),
+    "spaces collapsed": (lambda t: t.replace("\n\n", " "), "edited"),
+    "another text": (lambda t: "no", "edited"),
+}
+
+
+@pytest.mark.parametrize(("change", "kind"), CASES.values(), ids=CASES)
+def test_each_change_of_a_text_has_its_class(tokenizer, change, kind) -> None:
+    assert kind_of(ended(tokenizer, ANSWER), change(ANSWER), tokenizer) == kind
+
+
+@pytest.mark.parametrize("kind", PostProcessingKind)
+def test_only_a_cut_is_fixable_every_class_but_exact_has_a_cure_and_three_keep_all_ids(kind) -> None:
+    found = PostProcessing(kind=kind, detail="why", num_kept=1)
+    assert found.is_fixable == (kind.value == "prefix_truncated")
+    assert bool(found.cure) == (kind.value != "exact")
+    assert found.keeps_ids == (kind.value in ("exact", "stop_trimmed", "special_tokens_stripped"))
+    if not found.is_fixable:
+        with pytest.raises(ValueError, match=f"this is {kind.value}: why"):
+            found.fix(generate([1, 2]))
+
+
+def test_the_cures_name_the_servers_switches() -> None:
+    cures = {kind.value: PostProcessing(kind=kind, detail="").cure for kind in PostProcessingKind}
+    assert "skip_special_tokens: false" in cures["special_tokens_stripped"]
+    for kind in ("stop_trimmed", "prefix_truncated", "suffix_added"):
+        assert "no_stop_trim: true" in cures[kind]
+        assert "include_stop_str_in_output: true" in cures[kind]
+    assert "loss_mask 0" in cures["suffix_added"]
+
+
+def test_a_cut_at_every_character_keeps_the_tokens_that_lie_before_it(tokenizer) -> None:
+    generation = ended(tokenizer, ANSWER)
+    ends = [len(tokenizer.decode(generation.sampled_ids[:n])) for n in range(len(generation.sampled_ids) + 1)]
+    for length in range(1, len(ANSWER)):
+        text = ANSWER[:length]
+        found = detect_post_processing(generation, text, tokenizer)
+        if ANSWER.endswith(text):
+            continue
+        assert found.kind.value == "prefix_truncated"
+        assert found.num_kept == max(n for n, end in enumerate(ends) if end <= length)
+        assert found.lost_text == text[ends[found.num_kept] :]
+        fixed = found.fix(generation)
+        assert fixed.sampled_ids == generation.sampled_ids[: found.num_kept]
+        assert fixed.log_probs == generation.log_probs[: found.num_kept]
+        assert (fixed.finish_reason, fixed.stop_match, fixed.text) == ("length", None, None)
+        assert fixed.prompt_ids == generation.prompt_ids
+        assert tokenizer.decode(fixed.sampled_ids) + found.lost_text == text
+
+
+def test_a_token_that_was_cut_in_two_is_named_and_not_kept() -> None:
+    tokenizer = english_tokenizer()
+    ids = encode(tokenizer, "The weather")
+    assert [tokenizer.decode([i]) for i in ids] == ["The", " weather"]
+    found = detect_post_processing(generate(ids), "The wea", tokenizer)
+    assert (found.num_kept, found.lost_text) == (1, " wea")
+    assert found.detail == (
+        "the text was cut after 'The wea'; 'ther' was sampled behind it; the cut is inside token 1, of which ' wea' "
+        "was kept"
+    )
+    on_boundary = detect_post_processing(generate(ids), "The", tokenizer)
+    assert (on_boundary.num_kept, on_boundary.lost_text) == (1, "")
+    assert "inside" not in on_boundary.detail
+
+
+def test_a_cut_inside_the_first_token_keeps_nothing() -> None:
+    tokenizer = english_tokenizer()
+    generation = generate(encode(tokenizer, "The weather"))
+    found = detect_post_processing(generation, "Th", tokenizer)
+    assert (found.num_kept, found.lost_text) == (0, "Th")
+    assert found.fix(generation).sampled_ids == []
+
+
+def test_the_fix_of_another_generation_is_refused() -> None:
+    tokenizer = english_tokenizer()
+    found = detect_post_processing(generate(encode(tokenizer, "The weather in Paris")), "The weather", tokenizer)
+    with pytest.raises(ValueError, match="request 'r1': 2 sampled tokens, of which 2 were kept: this is another"):
+        found.fix(generate([1, 2]))
+
+
+@pytest.mark.parametrize("text", ["今日の天気は晴れです", "naïve café 🙂🙂 ok", "🙂🙃🙂🙃"])
+def test_characters_of_several_tokens_are_kept_whole_or_not_at_all(tokenizer, text) -> None:
+    generation = generate([*encode_bytewise(tokenizer, text), *encode(tokenizer, " end")])
+    assert len(generation.sampled_ids) > len(text.encode())
+    for length in range(1, len(text) + 1):
+        kept = text[:length]
+        found = detect_post_processing(generation, kept, tokenizer)
+        assert found.kind.value == "prefix_truncated"
+        # One token per byte.
+        assert found.num_kept == len(kept.encode())
+        assert found.lost_text == ""
+
+
+def test_a_special_token_without_text_at_the_cut_is_not_kept() -> None:
+    tokenizer = english_tokenizer()
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ids = [*encode(tokenizer, "The weather"), start, *encode(tokenizer, " in Paris")]
+    found = detect_post_processing(generate(ids), "The weather", tokenizer)
+    assert (found.kind.value, found.num_kept) == ("prefix_truncated", 2)
+    behind_it = detect_post_processing(generate(ids), "The weather i", tokenizer)
+    assert (behind_it.kind.value, behind_it.num_kept, behind_it.lost_text) == ("prefix_truncated", 3, " i")
+
+
+def test_a_long_text_of_single_bytes_is_cut_without_decoding_it_at_every_byte() -> None:
+    tokenizer = multibyte_tokenizer()
+    decoded = 0
+
+    class Counting:
+        def decode(self, ids, *, skip_special_tokens=False):
+            nonlocal decoded
+            decoded += 1
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    text = "🙂🙃🤖" * 200
+    found = detect_post_processing(generate(encode_bytewise(tokenizer, text)), text[:301], Counting())
+    assert found.num_kept == 301 * 4
+    assert decoded < 100
+
+
+@pytest.mark.parametrize("stop_is_known_to", ["server", "caller"])
+def test_a_stop_string_that_the_server_left_out_is_trimmed_although_its_last_token_goes_on(stop_is_known_to) -> None:
+    tokenizer = english_tokenizer()
+    ids = encode(tokenizer, "The answer is 42.\n\n")
+    assert tokenizer.decode(ids[-1:]) == ".\n\n"
+    match = "\n" if stop_is_known_to == "server" else None
+    stop = [] if match else ["Observation:", "\n"]
+    generation = generate(ids, "stop", match)
+    assert kind_of(generation, "The answer is 42.", tokenizer, stop=stop) == "stop_trimmed"
+    # no_stop_trim and include_stop_str_in_output cut behind the stop string.
+    assert kind_of(generation, "The answer is 42.\n", tokenizer, stop=stop) == "stop_trimmed"
+    assert kind_of(generation, "The answer is 42.\n\n", tokenizer, stop=stop) == "exact"
+    assert kind_of(generation, "The answer is 4", tokenizer, stop=stop) == "prefix_truncated"
+    assert kind_of(generation, "The answer is 42. </answer>", tokenizer, stop=stop) == "suffix_added"
+    assert kind_of(generation, "answer is 42.", tokenizer, stop=stop) == "prefix_removed"
+
+
+def test_a_text_cut_at_a_string_that_did_not_end_the_generation_is_a_cut() -> None:
+    tokenizer = english_tokenizer()
+    text = "The answer is 42.\n\nThe answer is 17.\n\n"
+    generation = generate(encode(tokenizer, text), "stop", "\n\n")
+    found = detect_post_processing(generation, "The answer is 42.", tokenizer)
+    assert found.kind.value == "prefix_truncated"
+    assert found.lost_text == "."
+    assert tokenizer.decode(found.fix(generation).sampled_ids) == "The answer is 42"
+    at_limit = generate(encode(tokenizer, text), "length")
+    assert kind_of(at_limit, text[:-2], tokenizer, stop=["\n\n"]) == "prefix_truncated"
+
+
+def test_the_last_token_is_an_end_token_only_where_the_server_stopped_at_it() -> None:
+    tokenizer = english_tokenizer()
+    ids = encode(tokenizer, "The weather")
+    assert kind_of(generate(ids, "stop", ids[-1]), "The", tokenizer) == "stop_trimmed"
+    assert kind_of(generate(ids, "stop", None), "The", tokenizer) == "prefix_truncated"
+    assert kind_of(generate(ids, "length", None), "The", tokenizer) == "prefix_truncated"
+    special = [*ids, tokenizer.eos_token_id]
+    assert kind_of(generate(special, "stop", None), "The weather", tokenizer) == "stop_trimmed"
+    assert kind_of(generate(special, "tool_calls", None), "The weather", tokenizer) == "stop_trimmed"
+    assert kind_of(generate(special, "stop", ids[0]), "The weather", tokenizer) == "special_tokens_stripped"
+    assert kind_of(generate(special, "length", None), "The weather", tokenizer) == "special_tokens_stripped"
+
+
+def test_special_tokens_inside_the_text_that_the_decoder_skipped_have_their_own_class(tokenizer) -> None:
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    body = [*encode(tokenizer, "The weather"), start, *encode(tokenizer, " is nice")]
+    generation = generate([*body, tokenizer.eos_token_id], "stop", tokenizer.eos_token_id)
+    assert kind_of(generation, "The weather is nice", tokenizer) == "special_tokens_stripped"
+    assert kind_of(generation, "The weather<|im_start|> is nice", tokenizer) == "stop_trimmed"
+    with_stop_string = generate([*body, *encode(tokenizer, "\n")], "stop", "\n")
+    assert kind_of(with_stop_string, "The weather is nice", tokenizer) == "special_tokens_stripped"
+    assert kind_of(generation, "The weather is nice today", tokenizer) == "suffix_added"
+    assert kind_of(generation, " is nice", tokenizer) == "prefix_removed"
+
+
+def test_a_cut_character_at_the_end_that_is_not_in_the_text_is_undecidable(tokenizer) -> None:
+    ids = encode_bytewise(tokenizer, "Погода 今日")[:-1]
+    generation = generate(ids)
+    raw = tokenizer.decode(ids)
+    assert raw.endswith("\ufffd")
+    assert kind_of(generation, raw, tokenizer) == "exact"
+    # Byte fallback makes every byte of the run unknown, a server that decodes as it samples shows the whole characters.
+    assert kind_of(generation, "Погода 今", tokenizer) == "undecidable"
+    assert kind_of(generation, "Погода 今\ufffd\ufffd\ufffd", tokenizer) == "undecidable"
+    found = detect_post_processing(generation, "Погода", tokenizer)
+    assert (found.kind.value, found.num_kept) == ("prefix_truncated", len("Погода".encode()))
+
+
+def test_unknown_bytes_that_a_decoder_dropped_are_undecidable() -> None:
+    tokenizer = english_tokenizer()
+    ids = [*encode(tokenizer, "The "), *encode_bytewise(tokenizer, "é")[:1], *encode(tokenizer, " weather")]
+    assert tokenizer.decode(ids) == "The \ufffd weather"
+    assert kind_of(generate(ids), "The  weather", tokenizer) == "undecidable"
+
+
+def test_a_text_that_is_both_the_beginning_and_the_end_is_undecidable(tokenizer) -> None:
+    generation = generate(encode(tokenizer, "rain, rain"))
+    assert kind_of(generation, "rain", tokenizer) == "undecidable"
+    assert kind_of(generation, "rain,", tokenizer) == "prefix_truncated"
+    assert kind_of(generation, ", rain", tokenizer) == "prefix_removed"
+
+
+def test_spaces_are_undecidable_only_where_the_decoder_cleans_them_up() -> None:
+    plain, cleaning = english_tokenizer(), english_tokenizer()
+    cleaning.clean_up_tokenization_spaces = True
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    generation = generate(encode(plain, "The weather , they say"))
+    assert cleaning.decode(generation.sampled_ids) == "The weather, they say"
+    assert kind_of(generation, "The weather, they say", cleaning) == "exact"
+    assert kind_of(generation, "The weather , they say", cleaning) == "undecidable"
+    assert kind_of(generation, "The weather , they said", cleaning) == "edited"
+    assert kind_of(generation, "The weather, they say", plain) == "edited"
+
+
+def test_a_decoder_that_drops_the_first_space_gives_the_same_class_with_and_without_it() -> None:
+    tokenizer = multibyte_tokenizer()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    ids = encode(tokenizer, " The weather is nice")
+    generation = generate(ids, prompt_ids=encode(tokenizer, "user: hello"))
+    assert tokenizer.decode(ids) == "The weather is nice"
+    for space in ("", " "):
+        assert kind_of(generation, f"{space}The weather is nice", tokenizer) == "exact"
+        found = detect_post_processing(generation, f"{space}The weather", tokenizer)
+        assert found.kind.value == "prefix_truncated"
+        assert tokenizer.decode(ids[: found.num_kept]) == "The weather"
+    assert kind_of(generate(ids, prompt_ids=[]), " The weather is nice", tokenizer) == "edited"
+
+
+def test_a_prompt_that_ends_inside_a_character_does_not_hide_an_exact_text(tokenizer) -> None:
+    whole = encode_bytewise(tokenizer, "今 rain")
+    generation = generate(whole[2:], prompt_ids=whole[:2])
+    assert kind_of(generation, tokenizer.decode(whole[2:]), tokenizer) == "exact"
+    # Byte fallback decodes all bytes in a row together, those of the space too.
+    assert kind_of(generation, " rain", tokenizer) in ("undecidable", "edited")
+
+
+def test_nothing_sampled_and_nothing_said_is_exact_and_anything_else_was_added(tokenizer) -> None:
+    assert kind_of(generate([]), "", tokenizer) == "exact"
+    assert kind_of(generate([]), "The", tokenizer) == "suffix_added"
+    assert kind_of(generate([tokenizer.eos_token_id], "stop", tokenizer.eos_token_id), "", tokenizer) == "stop_trimmed"
+
+
+def test_what_was_added_removed_or_edited_is_shown() -> None:
+    tokenizer = english_tokenizer()
+    generation = ended(tokenizer, "The answer")
+    added = detect_post_processing(generation, f"The answer{TURN_END}\n", tokenizer)
+    assert added.detail == "'\\n' was not sampled"
+    removed = detect_post_processing(generation, "answer", tokenizer)
+    assert removed.detail == "the text lacks its beginning 'The '"
+    found = detect_post_processing(generate(encode(tokenizer, "The answer is 42")), "The answer is 17", tokenizer)
+    assert found.detail == "the first difference is at character 14: '42' was sampled, the text has '17'"
+
+
+def test_a_text_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="response_text must be a str, got NoneType"):
+        detect_post_processing(generate([1]), None, english_tokenizer())
