@@ -96,7 +96,7 @@ def check_conversation(
         sampled_tokens=classified.sampled_tokens,
         unchecked_texts=sum(call.text is not None for call, _ in read) if tokenizer is None else 0,
         refused=tuple(refused),
-        boundaries=tuple(map(_boundary_finding, later, classified.boundaries)),
+        boundaries=tuple(_boundary_finding(*pair) for pair in zip(later, classified.boundaries, strict=True)),
         texts=() if tokenizer is None else tuple(_text_findings(read, tokenizer)),
         weight_versions=tuple(_version_finding(generations, place)),
         policy_errors=() if policy_error is None else (Finding(str(policy), False, place | {"message": policy_error}),),

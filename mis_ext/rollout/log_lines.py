@@ -126,6 +126,8 @@ def parse_line(content: bytes, *, file: str, line: int) -> LoggedCall:
             choice=_check_type(row, "choice", int, None),
             prompt_ids=_check_type(row, "prompt_ids", list, None),
         )
+    except json.JSONDecodeError as error:
+        raise LogLineError(file, line, f"no JSON: {error.msg} at character {error.pos}") from error
     # Nesting beyond what Python's stack holds is a RecursionError.
     except (ValueError, RecursionError) as error:
         raise LogLineError(file, line, str(error)) from error
@@ -135,7 +137,7 @@ def _check_type(row: Mapping[str, Any], key: str, kind: type, *default: None) ->
     value = row.get(key)
     # True is an int and no choice.
     if type(value) is not kind and not (value is None and default):
-        raise ValueError(f"{key} must be a {kind.__name__}, got a {type(value).__name__}")
+        raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r:.80}")
     return value
 
 
@@ -153,7 +155,7 @@ def _tell_format(response: Any) -> str | None:
     if not isinstance(response, Mapping):
         return None
     # An error is refused by every reader alike.
-    if "meta_info" in response or "error" in response or response.get("object") == "error":
+    if "meta_info" in response or response.get("error") is not None or response.get("object") == "error":
         return "sglang"
     api, choices = _NAMES.get(str(response.get("object"))), response.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
