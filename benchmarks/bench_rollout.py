@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from tiny_tokenizers import ENGLISH_TEXT, encode, encode_bytewise, english_tokenizer
 
-from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.policies import Policy
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.policies import Policy
 
 REPEATS = 3
 TOOL_SHARE = 0.5

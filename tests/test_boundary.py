@@ -12,8 +12,8 @@ from tiny_tokenizers import PLAIN, STRIP_REASONING, TOKENIZERS, TURN_END, encode
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.boundary import Boundary, find_mismatch
-from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.conversations.boundary import Boundary, find_mismatch
+from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.token_bytes import BYTE_LEVEL_ALPHABET, TokenBytes
 
 TEXT = "a naïve 天気, Погода 🙂👩‍🚀\n\n  <think>x</think><|im_end|>"

@@ -15,9 +15,9 @@ from conversations import ANSWER, CASES, QUESTION, Case, call, sample_of
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, render
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.boundary import BoundaryAction, BoundaryKind
-from mis_ext.rollout.builder import build_samples
-from mis_ext.rollout.built import Built
+from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
 from mis_ext.rollout.training_sample import TrainingSample
 

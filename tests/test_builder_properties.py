@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise
 
-from mis_ext.rollout.builder import build_samples
-from mis_ext.rollout.built import Built
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.errors import BoundaryError
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.token_bytes import TokenBytes

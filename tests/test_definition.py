@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from mis_ext.rollout.definition import define_log_probs
-from mis_ext.rollout.distribution import Distribution, Truncation
-from mis_ext.rollout.kept_tokens import kept_mask
-from mis_ext.rollout.sampling_parameters import SamplingParameters
-from mis_ext.rollout.scoring import behavior_log_probs, trainer_log_probs
-from mis_ext.rollout.vocabulary import check_vocabulary, padded_vocab_size, padding_log_mass
+from mis_ext.rollout.definitions.definition import define_log_probs
+from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+from mis_ext.rollout.definitions.kept_tokens import kept_mask
+from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definitions.scoring import behavior_log_probs, trainer_log_probs
+from mis_ext.rollout.definitions.vocabulary import check_vocabulary, padded_vocab_size, padding_log_mass
 
 # softmax of these is 1/2, 1/4, 1/8, 1/8; at temperature 1/2 it is 16/22, 4/22, 1/22, 1/22.
 PROBABILITIES = (0.5, 0.25, 0.125, 0.125)

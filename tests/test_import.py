@@ -16,7 +16,7 @@ def run(code: str) -> str:
 
 def test_importing_the_package_pulls_in_no_framework() -> None:
     # torch itself imports numpy where it is installed.
-    imports = "import mis_ext, mis_ext.onpolicy, mis_ext.cli"
+    imports = "import mis_ext, mis_ext.onpolicy, mis_ext.rollout, mis_ext.cli"
     code = f"import torch, sys; before = set(sys.modules); {imports}; print(*(set(sys.modules) - before))"
     imported = {name.split(".")[0] for name in run(code).split()}
     assert imported.isdisjoint(HEAVY)
@@ -43,7 +43,7 @@ def test_an_installed_wheel_holds_the_presets(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant
+import mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant, mis_ext.rollout
 print(mis_ext.__file__, *mis_ext.list_presets())
 """
     where, *presets = run(code).split()

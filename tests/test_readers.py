@@ -19,9 +19,9 @@ from mis_ext.rollout.errors import (
     RolloutError,
     UnprovenTokenIds,
 )
-from mis_ext.rollout.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
+from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 
 GENERATE = {
     "generate_length": ("length", None),

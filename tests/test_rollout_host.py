@@ -17,9 +17,9 @@ from host_samples import SlimeSample, loopback_server
 from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status, host_args
 
-from mis_ext.rollout import http, settings
+from mis_ext.rollout.custom_generate import http, settings
+from mis_ext.rollout.custom_generate.function import UNFINISHED, generate
 from mis_ext.rollout.errors import AbortedRequest, CountMismatch, RolloutError
-from mis_ext.rollout.host import UNFINISHED, generate
 
 TOKENIZER = english_tokenizer()
 END = TOKENIZER.eos_token_id

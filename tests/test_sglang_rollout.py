@@ -24,8 +24,8 @@ from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from mis_ext.rollout import episode
-from mis_ext.rollout.host import generate
+from mis_ext.rollout.custom_generate import episode
+from mis_ext.rollout.custom_generate.function import generate
 
 # Megatron-Core, which the other examples need, tells at import which optional kernels are missing.
 with warnings.catch_warnings(action="ignore"):

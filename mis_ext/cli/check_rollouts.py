@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from mis_ext.rollout.policies import Policy
+from mis_ext.rollout.conversations.policies import Policy
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -70,9 +70,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.log_checks import check_conversation
-    from mis_ext.rollout.log_files import RolloutLog
-    from mis_ext.rollout.log_report import LogReport
+    from mis_ext.rollout.logs.checks import check_conversation
+    from mis_ext.rollout.logs.files import RolloutLog
+    from mis_ext.rollout.logs.report import LogReport
 
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
     with ExitStack() as stack:

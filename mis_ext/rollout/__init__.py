@@ -5,11 +5,15 @@ text: :func:`detect_post_processing`. What a log-prob is of: :func:`define_log_p
 :func:`generate`.
 """
 
-from mis_ext.rollout.boundary import Boundary, BoundaryAction, BoundaryKind
-from mis_ext.rollout.builder import build_samples
-from mis_ext.rollout.built import Built
-from mis_ext.rollout.definition import LogProbDefinition, define_log_probs
-from mis_ext.rollout.distribution import Distribution, Truncation
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.built import Built
+from mis_ext.rollout.conversations.policies import Policy
+from mis_ext.rollout.custom_generate.function import generate
+from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
+from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
 from mis_ext.rollout.errors import (
     AbortedRequest,
     BoundaryError,
@@ -21,15 +25,11 @@ from mis_ext.rollout.errors import (
     UnprovenTokenIds,
 )
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.host import generate
-from mis_ext.rollout.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.policies import Policy
 from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
-from mis_ext.rollout.sampling_parameters import SamplingParameters
-from mis_ext.rollout.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
+from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 from mis_ext.rollout.training_sample import TrainingSample
-from mis_ext.rollout.vllm import read_vllm_chat, read_vllm_completions
-from mis_ext.rollout.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
 
 __all__ = [
     "AbortedRequest",

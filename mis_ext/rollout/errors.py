@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mis_ext.rollout.boundary import Boundary
+    from mis_ext.rollout.conversations.boundary import Boundary
 
 
 class RolloutError(ValueError):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mis_ext.checks import check_choice
-from mis_ext.rollout.distribution import Distribution, Truncation
-from mis_ext.rollout.sampling_parameters import SERVERS, SamplingParameters, Server
+from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+from mis_ext.rollout.definitions.sampling_parameters import SERVERS, SamplingParameters, Server
 
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 SamplingBackend = Literal["flashinfer", "pytorch"]

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from mis_ext.checks import check_choice, check_known
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.reading import Field
-from mis_ext.rollout.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
+from mis_ext.rollout.readers.reading import Field
+from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 from mis_ext.rollout.text import Tokenizer
-from mis_ext.rollout.vllm import read_vllm_chat, read_vllm_completions
 
 
 class Reader(NamedTuple):

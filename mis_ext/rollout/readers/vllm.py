@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mis_ext.rollout.choices import Choice, given_ids, open_choice, sent_ids
-from mis_ext.rollout.evidence import settle
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.reading import Field
+from mis_ext.rollout.readers.choices import Choice, given_ids, open_choice, sent_ids
+from mis_ext.rollout.readers.evidence import settle
+from mis_ext.rollout.readers.reading import Field
 
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.rollout.definition import LogProbDefinition
-from mis_ext.rollout.distribution import Distribution
-from mis_ext.rollout.kept_tokens import kept_mask, kept_of_list
+from mis_ext.rollout.definitions.definition import LogProbDefinition
+from mis_ext.rollout.definitions.distribution import Distribution
+from mis_ext.rollout.definitions.kept_tokens import kept_mask, kept_of_list
 
 
 class TrainerLogProbs(NamedTuple):

@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from mis_ext.rollout.rewriting import find_end, without_reasoning
+from mis_ext.rollout.conversations.rewriting import find_end, without_reasoning
 
 
 class Change(Enum):

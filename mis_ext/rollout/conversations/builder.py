@@ -6,12 +6,19 @@ from collections.abc import Iterable
 from typing import get_args
 
 from mis_ext.checks import check_choice
-from mis_ext.rollout.boundary import Boundary, BoundaryAction, BoundaryKind, Finding, classify, find_mismatch
-from mis_ext.rollout.built import Built
-from mis_ext.rollout.conversation import Conversation
+from mis_ext.rollout.conversations.boundary import (
+    Boundary,
+    BoundaryAction,
+    BoundaryKind,
+    Finding,
+    classify,
+    find_mismatch,
+)
+from mis_ext.rollout.conversations.built import Built
+from mis_ext.rollout.conversations.conversation import Conversation
+from mis_ext.rollout.conversations.policies import Policy, choose_action
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.policies import Policy, choose_action
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.training_sample import TrainingSample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mis_ext.rollout.boundary import BoundaryAction, BoundaryKind, Finding
+from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind, Finding
 from mis_ext.rollout.generation import Generation
 
 Policy = Literal["strict", "correct", "split", "truncate", "off"]

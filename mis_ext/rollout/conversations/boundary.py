@@ -7,8 +7,8 @@ from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple
 
-from mis_ext.rollout.alignment import Change, Turn, align
-from mis_ext.rollout.conversation import Conversation
+from mis_ext.rollout.conversations.alignment import Change, Turn, align
+from mis_ext.rollout.conversations.conversation import Conversation
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from mis_ext.rollout.errors import CountMismatch, LogProbError, MalformedResponse
-from mis_ext.rollout.evidence import check_same
 from mis_ext.rollout.generation import FinishReason
-from mis_ext.rollout.reading import Field, open_exchange
+from mis_ext.rollout.readers.evidence import check_same
+from mis_ext.rollout.readers.reading import Field, open_exchange
 
 Api = Literal["chat", "completions"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mis_ext.rollout.episode import Call
+from mis_ext.rollout.custom_generate.episode import Call
 
 
 def check_resumable(sample: Any) -> None:

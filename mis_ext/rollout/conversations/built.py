@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mis_ext.rollout.boundary import Boundary, BoundaryAction, BoundaryKind
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
 from mis_ext.rollout.training_sample import TrainingSample
 
 

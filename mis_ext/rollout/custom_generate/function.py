@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mis_ext.rollout.builder import build_samples
-from mis_ext.rollout.chat import encode_prompt, load_tokenizer, template_options
-from mis_ext.rollout.episode import Call, Episode, Turn
-from mis_ext.rollout.sample_fields import append_observation, append_sampled, check_resumable
-from mis_ext.rollout.settings import KEY, Settings, check_supported, warn_of_definition
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.custom_generate.chat import encode_prompt, load_tokenizer, template_options
+from mis_ext.rollout.custom_generate.episode import Call, Episode, Turn
+from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
+from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported, warn_of_definition
 from mis_ext.rollout.text import Tokenizer
 
 UNFINISHED = f"{KEY}_unfinished"
@@ -20,8 +20,8 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
     """``sample`` with the tokens of a conversation exactly as SGLang sampled them.
 
     Each request holds the token ids of everything before it, those of earlier turns as they were sampled: no text is
-    tokenized twice. The responses are read by :func:`~mis_ext.rollout.sglang.read_sglang_generate` and put together by
-    :func:`~mis_ext.rollout.builder.build_samples` with the policy ``strict``, whose counts are added to
+    tokenized twice. The responses are read by :func:`~mis_ext.rollout.read_sglang_generate` and put together by
+    :func:`~mis_ext.rollout.build_samples` with the policy ``strict``, whose counts are added to
     ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask of 0.
 
     A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` or ``max_turns``,
@@ -34,8 +34,8 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
     Args:
         args: The host's; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``, ``partial_rollout``,
             ``rollout_max_context_len``, ``chat_template_path``, ``apply_chat_template_kwargs`` and the router's policy
-            are read, the last five where they exist, and :class:`~mis_ext.rollout.settings.Settings` under
-            ``on_policy_tokens``.
+            are read, the last five where they exist, and what
+            :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
         sampling_params: SGLang's, with ``max_new_tokens``.
 

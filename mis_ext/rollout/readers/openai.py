@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mis_ext.rollout.choices import Choice, Scores, given_ids, open_choice, sent_ids
 from mis_ext.rollout.errors import Contradiction, UnprovenTokenIds
-from mis_ext.rollout.evidence import settle
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.reading import Field
+from mis_ext.rollout.readers.choices import Choice, Scores, given_ids, open_choice, sent_ids
+from mis_ext.rollout.readers.evidence import settle
+from mis_ext.rollout.readers.reading import Field
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
-from mis_ext.rollout.log_lines import LoggedCall, LogLineError, parse_line
+from mis_ext.rollout.logs.lines import LoggedCall, LogLineError, parse_line
 
 _BLOCK = 1 << 20
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mis_ext.rollout.choices import Choice, open_choice, sent_ids
 from mis_ext.rollout.errors import AbortedRequest, CountMismatch, LogProbError
-from mis_ext.rollout.evidence import agree, check_same, settle
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.reading import Field, open_exchange
+from mis_ext.rollout.readers.choices import Choice, open_choice, sent_ids
+from mis_ext.rollout.readers.evidence import agree, check_same, settle
+from mis_ext.rollout.readers.reading import Field, open_exchange
 
 
 def read_sglang_generate(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mis_ext.rollout.errors import Contradiction, CountMismatch, UnprovenTokenIds
 from mis_ext.rollout.generation import FinishReason, Generation
-from mis_ext.rollout.reading import Field
+from mis_ext.rollout.readers.reading import Field
 
 T = TypeVar("T")
 Places = Sequence[Field | None]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.boundary import Boundary, BoundaryKind
-from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.policies import Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.log_lines import LoggedCall
-from mis_ext.rollout.policies import Policy
+from mis_ext.rollout.logs.lines import LoggedCall
 from mis_ext.rollout.post_processing import detect_post_processing
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.training_sample import TrainingSample
@@ -49,7 +49,7 @@ class ConversationCheck:
             one.
         policy_errors: At most one: the policy refuses the conversation.
         samples: What is trained under the policy.
-        metrics: :meth:`~mis_ext.rollout.built.Built.metrics` under the policy; empty without one.
+        metrics: :meth:`~mis_ext.rollout.conversations.built.Built.metrics` under the policy; empty without one.
     """
 
     calls: int

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.chat import ChatTokenizer, observation_text, template_options
+from mis_ext.rollout.custom_generate.chat import ChatTokenizer, observation_text, template_options
+from mis_ext.rollout.custom_generate.http import host_of, post_json
+from mis_ext.rollout.custom_generate.settings import Settings
 from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.http import host_of, post_json
-from mis_ext.rollout.settings import Settings
-from mis_ext.rollout.sglang import read_sglang_generate
+from mis_ext.rollout.readers.sglang import read_sglang_generate
 
 # With these the router sends an episode to the server that has its prefix cached.
 _STICKY_POLICIES = ("consistent_hashing", "manual")

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mis_ext.rollout.boundary import BoundaryAction
-from mis_ext.rollout.log_checks import ConversationCheck, Finding
-from mis_ext.rollout.log_lines import LogLineError
+from mis_ext.rollout.conversations.boundary import BoundaryAction
+from mis_ext.rollout.logs.checks import ConversationCheck, Finding
+from mis_ext.rollout.logs.lines import LogLineError
 
 _TABLES = ("refused", "boundaries", "texts", "weight_versions", "policy_errors")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mis_ext.rollout.distribution import Truncation
+from mis_ext.rollout.definitions.distribution import Truncation
 
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:

@@ -1,0 +1,1 @@
+"""Conversations: the calls of one, its turn boundaries, and the training samples that come of it."""

@@ -1,0 +1,1 @@
+"""The custom generate function of slime and Miles."""

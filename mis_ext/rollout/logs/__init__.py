@@ -1,0 +1,1 @@
+"""Logs of calls: what is in them, checked conversation by conversation."""

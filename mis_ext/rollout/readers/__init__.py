@@ -1,0 +1,1 @@
+"""Readers: one response of an inference server as a :class:`~mis_ext.rollout.generation.Generation`."""
