@@ -31,6 +31,7 @@ import triton
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
 from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
 from mis_ext.onpolicy.batch_invariant import triton_reductions as reductions
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.bits import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -219,16 +220,9 @@ def _softmax_gradient(x: Tensor, grad: Tensor) -> Case:
     )
 
 
-def _settings(lengths_q: list[int], lengths_k: list[int], dim: int) -> dict:
+def _packing(lengths_q: list[int], lengths_k: list[int], dim: int) -> Packing:
     bounds = [torch.tensor([0, *x], device=DEVICE).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)]
-    return {
-        "cu_seqlens_q": bounds[0],
-        "cu_seqlens_k": bounds[1],
-        "max_seqlen_q": max(lengths_q),
-        "max_seqlen_k": max(lengths_k),
-        "scale": dim**-0.5,
-        "is_causal": True,
-    }
+    return Packing(*bounds, max(lengths_q), max(lengths_k), scale=dim**-0.5, is_causal=True)
 
 
 def _batched(x: Tensor, batch: int) -> Tensor:
@@ -241,12 +235,12 @@ def _packed(x: Tensor) -> Tensor:
 
 def _attention(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
     q, k, v = (_random(batch * length, heads, dim, dtype=dtype) for _ in range(3))
-    settings = _settings([length] * batch, [length] * batch, dim)
+    packing = _packing([length] * batch, [length] * batch, dim)
     positions = _some(length)
 
     def decode(position: int) -> Tensor:
         tensors = q[position : position + 1], k[: position + 1], v[: position + 1]
-        return attention.attention_forward(*tensors, **_settings([1], [position + 1], dim))[0]
+        return attention.attention_forward(*tensors, _packing([1], [position + 1], dim))[0]
 
     def plain(*qkv: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*qkv, is_causal=True)
@@ -256,7 +250,7 @@ def _attention(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype
         "attention",
         f"{batch} x {length}, {heads} heads of {dim}",
         dtype,
-        ours=lambda: attention.attention_forward(q, k, v, **settings)[0],
+        ours=lambda: attention.attention_forward(q, k, v, packing)[0],
         torch=lambda: plain(*batched),
         checked=lambda out: out[positions],
         alone=lambda: torch.cat([decode(position) for position in positions]),
@@ -266,17 +260,17 @@ def _attention(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype
 
 def _attention_gradient(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
     q, k, v, grad = (_random(batch * length, heads, dim, dtype=dtype) for _ in range(4))
-    settings, alone_settings = (_settings([length] * count, [length] * count, dim) for count in (batch, 1))
-    saved = attention.attention_forward(q, k, v, **settings)
+    packing, alone_packing = (_packing([length] * count, [length] * count, dim) for count in (batch, 1))
+    saved = attention.attention_forward(q, k, v, packing)
     leaves = [_batched(x, batch).detach().requires_grad_() for x in (q, k, v)]
     output = F.scaled_dot_product_attention(*leaves, is_causal=True)
 
     def ours() -> Tensor:
-        return torch.stack(attention.attention_backward(grad, q, k, v, *saved, **settings))
+        return torch.stack(attention.attention_backward(grad, q, k, v, *saved, packing))
 
     def alone() -> Tensor:
         first = [x[:length] for x in (grad, q, k, v, saved[0])]
-        return torch.stack(attention.attention_backward(*first, saved[1][:, :length], **alone_settings))
+        return torch.stack(attention.attention_backward(*first, saved[1][:, :length], alone_packing))
 
     def exact() -> Tensor:
         wide = [x[:1].detach().double().requires_grad_() for x in leaves]
@@ -293,17 +287,17 @@ def _attention_gradient(batch: int, length: int, heads: int, dim: int, dtype: to
 def _decode(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
     q = _random(batch, heads, dim, dtype=dtype)
     k, v = (_random(batch * length, heads, dim, dtype=dtype) for _ in range(2))
-    settings, alone_settings = (_settings([1] * count, [length] * count, dim) for count in (batch, 1))
+    packing, alone_packing = (_packing([1] * count, [length] * count, dim) for count in (batch, 1))
     batched = [_batched(q, batch), _batched(k, batch), _batched(v, batch)]
     last = slice(-length, None)
     return Case(
         "attention, decode",
         f"{batch} x 1 of {length}, {heads} heads of {dim}",
         dtype,
-        ours=lambda: attention.attention_forward(q, k, v, **settings)[0],
+        ours=lambda: attention.attention_forward(q, k, v, packing)[0],
         torch=lambda: F.scaled_dot_product_attention(*batched),
         checked=lambda out: out[-1:],
-        alone=lambda: attention.attention_forward(q[-1:], k[last], v[last], **alone_settings)[0],
+        alone=lambda: attention.attention_forward(q[-1:], k[last], v[last], alone_packing)[0],
         exact=lambda: _packed(F.scaled_dot_product_attention(*(x[-1:].double() for x in batched))),
     )
 

@@ -42,11 +42,13 @@ from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from mis_ext.onpolicy.audit import audit_logprobs  # noqa: E402
 from mis_ext.onpolicy.audit_report import AuditReport  # noqa: E402
-from mis_ext.rollout.custom_generate.function import generate  # noqa: E402
-from mis_ext.rollout.definitions.definition import define_log_probs  # noqa: E402
-from mis_ext.rollout.definitions.distribution import Distribution  # noqa: E402
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters  # noqa: E402
-from mis_ext.rollout.definitions.scoring import trainer_log_probs  # noqa: E402
+from mis_ext.rollout import (  # noqa: E402
+    Distribution,
+    SamplingParameters,
+    define_log_probs,
+    generate,
+    trainer_log_probs,
+)
 
 SAMPLING = {
     "temperature": 0.7,

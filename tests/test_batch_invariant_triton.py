@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton_support import DEVICE, HAS_GPU, OBSTACLE
 
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
 
 pytest.importorskip("triton")
@@ -380,7 +381,7 @@ def tokens_of(settings: dict) -> tuple[int, int]:
 def test_attention_is_that_of_float64(case, dtype) -> None:
     settings = case_of(case)
     qkv = streams(*tokens_of(settings), dtype=dtype)
-    output, lse = attention.attention_forward(*qkv, **settings)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
     exact, exact_lse = exact_attention(*(x.double() for x in qkv), settings)
     # The weights are rounded to the dtype before they meet the values.
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
@@ -402,10 +403,10 @@ def test_head_dimensions_that_are_no_power_of_two_are_padded(dim, dtype) -> None
     settings = keywords([20], [20])
     # Two groups of two heads.
     qkv = [random(20, heads, dim, dtype=dtype, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
-    output, lse = attention.attention_forward(*qkv, **settings)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
     exact, _ = exact_attention(*(x.double() for x in qkv), settings)
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
-    grads = attention.attention_backward(output, *qkv, output, lse, **settings)
+    grads = attention.attention_backward(output, *qkv, output, lse, Packing(**settings))
     assert_gradients(grads, output, qkv, settings)
 
 
@@ -426,12 +427,12 @@ def assert_gradients(grads: tuple, slope: Tensor, qkv: list[Tensor], settings: d
 def test_the_gradients_of_attention_are_those_of_autograd_in_float64_on_every_run(case, dtype) -> None:
     settings = case_of(case)
     qkv = streams(*tokens_of(settings), dtype=dtype)
-    output, lse = attention.attention_forward(*qkv, **settings)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
     slope = random(*output.shape, dtype=dtype, seed=9)
-    grads = attention.attention_backward(slope, *qkv, output, lse, **settings)
+    grads = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
     assert_gradients(grads, slope, qkv, settings)
     if HAS_GPU or case == "mask":
-        again = attention.attention_backward(slope, *qkv, output, lse, **settings)
+        again = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
         for first, second in zip(grads, again, strict=True):
             assert_same_bits(first, second)
 
@@ -439,20 +440,22 @@ def test_the_gradients_of_attention_are_those_of_autograd_in_float64_on_every_ru
 @each_dtype
 def test_prefill_chunks_and_decode_give_a_position_the_same_bits(dtype) -> None:
     q, k, v = streams(LONGEST, LONGEST, dtype=dtype)
-    output, lse = attention.attention_forward(q, k, v, **keywords([LONGEST], [LONGEST]))
+    output, lse = attention.attention_forward(q, k, v, Packing(**keywords([LONGEST], [LONGEST])))
     # The lengths at which a block of keys or a tile of queries begins or ends.
     borders = [length for block in range(0, LONGEST, 64) for length in (block + 1, block + 63, block + 64)]
     lengths = sorted({length for length in borders if length <= LONGEST} | {LONGEST})
     decode, decode_lse = attention.attention_forward(
         q[[length - 1 for length in lengths]],
         *(torch.cat([x[:length] for length in lengths]) for x in (k, v)),
-        **keywords([1] * len(lengths), lengths),
+        Packing(**keywords([1] * len(lengths), lengths)),
     )
     assert_same_bits(decode, output[[length - 1 for length in lengths]])
     assert_same_bits(decode_lse, lse[:, [length - 1 for length in lengths]])
     begin = 0
     for end in (50, 65, LONGEST):
-        chunk, _ = attention.attention_forward(q[begin:end], k[:end], v[:end], **keywords([end - begin], [end]))
+        chunk, _ = attention.attention_forward(
+            q[begin:end], k[:end], v[:end], Packing(**keywords([end - begin], [end]))
+        )
         assert_same_bits(chunk, output[begin:end])
         begin = end
 
@@ -464,14 +467,14 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
     settings = keywords([3, length, 2], [3, length, 2])
     middle = slice(3, -2)
     q1, k1, v1 = (x[middle].clone() for x in (q, k, v))
-    alone = attention.attention_forward(q1, k1, v1, **keywords([length], [length], max_seqlen_q=2 * length))
-    grads_alone = attention.attention_backward(q1, q1, k1, v1, *alone, **keywords([length], [length]))
+    alone = attention.attention_forward(q1, k1, v1, Packing(**keywords([length], [length], max_seqlen_q=2 * length)))
+    grads_alone = attention.attention_backward(q1, q1, k1, v1, *alone, Packing(**keywords([length], [length])))
     for x in (q, k, v):
         x[:3], x[-2:] = float("nan"), torch.finfo(dtype).max
-    packed = attention.attention_forward(q, k, v, **settings)
+    packed = attention.attention_forward(q, k, v, Packing(**settings))
     assert_same_bits(packed[0][middle], alone[0])
     assert_same_bits(packed[1][:, middle], alone[1])
-    grads = attention.attention_backward(q, q, k, v, *packed, **settings)
+    grads = attention.attention_backward(q, q, k, v, *packed, Packing(**settings))
     for grad, expected in zip(grads, grads_alone, strict=True):
         assert_same_bits(grad[middle], expected)
 
@@ -479,10 +482,10 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
 @each_dtype
 def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> None:
     q, k, v = streams(34, 70, dtype=dtype)
-    flagged = attention.attention_forward(q, k, v, **keywords([34], [70]))
+    flagged = attention.attention_forward(q, k, v, Packing(**keywords([34], [70])))
     mask = torch.ones(34, 70, dtype=torch.bool, device=DEVICE).tril(36)
     for shaped in (mask[None, None], mask.expand(1, HEADS, 34, 70)):
-        masked = attention.attention_forward(q, k, v, **keywords([34], [70], is_causal=False, mask=shaped))
+        masked = attention.attention_forward(q, k, v, Packing(**keywords([34], [70], is_causal=False, mask=shaped)))
         for actual, expected in zip(masked, flagged, strict=True):
             assert_same_bits(actual, expected)
 
@@ -491,30 +494,30 @@ def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> Non
 def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
     q, k, v = streams(70, 70, dtype=dtype)
     settings = keywords([70], [70])
-    output, _ = attention.attention_forward(q, k, v, **settings)
+    output, _ = attention.attention_forward(q, k, v, Packing(**settings))
     q[::2] = float("nan")
     q[1::4] = torch.finfo(dtype).max
-    assert_same_bits(attention.attention_forward(q, k, v, **settings)[0][3::4], output[3::4])
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[0][3::4], output[3::4])
 
 
 @each_dtype
 def test_strides_change_no_bit_of_attention(dtype) -> None:
     q, k, v = streams(20, 20, dtype=dtype)
     settings = keywords([20], [20])
-    output, lse = attention.attention_forward(q, k, v, **settings)
+    output, lse = attention.attention_forward(q, k, v, Packing(**settings))
     fused = torch.cat([q, k, v], 1)
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     by_lane = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for strided in (fused.split([HEADS, GROUPS, GROUPS], 1), by_head, by_lane):
-        assert_same_bits(attention.attention_forward(*strided, **settings)[0], output)
-    grads = attention.attention_backward(q, q, k, v, output, lse, **settings)
-    strided = attention.attention_backward(by_lane[0], *by_head, by_head[0] * 0 + output, lse, **settings)
+        assert_same_bits(attention.attention_forward(*strided, Packing(**settings))[0], output)
+    grads = attention.attention_backward(q, q, k, v, output, lse, Packing(**settings))
+    strided = attention.attention_backward(by_lane[0], *by_head, by_head[0] * 0 + output, lse, Packing(**settings))
     for actual, expected in zip(strided, grads, strict=True):
         assert_same_bits(actual, expected)
 
 
 def test_attention_of_no_tokens_is_empty() -> None:
-    output, lse = attention.attention_forward(*streams(0, 0), **keywords([0], [0]))
+    output, lse = attention.attention_forward(*streams(0, 0), Packing(**keywords([0], [0])))
     assert output.shape == (0, HEADS, HEAD_DIM)
     assert lse.shape == (HEADS, 0)
 
@@ -525,7 +528,7 @@ def test_what_attention_cannot_take_is_named() -> None:
 
     def message(error: type[Exception], match: str, *tensors: Tensor, **more: object) -> None:
         with pytest.raises(error, match=match):
-            attention.attention_forward(*tensors, **{**settings, **more})
+            attention.attention_forward(*tensors, Packing(**{**settings, **more}))
 
     message(ValueError, r"query must be \[T, H, D\]", q[0], k, v)
     message(ValueError, "last dimensions must be equal", q[..., 1:], k, v)
@@ -540,6 +543,6 @@ def test_what_attention_cannot_take_is_named() -> None:
     message(TypeError, "mask must be bool", q, k, v, mask=mask.int())
     message(ValueError, r"mask must be \[1, 1, 6, 6\], got \[1, 1, 6, 5\]", q, k, v, mask=mask[..., :5])
     message(ValueError, r"mask must be \[S, 1 or", q, k, v, mask=mask.expand(1, 5, 6, 6))
-    output, lse = attention.attention_forward(q, k, v, **settings)
+    output, lse = attention.attention_forward(q, k, v, Packing(**settings))
     with pytest.raises(ValueError, match=r"lse be \[H, T\] float32"):
-        attention.attention_backward(output, q, k, v, output, lse.t(), **settings)
+        attention.attention_backward(output, q, k, v, output, lse.t(), Packing(**settings))

@@ -13,6 +13,12 @@ from mis_ext.rollout.custom_generate.function import generate
 from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
 from mis_ext.rollout.definitions.distribution import Distribution, Truncation
 from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definitions.scoring import (
+    BehaviorLogProbs,
+    TrainerLogProbs,
+    behavior_log_probs,
+    trainer_log_probs,
+)
 from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
 from mis_ext.rollout.errors import (
     AbortedRequest,
@@ -33,6 +39,7 @@ from mis_ext.rollout.training_sample import TrainingSample
 
 __all__ = [
     "AbortedRequest",
+    "BehaviorLogProbs",
     "Boundary",
     "BoundaryAction",
     "BoundaryError",
@@ -50,10 +57,12 @@ __all__ = [
     "PostProcessingKind",
     "RolloutError",
     "SamplingParameters",
+    "TrainerLogProbs",
     "TrainingSample",
     "Truncation",
     "UnprovenTokenIds",
     "VocabularyReport",
+    "behavior_log_probs",
     "build_samples",
     "check_vocabulary",
     "define_log_probs",
@@ -67,4 +76,5 @@ __all__ = [
     "read_sglang_generate",
     "read_vllm_chat",
     "read_vllm_completions",
+    "trainer_log_probs",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import kernels
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 
 
 def attention(
@@ -118,7 +119,8 @@ def scaled_dot_product_attention(
     return output.view(num_sequences, num_q, num_heads, -1).transpose(1, 2).reshape(*batch_shape, num_q, -1)
 
 
-# Operators, so that no override of the mode reaches into them: their products are cut into tiles already.
+# Operators, so that no override of the mode reaches into them: their products are cut into tiles already. An operator
+# takes no bundle of tensors.
 @torch.library.custom_op("mis_ext::attention_forward", mutates_args=())
 def _attention_forward(
     query: Tensor,
@@ -136,13 +138,7 @@ def _attention_forward(
         query,
         key,
         value,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        is_causal=is_causal,
-        mask=mask,
+        Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask),
     )
 
 
@@ -169,13 +165,7 @@ def _attention_backward(
         value,
         output,
         lse,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        is_causal=is_causal,
-        mask=mask,
+        Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask),
     )
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mis_ext.onpolicy.batch_invariant.packing import Packing
+
 TILE_ROWS = 16
 TILE_COLUMNS = 128
 # A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
@@ -85,21 +87,14 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    is_causal: bool,
-    mask: Tensor | None,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences in fixed blocks of keys, and its log-sum-exp; see :func:`.attention.attention`.
 
     A block of which a query sees nothing changes no bit of its running maximum, sum and output. So neither the length
     of the prefix that was cached, nor that of what follows, matters.
     """
-    del max_seqlen_q, max_seqlen_k
+    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask = packing
     num_heads, dtype = query.shape[1], _compute_dtype(query)
     tiles = _make_tiles(cu_seqlens_q, cu_seqlens_k, is_causal=is_causal)
     num_tiles, group = len(tiles.sequence_N), num_heads // key.shape[1]
@@ -144,17 +139,10 @@ def attention_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    is_causal: bool,
-    mask: Tensor | None,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention_forward`, one sequence after the other, from the exact weights of the forward."""
-    del max_seqlen_q, max_seqlen_k
+    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask = packing
     dtype, group = _compute_dtype(query), query.shape[1] // key.shape[1]
     grads = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

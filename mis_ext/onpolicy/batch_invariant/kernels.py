@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mis_ext.backend import triton_obstacle
 from mis_ext.onpolicy.batch_invariant import cpu
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 
 
 class Kernels(Protocol):
@@ -25,14 +26,7 @@ class Kernels(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        is_causal: bool,
-        mask: Tensor | None,
+        packing: Packing,
     ) -> tuple[Tensor, Tensor]: ...
 
     def attention_backward(  # noqa: D102
@@ -43,14 +37,7 @@ class Kernels(Protocol):
         value: Tensor,
         output: Tensor,
         lse: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        is_causal: bool,
-        mask: Tensor | None,
+        packing: Packing,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
@@ -58,14 +59,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    is_causal: bool,
-    mask: Tensor | None = None,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key.
 
@@ -75,13 +69,7 @@ def attention_forward(
         query: ``[T, H, D]`` float32, bfloat16 or float16, the sequences one after the other; ``D`` at most 256.
         key: ``[U, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` attends to ``h // (H // G)``.
         value: ``[U, G, D]``.
-        cu_seqlens_q: ``[S + 1]`` int32, where each sequence's queries start, and ``T``.
-        cu_seqlens_k: The same for its keys.
-        max_seqlen_q: The most queries of a sequence.
-        max_seqlen_k: The most keys of a sequence.
-        scale: Multiplies the scores.
-        is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
-        mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
+        packing: Where the sequences are, and what their queries may see.
 
     Returns:
         The output ``[T, H, D]``, 0 where a query may attend to nothing, and the logarithm of the sum of its
@@ -92,11 +80,11 @@ def attention_forward(
         TypeError: A dtype has no kernel, or the dtypes differ.
         RuntimeError: Triton cannot run here.
     """
-    call = _Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    call = _Call.of(query, key, value, packing)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = tiles_of(query.dtype, query.shape[2]).forward
-    call.launch(forward_kernel, tile, max_seqlen_q, tile.BLOCK_M, query.shape[1], output, lse)
+    call.launch(forward_kernel, tile, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1], output, lse)
     return output, lse
 
 
@@ -107,14 +95,7 @@ def attention_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    is_causal: bool,
-    mask: Tensor | None = None,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`attention_forward` by query, key and value; the same bits on every run.
 
@@ -128,13 +109,7 @@ def attention_backward(
         value: As given.
         output: What the forward returned.
         lse: What the forward returned.
-        cu_seqlens_q: As given.
-        cu_seqlens_k: As given.
-        max_seqlen_q: As given.
-        max_seqlen_k: As given.
-        scale: As given.
-        is_causal: As given.
-        mask: As given.
+        packing: As given.
 
     Returns:
         The gradients, contiguous, in the dtype of the query.
@@ -144,7 +119,7 @@ def attention_backward(
         TypeError: As in the forward.
         RuntimeError: As in the forward.
     """
-    call = _Call.of(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    call = _Call.of(query, key, value, packing)
     check_tensors({"query": query, "grad_output": grad_output, "output": output})
     shapes = [*grad_output.shape], [*output.shape], [*lse.shape]
     if shapes != ([*query.shape], [*query.shape], [query.shape[1], query.shape[0]]) or lse.dtype != torch.float32:
@@ -159,9 +134,9 @@ def attention_backward(
     )
     tile = tiles_of(query.dtype, query.shape[2]).gradient
     gradients = output, lse, grad_output, delta, grad_query
-    call.launch(query_gradient_kernel, tile, max_seqlen_q, tile.BLOCK_M, query.shape[1], *gradients)
+    call.launch(query_gradient_kernel, tile, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1], *gradients)
     gradients = lse, grad_output, delta, grad_key, grad_value
-    call.launch(key_gradient_kernel, tile, max_seqlen_k, BLOCK_N.value, key.shape[1], *gradients)
+    call.launch(key_gradient_kernel, tile, packing.max_seqlen_k, BLOCK_N.value, key.shape[1], *gradients)
     return grad_query, grad_key, grad_value
 
 
@@ -174,19 +149,8 @@ class _Call(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        is_causal: bool,
-        mask: Tensor | None,
-    ) -> _Call:
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> _Call:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask = packing
         check_tensors({"query": query, "key": key, "value": value})
         check_products(query.dtype, query.device)
         _check_shapes(query, key, value)
