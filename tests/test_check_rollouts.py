@@ -324,6 +324,15 @@ def test_the_text_that_an_agent_kept_is_compared_with_what_was_sampled(
     assert unchecked["reasons"] == ["1 texts were not compared with the sampled ids: give --tokenizer"]
 
 
+def test_what_was_not_compared_is_counted(tmp_path, tokenizer_folder) -> None:
+    without_text = logged("a", call("a", [3], [7, 8]))
+    report = report_of(write(tmp_path, without_text), "--tokenizer", tokenizer_folder)
+    assert report["texts"]["not_compared"]["first"]["cure"] == "log the text that was kept"
+    without_tokenizer = report_of(write(tmp_path, genuine("generate_length")))
+    assert without_tokenizer["texts"]["not_compared"]["first"]["cure"] == "give a tokenizer"
+    assert report["passed"] is without_tokenizer["passed"] is True
+
+
 def test_stop_strings_of_the_request_explain_a_text_that_ends_before_them(tmp_path, tokenizer_folder) -> None:
     tokenizer = english_tokenizer()
     row = logged(
@@ -428,6 +437,12 @@ def test_a_log_without_a_sampled_token_never_passes(tmp_path, rows) -> None:
     assert report["reasons"][0] == "nothing was measured: no sampled token could be read"
 
 
+def test_a_file_without_a_call_fails_beside_a_good_one(tmp_path, capsys) -> None:
+    empty = write(tmp_path, " ", name="empty.jsonl")
+    assert main(write(tmp_path, *good()), empty) == 1
+    assert "the file holds no call" in capsys.readouterr().out
+
+
 def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) -> None:
     rows = [*every_case(), genuine("generate_abort"), "{", logged("kept", call("kept", [3], [7, 8]), text="?")]
     path = write(tmp_path, *rows)
@@ -483,6 +498,10 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     assert "nowhere does not exist" in error_of(capsys, path, "--tokenizer", tmp_path / "nowhere")
     assert "strict" in error_of(capsys, path, "--policy", "loose")
     assert "Is a directory" in error_of(capsys, tmp_path)
+    before = path.read_bytes()
+    for options in (["--json", path], ["--policy", "strict", "--samples", path]):
+        assert "is one of the logs" in error_of(capsys, path, *options)
+    assert path.read_bytes() == before
 
 
 def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:

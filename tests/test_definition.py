@@ -340,6 +340,10 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     }
     for alone in ({"top_k": 3, "top_p": 0.5}, {"top_p": 0.5, "min_p": 0.1}):
         assert define(**alone).sampled.truncation.mass_of == "all"
+        # One kernel for the whole batch, which another request with min-p changes.
+        doubts = " ".join(define(**alone).doubts)
+        assert ("where the batch holds a request with min_p" in doubts) is ("top_k" in alone)
+        assert not define(**alone, backend="pytorch").doubts
     assert define("vllm", top_p=0.5).sampled.truncation.mass_of == "all"
     assert define("vllm", top_p=0.5, top_k=3).sampled.truncation.mass_of == "top_k_and_min_p"
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from host_samples import SlimeSample, loopback_server
 from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status, host_args
+from transformers import AutoTokenizer
 
 from mis_ext.rollout.custom_generate import http, settings
 from mis_ext.rollout.custom_generate.function import UNFINISHED, generate
@@ -123,6 +124,9 @@ def environment(monkeypatch):
     return install
 
 
+CONTEXT = 100_000
+
+
 def run(script, checkpoint, sample, *, params=LIMITS, settings=None, **others):
     """The server's requests after ``generate``; its answers are those of the scripts, in order."""
     scripts = iter(script)
@@ -131,6 +135,7 @@ def run(script, checkpoint, sample, *, params=LIMITS, settings=None, **others):
         reply = next(scripts)(request)
         return reply if isinstance(reply, tuple) else (200, reply)
 
+    others.setdefault("rollout_max_context_len", CONTEXT)
     with loopback_server(serve) as server:
         args = host_args(server.port, checkpoint, on_policy_tokens=settings, **others)
         assert asyncio.run(generate(args, sample, params)) is sample
@@ -304,6 +309,29 @@ def test_a_prompt_without_room_is_truncated_without_a_request(checkpoint):
     run([], checkpoint, sample, rollout_max_context_len=1)
     assert sample.status is Status.TRUNCATED
     assert sample.response_length == 0
+    # The hosts ask the first sample of a batch whether there are log-probs.
+    assert sample.rollout_log_probs == []
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_an_environment_needs_a_limit_of_the_context(checkpoint, environment, limit):
+    environment(TOOL_RESULT)
+    with pytest.raises(ValueError, match="environment needs rollout_max_context_len, at most the context length"):
+        run([], checkpoint, Sample(prompt="The"), settings=WITH_ENVIRONMENT, rollout_max_context_len=limit)
+    sample = Sample(prompt="The weather")
+    run([lambda r: stopped(r, "mild")], checkpoint, sample, rollout_max_context_len=limit)
+    assert sample.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(("limits", "room"), [({}, 20), ({"eval_max_context_len": 24}, 24)])
+def test_evaluation_has_a_limit_of_its_own_and_no_warning_about_training(checkpoint, limits, room):
+    settings._warn_once.cache_clear()
+    num_known = len(encode(TOKENIZER, "The weather"))
+    with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+        args = host_args(server.port, checkpoint, rollout_max_context_len=20, **limits)
+        with warnings.catch_warnings(action="error"):
+            asyncio.run(generate(args, Sample(prompt="The weather"), {**LIMITS, "top_p": 0.7}, evaluation=True))
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == room - num_known
 
 
 @pytest.mark.parametrize("text", ["is mi", ""])
@@ -374,17 +402,42 @@ def test_an_observation_survives_an_abort_before_the_turn_behind_it(checkpoint, 
     assert sample.response == f"look{TURN_END}[rain]rain{TURN_END}"
 
 
+def updated_midway(request):
+    response = stopped(request, "mild", version="8")
+    segments = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 5}]
+    response["meta_info"]["weight_versions"] = segments
+    return response
+
+
 @pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
 def test_a_response_of_two_weight_versions_names_both(checkpoint, sample_class):
-    def updated_midway(request):
-        response = stopped(request, "mild", version="8")
-        segments = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 5}]
-        response["meta_info"]["weight_versions"] = segments
-        return response
-
     sample = sample_class(prompt="The weather")
     run([updated_midway], checkpoint, sample)
     assert sample.weight_versions == ["7", "8"]
+
+
+def test_the_spans_of_versions_of_a_newer_miles_stay_its_own(checkpoint):
+    class Spans:
+        pass
+
+    class MilesSample(Sample):
+        def update_from_meta_info(self, args, meta_info):
+            super().update_from_meta_info(args, meta_info)
+            self.weight_versions[-1] = Spans()
+
+    sample = MilesSample(prompt="The weather")
+    run([updated_midway], checkpoint, sample)
+    (version,) = sample.weight_versions
+    assert isinstance(version, Spans)
+
+
+def test_a_sample_that_its_host_cleared_starts_anew(checkpoint, environment):
+    said = environment(None)
+    sample = Sample(prompt="The weather")
+    sample.metadata[UNFINISHED] = (1, 9, "half a turn")
+    server = run([lambda r: stopped(r, "mild")], checkpoint, sample, settings=WITH_ENVIRONMENT, partial_rollout=True)
+    assert said.told == [f"mild{TURN_END}"]
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 32
 
 
 def test_the_turn_that_the_hosts_own_function_left_unfinished_counts_against_the_limit(checkpoint):
@@ -497,17 +550,23 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(checkpoint, monkeypatc
             raise OSError("all connections are gone")
         return stopped(payload, "mild")
 
-    client = types.ModuleType(f"{host}.utils.http_utils")
-    client.post = post
-    for name in (host, f"{host}.utils"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, client.__name__, client)
+    def load_tokenizer(checkpoint, chat_template_path=None, **options):
+        loaded.append((chat_template_path, options))
+        return AutoTokenizer.from_pretrained(checkpoint)
+
+    loaded = []
+    client, loader = (types.ModuleType(f"{host}.utils.{name}") for name in ("http_utils", "processing_utils"))
+    client.post, loader.load_tokenizer = post, load_tokenizer
+    for module in (types.ModuleType(host), types.ModuleType(f"{host}.utils"), client, loader):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     host_class = type("Sample", (Sample,), {"__module__": f"{host}.utils.types"})
     args = host_args(9, checkpoint, on_policy_tokens={"max_attempts": 5}, router_policy="consistent_hashing")
 
     sample = asyncio.run(generate(args, host_class(prompt="The weather", session_id="abc"), LIMITS))
     assert sample.loss_mask == [1] * 5
     assert calls == [("http://127.0.0.1:9/generate", 5, {"headers": {"X-SMG-Routing-Key": "abc"}})]
+    # The host's loader repairs what newer versions of transformers break.
+    assert loaded == [(None, {"trust_remote_code": True})]
     with pytest.raises(ConnectionError, match="no answer after 5 attempts: all connections are gone"):
         asyncio.run(generate(args, host_class(prompt="The weather"), LIMITS))
     assert calls[1][2] == {}
@@ -542,6 +601,7 @@ def test_a_setting_that_is_unknown_or_out_of_range_is_named(checkpoint, settings
     ("flags", "fields", "message"),
     [
         ({"use_rollout_routing_replay": True}, {}, "does not support use_rollout_routing_replay .got True"),
+        ({"use_sampling_support_replay": True}, {}, "does not support use_sampling_support_replay .got True"),
         ({"lora_rank": 8}, {}, "does not support lora_rank .got 8"),
         ({}, {"multimodal_inputs": {"images": ["a"], "videos": None}}, "takes text only, the sample has images"),
     ],
@@ -555,6 +615,7 @@ def test_flags_that_are_off_are_not_in_the_way(checkpoint):
     sample = Sample(prompt="The weather", multimodal_inputs={"images": None})
     run([lambda r: stopped(r, "mild")], checkpoint, sample, use_rollout_routing_replay=False, lora_rank=0)
     assert sample.status is Status.COMPLETED
+    run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The"), lora_rank=8, lora_train_only=True)
 
 
 def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(checkpoint):

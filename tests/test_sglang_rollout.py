@@ -58,7 +58,7 @@ async def step(sample, text):
     return [{"role": "tool", "content": "rain"}] if len(turns) < 3 else None
 
 
-ENVIRONMENT = {"on_policy_tokens": {"environment": f"{__name__}.step"}}
+ENVIRONMENT = {"on_policy_tokens": {"environment": f"{__name__}.step"}, "rollout_max_context_len": CONTEXT}
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,9 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     if parsed.policy == "correct" and parsed.tokenizer is None:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
+    for output in (parsed.json, parsed.samples):
+        if output is not None and output.exists() and any(output.samefile(log) for log in parsed.files):
+            raise ValueError(f"{output} is one of the logs: name another file")
     report = _check(parsed, None if parsed.tokenizer is None else _load_tokenizer(parsed.tokenizer))
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")

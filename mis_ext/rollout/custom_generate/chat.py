@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,13 +24,18 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 @functools.cache
-def load_tokenizer(checkpoint: str, chat_template_path: str | None) -> ChatTokenizer:
-    """The tokenizer of a checkpoint, as the hosts load it; kept for the next call.
+def load_tokenizer(checkpoint: str, chat_template_path: str | None, host: str | None) -> ChatTokenizer:
+    """The tokenizer of a checkpoint, by the host's own loader, which may repair it; kept for the next call.
 
     Args:
         checkpoint: Directory or name, the hosts' ``hf_checkpoint``.
         chat_template_path: File with a chat template in place of the checkpoint's, Miles' flag of that name.
+        host: The framework whose ``<host>.utils.processing_utils.load_tokenizer`` is used; None: transformers'.
     """
+    if host is not None:
+        load = importlib.import_module(f"{host}.utils.processing_utils").load_tokenizer
+        options = {} if chat_template_path is None else {"chat_template_path": chat_template_path}
+        return cast(ChatTokenizer, load(checkpoint, trust_remote_code=True, **options))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)

@@ -76,6 +76,7 @@ class Episode:
     sampling_params: Mapping[str, Any]
     settings: Settings
     tokenizer: ChatTokenizer
+    max_context: int | None
 
     async def run(self, prompt_ids: list[int], turn: Turn) -> Ended:
         """The episode from a prompt on to its end.
@@ -111,8 +112,7 @@ class Episode:
 
     def _room(self, turn: Turn, num_known: int) -> int:
         left: int = self.sampling_params["max_new_tokens"] - turn.num_sampled
-        context = getattr(self.args, "rollout_max_context_len", None)
-        return left if context is None else min(left, context - num_known)
+        return left if self.max_context is None else min(left, self.max_context - num_known)
 
     async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: str) -> Call:
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}

@@ -8,6 +8,7 @@ from typing import Any
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.chat import encode_prompt, load_tokenizer, template_options
 from mis_ext.rollout.custom_generate.episode import Call, Episode, Turn
+from mis_ext.rollout.custom_generate.http import host_of
 from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
 from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported, warn_of_definition
 from mis_ext.rollout.text import Tokenizer
@@ -16,7 +17,7 @@ UNFINISHED = f"{KEY}_unfinished"
 """Key in ``sample.metadata`` of the turn in which a sample was aborted."""
 
 
-async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
+async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
     """``sample`` with the tokens of a conversation exactly as SGLang sampled them.
 
     Each request holds the token ids of everything before it, those of earlier turns as they were sampled: no text is
@@ -24,20 +25,22 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
     :func:`~mis_ext.rollout.build_samples` with the policy ``strict``, whose counts are added to
     ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask of 0.
 
-    A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` or ``max_turns``,
-    make the sample truncated. An aborted request makes it aborted: with ``partial_rollout`` it keeps what was sampled,
-    log-probs included, and goes on from there when it comes back; otherwise it stays as it came. The limit
-    ``max_new_tokens`` is that of each turn. No token is added to ``sample`` before the conversation is over.
+    A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` (in evaluation
+    ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted: with
+    ``partial_rollout`` it keeps what was sampled, log-probs included, and goes on from there when it comes back;
+    otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to ``sample``
+    before the conversation is over.
 
-    The signature is slime's; Miles still calls functions that have it. Evaluation is no different.
+    The signature is slime's; Miles still calls functions that have it.
 
     Args:
         args: The host's; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``, ``partial_rollout``,
-            ``rollout_max_context_len``, ``chat_template_path``, ``apply_chat_template_kwargs`` and the router's policy
-            are read, the last five where they exist, and what
+            the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs`` and the router's
+            policy are read, the last six where they exist, and what
             :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
         sampling_params: SGLang's, with ``max_new_tokens``.
+        evaluation: Nothing will be trained.
 
     Warns:
         LogProbDefinitionWarning: SGLang's log-probs are not of the distribution that it draws from, as with top-p.
@@ -52,12 +55,16 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
     settings = Settings.from_args(args)
     check_supported(args, sample)
     check_resumable(sample)
-    warn_of_definition(sampling_params)
-    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None))
+    if not evaluation:
+        warn_of_definition(sampling_params)
+    max_context = settings.max_context(args, evaluation=evaluation)
+    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_of(sample))
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, template_options(args, sample))
     # What the host's own function left unfinished was a first turn.
-    turn = Turn(*sample.metadata.get(UNFINISHED, (0, sample.response_length, sample.response)))
-    episode = Episode(args, sample, sampling_params, settings, tokenizer)
+    first = (0, sample.response_length, sample.response)
+    # A host that samples a prompt afresh clears the response and keeps the metadata.
+    turn = Turn(*(sample.metadata.get(UNFINISHED, first) if sample.response_length else first))
+    episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context)
     calls, turn, cut = await episode.run(prompt_ids, turn)
 
     aborted = bool(calls) and calls[-1].aborted
@@ -66,6 +73,8 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
         sample.status = sample.Status.ABORTED
         return sample
     sample.tokens = prompt_ids
+    # The hosts ask the first sample of a batch whether there are log-probs, also where there was no room for a token.
+    sample.rollout_log_probs = sample.rollout_log_probs or []
     _append(args, sample, calls, tokenizer)
     if aborted:
         _count(sample, aborted_requests=1)

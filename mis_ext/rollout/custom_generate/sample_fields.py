@@ -53,9 +53,10 @@ def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: 
     else:
         _append(sample, token_ids, log_probs, 1, call.text)
         sample.update_from_meta_info(args, dict(call.meta_info))
-    if call.generation.weight_versions is not None:
-        # The hosts know one version per response, and take the smallest of all for the sample's.
-        sample.weight_versions[-1:] = dict.fromkeys(call.generation.weight_versions)
+    versions = call.generation.weight_versions
+    # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest of all.
+    if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
+        sample.weight_versions[-1:] = dict.fromkeys(versions)
 
 
 def append_observation(args: Any, sample: Any, token_ids: Sequence[int], text: str) -> None:

@@ -21,7 +21,13 @@ Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
-_UNSUPPORTED_FLAGS = ("use_rollout_routing_replay", "use_rollout_indexer_replay", "lora_rank", "lora_adapter_path")
+_UNSUPPORTED_FLAGS = (
+    "use_rollout_routing_replay",
+    "use_rollout_indexer_replay",
+    "use_sampling_support_replay",
+    "rollout_top_logprobs_num",
+)
+_LORA_FLAGS = ("lora_rank", "lora_adapter_path")
 
 
 class LogProbDefinitionWarning(UserWarning):
@@ -37,12 +43,12 @@ class Settings:
             returns the messages that come next (role and content, as chat templates take them), or a text that is
             appended as it stands, or None when the conversation is over. Without an environment there is one turn.
         max_turns: Turns of the model, 1 to 10,000; a conversation that would go on is truncated.
-        max_attempts: How often a request is sent while the server does not answer, 1 to 1,000.
+        max_attempts: How often a request is sent while the server does not answer, 1 to 1,000, a second apart.
     """
 
     environment: str | None = None
     max_turns: int = 16
-    max_attempts: int = 3
+    max_attempts: int = 60
 
     def __post_init__(self) -> None:
         for name, high in (("max_turns", 10_000), ("max_attempts", 1_000)):
@@ -67,6 +73,22 @@ class Settings:
         check_known(f"keys under {KEY}", given, [field.name for field in fields(cls)])
         return cls(**given)
 
+    def max_context(self, args: Any, *, evaluation: bool) -> int | None:
+        """The most tokens of a prompt and its response together, None for no limit; the hosts' 0 means none too.
+
+        Raises:
+            ValueError: There is an environment and no limit: SGLang would refuse what no longer fits its context.
+        """
+        training: int | None = getattr(args, "rollout_max_context_len", None) or None
+        limit = (getattr(args, "eval_max_context_len", None) or training) if evaluation else training
+        if self.environment is not None and limit is None:
+            flag = "eval_max_context_len" if evaluation else "rollout_max_context_len"
+            raise ValueError(
+                f"{KEY}.environment needs {flag}, at most the context length of SGLang, which refuses a request whose "
+                "prompt and max_new_tokens are longer together"
+            )
+        return limit
+
     def load_environment(self) -> Environment | None:
         """The environment's function, or None where there is no environment.
 
@@ -88,7 +110,8 @@ def check_supported(args: Any, sample: Any) -> None:
     Raises:
         ValueError: A flag asks for it, or the sample has images, audio or video.
     """
-    for flag in _UNSUPPORTED_FLAGS:
+    lora = () if getattr(args, "lora_train_only", False) else _LORA_FLAGS
+    for flag in (*_UNSUPPORTED_FLAGS, *lora):
         if getattr(args, flag, None):
             raise ValueError(
                 f"mis_ext.rollout.generate does not support {flag} (got {getattr(args, flag)!r}): unset it, or use the "

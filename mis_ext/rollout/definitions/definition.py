@@ -150,6 +150,12 @@ def define_log_probs(
                 f"top_k=1: SGLang divides by temperature={returned.temperature:g} only where the batch holds a request "
                 "that is not greedy; set the temperature to 0",
             )
+        is_joint = sampling_backend == "flashinfer" and parameters.min_p == 0.0
+        if is_joint and not is_greedy and parameters.top_k is not None and parameters.top_p < 1.0:
+            doubts += (
+                "top_k and top_p: SGLang takes top_p of the mass that top_k keeps where the batch holds a request with "
+                "min_p",
+            )
     return LogProbDefinition(
         sampled=sampled,
         returned=returned,

@@ -18,6 +18,7 @@ from mis_ext.rollout.training_sample import TrainingSample
 
 # The same prompt again: nothing in it was changed.
 _AGAIN = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE)
+_NOT_COMPARED = "not_compared"
 
 
 class Finding(NamedTuple):
@@ -44,7 +45,8 @@ class ConversationCheck:
         unchecked_texts: Texts that an agent kept and that were not compared, for want of a tokenizer.
         refused: One per response that proves no sample, by the name of its error.
         boundaries: One per call after the first of those that were read.
-        texts: One per text that was compared with sampled ids.
+        texts: One per response that was read: how its text compares with the sampled ids. A text that an agent kept and
+            that was not compared is counted in ``unchecked_texts`` instead.
         weight_versions: At most one: whether the responses that were read name one version, several, or not all name
             one.
         policy_errors: At most one: the policy refuses the conversation.
@@ -97,7 +99,7 @@ def check_conversation(
         unchecked_texts=sum(call.text is not None for call, _ in read) if tokenizer is None else 0,
         refused=tuple(refused),
         boundaries=tuple(_boundary_finding(*pair) for pair in zip(later, classified.boundaries, strict=True)),
-        texts=() if tokenizer is None else tuple(_text_findings(read, tokenizer)),
+        texts=tuple(_text_findings(read, tokenizer)),
         weight_versions=tuple(_version_finding(generations, place)),
         policy_errors=() if policy_error is None else (Finding(str(policy), False, place | {"message": policy_error}),),
         samples=samples,
@@ -127,10 +129,16 @@ def _boundary_finding(call: LoggedCall, boundary: Boundary) -> Finding:
     )
 
 
-def _text_findings(read: Iterable[tuple[LoggedCall, Generation]], tokenizer: Tokenizer) -> Iterator[Finding]:
+def _text_findings(read: Iterable[tuple[LoggedCall, Generation]], tokenizer: Tokenizer | None) -> Iterator[Finding]:
     for call, generation in read:
         text = generation.text if call.text is None else call.text
-        if text is not None:
+        if text is None:
+            detail = "the response has no text of all sampled tokens: reasoning or tool calls were parsed out of it"
+            yield Finding(_NOT_COMPARED, True, _place(call) | {"detail": detail, "cure": "log the text that was kept"})
+        elif tokenizer is None and call.text is None:
+            detail = "only a tokenizer tells the text of the sampled tokens"
+            yield Finding(_NOT_COMPARED, True, _place(call) | {"detail": detail, "cure": "give a tokenizer"})
+        elif tokenizer is not None:
             found = detect_post_processing(generation, text, tokenizer, stop=_stop_strings(call.request))
             example = _place(call) | {"detail": found.detail, "cure": found.cure}
             yield Finding(found.kind.value, found.keeps_ids, example)

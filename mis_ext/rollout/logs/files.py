@@ -59,9 +59,10 @@ class RolloutLog:
     def scan(self) -> Iterator[int]:
         """Find the conversations; yields the bytes of each line that was looked at."""
         for file in self._files:
-            offset = number = 0
+            offset = number = num_lines = 0
             for number, content in enumerate(file.content, start=1):
                 if content.strip():
+                    num_lines += 1
                     try:
                         call = parse_line(content, file=file.name, line=number)
                         self._places.setdefault(call.conversation, []).append((file, number, offset))
@@ -71,6 +72,8 @@ class RolloutLog:
                 yield len(content)
             if file.damage:
                 self.problems.append(LogLineError(file.name, number + 1, file.damage))
+            elif not num_lines:
+                self.problems.append(LogLineError(file.name, 1, "the file holds no call"))
 
     def calls(self, conversation: str) -> Iterator[LoggedCall]:
         """The calls of a conversation, in order."""
