@@ -322,6 +322,7 @@ def test_the_text_that_an_agent_kept_is_compared_with_what_was_sampled(
     assert cure in capsys.readouterr().out
     unchecked = report_of(path)
     assert unchecked["reasons"] == ["1 texts were not compared with the sampled ids: give --tokenizer"]
+    assert unchecked["texts"] == {}
 
 
 def test_what_was_not_compared_is_counted(tmp_path, tokenizer_folder) -> None:

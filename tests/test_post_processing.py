@@ -1,5 +1,7 @@
 """What happened to the text between the sampler and the trainer."""
 
+from dataclasses import replace
+
 import pytest
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
 from tokenizers import decoders
@@ -151,20 +153,22 @@ def test_a_special_token_without_text_at_the_cut_is_not_kept() -> None:
     assert (behind_it.kind.value, behind_it.num_kept, behind_it.lost_text) == ("prefix_truncated", 3, " i")
 
 
+class Counting:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.decodes = tokenizer, 0
+
+    def decode(self, ids, *, skip_special_tokens=False):
+        self.decodes += 1
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
 def test_a_long_text_of_single_bytes_is_cut_without_decoding_it_at_every_byte() -> None:
-    tokenizer = multibyte_tokenizer()
-    decoded = 0
-
-    class Counting:
-        def decode(self, ids, *, skip_special_tokens=False):
-            nonlocal decoded
-            decoded += 1
-            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    text = "🙂🙃🤖" * 200
-    found = detect_post_processing(generate(encode_bytewise(tokenizer, text)), text[:301], Counting())
+    tokenizer, text = Counting(multibyte_tokenizer()), "🙂🙃🤖" * 200
+    found = detect_post_processing(generate(encode_bytewise(tokenizer.tokenizer, text)), text[:301], tokenizer)
     assert found.num_kept == 301 * 4
-    assert decoded < 100
+    assert tokenizer.decodes < 100
 
 
 @pytest.mark.parametrize("stop_is_known_to", ["server", "caller"])
@@ -303,3 +307,32 @@ def test_what_was_added_removed_or_edited_is_shown() -> None:
 def test_a_text_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="response_text must be a str, got NoneType"):
         detect_post_processing(generate([1]), None, english_tokenizer())
+
+
+def test_the_fix_cuts_the_versions_of_the_weights_with_the_ids() -> None:
+    tokenizer = english_tokenizer()
+    ids = encode(tokenizer, "The answer is 42")
+    generation = replace(generate(ids), weight_version="9", weight_versions=[str(index) for index in range(len(ids))])
+    found = detect_post_processing(generation, "The answer", tokenizer)
+    fixed = found.fix(generation)
+    assert fixed.weight_versions == generation.weight_versions[: found.num_kept]
+    assert fixed.weight_version == fixed.weight_versions[-1]
+
+
+def test_a_cut_among_bytes_that_are_no_character_is_undecidable_in_linear_time() -> None:
+    tokenizer = multibyte_tokenizer()
+    broken = [*encode_bytewise(tokenizer, "🙂" * 800), *encode_bytewise(tokenizer, "🙂")[:2], *encode(tokenizer, "abc")]
+    counted = Counting(tokenizer)
+    text = tokenizer.decode(broken)[:800]
+    assert kind_of(generate(broken, prompt_ids=encode(tokenizer, "hi")), text, counted) == "undecidable"
+    assert counted.decodes < 100
+
+
+def test_a_space_that_the_decoder_drops_is_no_end_token() -> None:
+    tokenizer = multibyte_tokenizer()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
+    space = tokenizer.convert_tokens_to_ids("▁")
+    assert tokenizer.decode([space]) == ""
+    generation = generate([*encode(tokenizer, "The weather"), space], "stop", prompt_ids=encode(tokenizer, "hi"))
+    assert kind_of(generation, "The weather", tokenizer) == "prefix_truncated"

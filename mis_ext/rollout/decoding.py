@@ -87,7 +87,8 @@ class Endings:
             return
         last, match = generation.sampled_ids[-1], generation.stop_match
         without_last = decoding.first(decoding.num_tokens - 1)
-        is_special = match is None and tokenizer.decode([last], skip_special_tokens=True) == ""
+        texts = [tokenizer.decode([last], skip_special_tokens=skips) for skips in (False, True)]
+        is_special = match is None and texts[0] != "" and texts[1] == ""
         if match == last or is_special:
             self.trimmed[without_last] = f"the end token {last}"
         for string in [match] if isinstance(match, str) else (stop if match is None else ()):

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST_ID = 2**31 - 1
+"""No vocabulary is larger."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -105,8 +105,11 @@ class PostProcessing:
                 f"request {generation.request_id!r}: {len(generation.sampled_ids)} sampled tokens, of which "
                 f"{self.num_kept} were kept: this is another generation"
             )
+        versions = generation.weight_versions and generation.weight_versions[: self.num_kept]
         return replace(
             generation,
+            weight_version=versions[-1] if versions else generation.weight_version,
+            weight_versions=versions or None,
             sampled_ids=generation.sampled_ids[: self.num_kept],
             log_probs=generation.log_probs[: self.num_kept],
             finish_reason="length",
@@ -166,6 +169,9 @@ def _classify_change(text: str, endings: Sequence[Endings], tokenizer: Tokenizer
     begins = [(decoding, shown) for decoding in whole for shown in (decoding.text, decoding.whole_text)]
     cut = next(((decoding, shown) for decoding, shown in begins if shown.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
+    if cut and text.endswith(UNKNOWN):
+        detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
+        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut and removed:
         detail = f"{_show(text)} is both how the sampled text begins and how it ends"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)

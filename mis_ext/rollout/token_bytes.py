@@ -33,6 +33,8 @@ class TokenBytes(dict[int, bytes]):
         if not all(hasattr(tokenizer, name) for name in ("convert_ids_to_tokens", "get_added_vocab")):
             raise ValueError(f"tokenizer {_name(tokenizer)} must have convert_ids_to_tokens and get_added_vocab")
         self._read = _choose_reading(tokenizer, self._names)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         for text, token_id in self._names.get_added_vocab().items():
             self[token_id] = text.encode()
 

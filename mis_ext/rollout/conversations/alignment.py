@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from mis_ext.rollout.conversations.rewriting import find_end, without_reasoning
+from mis_ext.rollout.conversations.rewriting import find_end, starts_with_tag, without_reasoning
 
 
 class Change(Enum):
@@ -87,7 +87,7 @@ def _align_text(
 def _find_template(text: str, position: int, template: str, *, behind_a_turn: bool) -> int | None:
     """Where the template's text ends; white space of the turn before it may have changed."""
     while not text.startswith(template, position):
-        if not (behind_a_turn and text[position : position + 1].isspace()):
+        if not (behind_a_turn and starts_with_tag(template) and text[position : position + 1].isspace()):
             return None
         position += 1
     return position + len(template)

@@ -31,7 +31,7 @@ class BoundaryKind(str, Enum):
     RETRY = "retry"
     """The same prompt as the call before it, and another sample."""
     DUPLICATE = "duplicate"
-    """The same prompt, the same sampled ids and log-probs."""
+    """The same prompt, the same sampled ids and log-probs as any call before it."""
     EMPTY_GENERATION = "empty_generation"
     """The call before it sampled nothing; the prompt begins with exactly the ids that are known."""
     HISTORY_EDITED = "history_edited"
@@ -161,12 +161,18 @@ def _classify_text(
     known, spans = conversation.known, conversation.spans
     # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
     first = next(number for number, (_, end) in enumerate(spans) if position < end)
+    while first and spans[first - 1][1] == spans[first][0]:
+        first -= 1
     origin = max(spans[first - 1][1] if first else 0, min(position, spans[first][0]) - _MARKER_TOKENS)
     bytes_of = token_bytes_of(tokenizer).__getitem__
     pieces = [*map(bytes_of, known[origin:])]
-    turns, end = [], origin
+    turns, end = list[Turn](), origin
     for start, stop in spans[first:]:
-        turns.append(Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop)))))
+        turn = Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop))))
+        # What goes on without a template is one turn: its middle is no end, and may be inside a character.
+        if turns and not turn.template:
+            turn = Turn(turns[-1].template, turns.pop().sampled + turn.sampled)
+        turns.append(turn)
         end = stop
     found = align(turns, [*map(bytes_of, prompt[origin:])], reasoning=reasoning, cut=cut)
     if found is None:
@@ -174,6 +180,13 @@ def _classify_text(
     kind = _KIND_OF[found.change]
     if cut and position >= spans[-1][0] and found.change is not Change.REASONING_STRIPPED:
         kind = BoundaryKind.TRUNCATED_GENERATION
+    if found.end is not None and found.change is not Change.REASONING_STRIPPED:
+        # A special token and the same characters in plain tokens are another conversation.
+        special_ids = token_bytes_of(tokenizer).special_ids
+        same_text = prompt[origin : origin + found.end]
+        before, now = ([each for each in ids if each in special_ids] for ids in (known[origin:], same_text))
+        if before != now:
+            return Finding(BoundaryKind.HISTORY_EDITED, position)
     rest = None if found.end is None else origin + found.end
     moved = [(origin + start, origin + stop) for start, stop in found.spans]
     return Finding(kind, position, rest, spans[:first] + moved)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import get_args
 
 from mis_ext.checks import check_choice
@@ -18,7 +20,7 @@ from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.conversations.conversation import Conversation
 from mis_ext.rollout.conversations.policies import Policy, choose_action
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
-from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.generation import LARGEST_ID, Generation
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.training_sample import TrainingSample
 
@@ -66,6 +68,7 @@ def build_samples(
         samples=builder.finish(),
         boundaries=tuple(builder.boundaries),
         generations=len(calls),
+        empty_generations=sum(not call.sampled_ids for call in calls),
         sampled_tokens=sum(len(call.sampled_ids) for call in calls),
     )
 
@@ -77,11 +80,12 @@ class _Builder:
         self.boundaries: list[Boundary] = []
         self._policy = policy
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._largest_id = LARGEST_ID if vocab_size is None else vocab_size - 1
         self._reasoning = reasoning
         self._conversation = Conversation()
         self._ended: list[Conversation] = []
         self._previous: Generation | None = None
+        self._seen: dict[tuple[float, ...], list[Generation]] = {}
 
     def add(self, call: Generation) -> None:
         """Take one more call; later ones are to be left out once the action is ``TRUNCATED``."""
@@ -94,13 +98,28 @@ class _Builder:
         if position is not None:
             # Known ids were checked; what equals them in the prompt may be True or 1.0.
             prompt = known[:position] + prompt[position:]
-        finding = classify(conversation, call, prompt, position, tokenizer=self._tokenizer, reasoning=self._reasoning)
+        finding = Finding(BoundaryKind.DUPLICATE, position)
+        if not self._came_before(call):
+            finding = classify(
+                conversation, call, prompt, position, tokenizer=self._tokenizer, reasoning=self._reasoning
+            )
         action = choose_action(self._policy, call, finding)
         if self._previous is not None:
             self._record(self._previous, call, prompt, finding, action)
         if call.sampled_ids:
             self._apply(action, call, prompt, finding)
         self._previous = call
+
+    def _came_before(self, call: Generation) -> bool:
+        if not call.sampled_ids:
+            return False
+        # Few calls have these in common, so few prompts are compared.
+        key = (len(call.prompt_ids), len(call.sampled_ids), call.sampled_ids[0], call.log_probs[0], call.log_probs[-1])
+        alike = self._seen.setdefault(key, [])
+        if any(_is_copy(call, each) for each in alike):
+            return True
+        alike.append(call)
+        return False
 
     def finish(self) -> tuple[TrainingSample, ...]:
         return tuple(each.build() for each in [*self._ended, self._conversation] if each.last)
@@ -113,34 +132,33 @@ class _Builder:
         if len(call.log_probs) != len(call.sampled_ids):
             counts = f"{len(call.sampled_ids)} sampled ids, but {len(call.log_probs)} log-probs"
             raise CountMismatch(call.request_id, counts)
+        versions = call.weight_versions
+        if versions is not None and len(versions) != len(call.sampled_ids):
+            counts = f"{len(call.sampled_ids)} sampled ids, but {len(versions)} weight versions"
+            raise CountMismatch(call.request_id, counts)
         for key, ids, start in (("prompt_ids", prompt, first_new), ("sampled_ids", call.sampled_ids, 0)):
-            index = _find_illegal_id(ids[start:], self._vocab_size)
+            index = _find_illegal_id(ids[start:], self._largest_id)
             if index is not None:
-                bound = "" if self._vocab_size is None else f" below {self._vocab_size}"
-                message = f"{key}[{start + index}] must be an int{bound}, at least 0, got {ids[start + index]!r}"
+                found = f"got {reprlib.repr(ids[start + index])}"
+                message = f"{key}[{start + index}] must be an int in [0, {self._largest_id}], {found}"
                 raise MalformedResponse(call.request_id, message)
 
     def _record(
         self, earlier: Generation, call: Generation, prompt: list[int], finding: Finding, action: BoundaryAction
     ) -> None:
         kind, position, known = finding.kind, finding.position, self._conversation.known
-        if position is None:
-            kind = kind if earlier.sampled_ids else BoundaryKind.EMPTY_GENERATION
-            self.boundaries.append(
-                Boundary(kind=kind, action=action, earlier=earlier.request_id, later=call.request_id)
+        if position is None and not earlier.sampled_ids and kind is not BoundaryKind.DUPLICATE:
+            kind = BoundaryKind.EMPTY_GENERATION
+        boundary = Boundary(kind=kind, action=action, earlier=earlier.request_id, later=call.request_id)
+        if position is not None:
+            boundary = replace(
+                boundary,
+                position=position,
+                expected_id=known[position],
+                found_id=prompt[position] if position < len(prompt) else None,
+                expected_text=self._decode_around(known, position),
+                found_text=self._decode_around(prompt, position),
             )
-            return
-        boundary = Boundary(
-            kind=kind,
-            action=action,
-            earlier=earlier.request_id,
-            later=call.request_id,
-            position=position,
-            expected_id=known[position],
-            found_id=prompt[position] if position < len(prompt) else None,
-            expected_text=self._decode_around(known, position),
-            found_text=self._decode_around(prompt, position),
-        )
         if action is BoundaryAction.RAISED:
             raise _error(boundary)
         self.boundaries.append(boundary)
@@ -161,6 +179,8 @@ class _Builder:
         elif action is BoundaryAction.SPLIT:
             self._ended.append(self._conversation)
             self._conversation = Conversation()
+            # Earlier turns are in the new prompt, where they may be written another way next time.
+            self._conversation.rewrite(prompt, finding.spans or [])
             rest = 0
         elif finding.position is not None:
             self._conversation.rewrite(prompt, finding.spans or [])
@@ -170,18 +190,16 @@ class _Builder:
         self._conversation.append(prompt, rest, call)
 
 
-def _find_illegal_id(ids: list[int], vocab_size: int | None) -> int | None:
+def _is_copy(call: Generation, other: Generation) -> bool:
+    same_sample = (call.sampled_ids, call.log_probs) == (other.sampled_ids, other.log_probs)
+    return same_sample and [*call.prompt_ids] == [*other.prompt_ids]
+
+
+def _find_illegal_id(ids: list[int], largest: int) -> int | None:
     # Types before values, each in one pass in C: the loop below runs only to name the position.
-    legal = not ids or (
-        set(map(type, ids)) == {int} and min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size)
-    )
-    if legal:
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
         return None
-    return next(
-        index
-        for index, each in enumerate(ids)
-        if type(each) is not int or each < 0 or (vocab_size is not None and each >= vocab_size)
-    )
+    return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)
 
 
 def _error(boundary: Boundary) -> BoundaryError:

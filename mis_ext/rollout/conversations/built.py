@@ -17,12 +17,14 @@ class Built:
         samples: In the order in which they ended. Every sampled token is trained in at most one of them.
         boundaries: One per call after the first, in order; none after a truncation.
         generations: Calls that were given.
+        empty_generations: Those that sampled nothing, and are in no sample.
         sampled_tokens: Tokens that the calls sampled.
     """
 
     samples: tuple[TrainingSample, ...]
     boundaries: tuple[Boundary, ...]
     generations: int
+    empty_generations: int
     sampled_tokens: int
 
     def metrics(self) -> dict[str, int]:
@@ -33,6 +35,7 @@ class Built:
         names = [kind.value for kind in BoundaryKind] + ["unclassified"]
         return {
             "generations": self.generations,
+            "generations/empty": self.empty_generations,
             "samples": len(self.samples),
             "sampled_tokens": self.sampled_tokens,
             "sampled_tokens/trained": trained,

@@ -18,7 +18,7 @@ def choose_action(policy: Policy, call: Generation, finding: Finding) -> Boundar
     Raises:
         ValueError: ``"correct"`` needs a tokenizer here.
     """
-    if finding.position is None:
+    if finding.position is None and finding.kind is not BoundaryKind.DUPLICATE:
         return BoundaryAction.CONTINUED
     if policy == "strict":
         return BoundaryAction.RAISED

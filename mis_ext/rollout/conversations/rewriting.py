@@ -10,6 +10,7 @@ from typing import Any
 
 _TAG = re.compile(r"<[^<>\s]+>")
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)
+_WORD = re.compile(r"\s*\S")
 _REPLACEMENT = "\ufffd"
 # Each reads on to where the text is no JSON: thousands of open brackets would take quadratic time.
 _MAX_FAILURES = 64
@@ -41,12 +42,23 @@ def find_end(text: str, start: int, sampled: str, *, cut: bool = False) -> int |
     return end
 
 
+def starts_with_tag(text: str) -> bool:
+    """Whether a tag is first but for white space."""
+    return _TAG.match(text.lstrip()) is not None
+
+
 def without_reasoning(turn: str, markers: tuple[str, str]) -> list[str]:
-    """The texts that a turn may have without its reasoning: less the blocks, or only what is behind the last."""
+    """The texts that a turn may have without its reasoning.
+
+    Less the blocks, or only what is behind the last of them, or that behind an empty block or behind what closes one.
+    """
     opening, closing = markers
     reasoned, found, rest = turn.rpartition(closing)
     block = f"{re.escape(opening)}.*?{re.escape(closing)}"
-    return [re.sub(block, "", reasoned + closing, flags=re.DOTALL) + rest, rest] if found else []
+    if not found:
+        return []
+    without_blocks = re.sub(block, "", reasoned + closing, flags=re.DOTALL)
+    return [without_blocks + rest, rest, opening + closing + rest, closing + rest]
 
 
 def _match(text: str, start: int, sampled: str) -> int | None:
@@ -58,7 +70,8 @@ def _match(text: str, start: int, sampled: str) -> int | None:
             return None
     for character in sampled[len(sampled.rstrip()) :]:
         if not text.startswith(character, end):
-            break
+            # Where nothing follows, what is sampled next stands directly behind it, within the turn.
+            return end if _WORD.match(text, end) else None
         end += 1
     return end
 
@@ -84,10 +97,11 @@ def _pieces(text: str, start: int) -> Iterator[tuple[str, int]]:
 def _json_value(text: str, start: int) -> tuple[str, int] | None:
     try:
         value, end = _DECODER.raw_decode(text, start)
+        # Numbers that overflow are all one to JSON.
+        return json.dumps(value, sort_keys=True, allow_nan=False), end
     # Python refuses deep nesting and integers of thousands of digits: then the text counts as it stands.
     except (ValueError, RecursionError):
         return None
-    return json.dumps(value, sort_keys=True), end
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

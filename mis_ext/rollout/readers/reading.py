@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse
-from mis_ext.rollout.generation import FinishReason
+from mis_ext.rollout.generation import LARGEST_ID, FinishReason
 
-LARGEST_ID = 2**31 - 1
 # JSON has no infinity: vLLM writes this in its place.
 _STAND_IN_FOR_MINUS_INFINITY = -9999.0
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
