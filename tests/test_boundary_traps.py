@@ -46,14 +46,21 @@ def test_a_copy_of_any_earlier_call_is_dropped_and_never_trained_twice(calls, po
 
 
 def test_a_copy_is_one_also_where_its_prompt_has_all_known_ids() -> None:
-    assert kinds_and_actions([SECOND, FIRST, SECOND])[-1] == ("duplicate", "dropped")
+    empty = call("empty", [7, 8, 9], [])
+    for calls in ([SECOND, FIRST, SECOND], [SECOND, FIRST, empty, SECOND]):
+        assert kinds_and_actions(calls)[-1] == ("duplicate", "dropped")
     with pytest.raises(BoundaryError, match=r"'first': the prompt does not continue request 'second' \(duplicate\)"):
         build_samples([FIRST, SECOND, FIRST])
 
 
 def test_the_same_ids_with_other_log_probs_are_no_copy() -> None:
-    again = replace(FIRST, request_id="again", log_probs=[FIRST.log_probs[0], -9.0])
-    assert kinds_and_actions([FIRST, again]) == [("retry", "split")]
+    first = call("first", [7], [8, 9, 5])
+    again = replace(first, request_id="again", log_probs=[first.log_probs[0], -9.0, first.log_probs[2]])
+    assert kinds_and_actions([first, again]) == [("retry", "split")]
+
+
+def test_the_same_sample_behind_another_prompt_is_no_copy() -> None:
+    assert kinds_and_actions([FIRST, replace(FIRST, prompt_ids=[6])]) == [("history_edited", "split")]
 
 
 def test_versions_of_another_number_of_tokens_are_an_error() -> None:
@@ -77,11 +84,14 @@ def test_trimmed_white_space_inside_a_turn_that_goes_on_is_an_edit(sampled, hist
     assert kinds_and_actions(calls) == [("history_edited", "split")]
 
 
-def test_the_seam_of_a_turn_of_two_calls_is_no_end_of_a_turn() -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [("if x:\n    ", "    y = 1<|im_end|>"), ("if x:\n", "        y = 1<|im_end|>")]
+)
+def test_the_seam_of_a_turn_of_two_calls_is_no_end_of_a_turn(first, second) -> None:
     calls = [
-        call("first", ids(HEAD), ids("if x:\n    "), finish_reason="length"),
-        call("second", ids(HEAD) + ids("if x:\n    "), ids("    y = 1<|im_end|>")),
-        call("third", ids(HEAD + "if x:\n y = 1<|im_end|>" + TAIL), ids("ok")),
+        call("first", ids(HEAD), ids(first), finish_reason="length"),
+        call("second", ids(HEAD) + ids(first), ids(second)),
+        call("third", ids(HEAD) + ids("if x:\n") + ids(" y = 1<|im_end|>" + TAIL), ids("ok")),
     ]
     assert kinds_and_actions(calls) == [("contiguous", "continued"), ("history_edited", "split")]
     calls[2] = call("third", ids(HEAD + "if x:\n        y = 1\n<|im_end|>" + TAIL), ids("ok"))
