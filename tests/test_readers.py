@@ -1,6 +1,7 @@
 """What each server's response proves, and why a response proves nothing."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -104,6 +105,8 @@ def test_the_weights_that_changed_in_between_are_told_for_each_id() -> None:
 def test_a_server_that_does_not_say_its_weights_is_read() -> None:
     request, response = recorded("generate_length")
     del response["meta_info"]["weight_version"]
+    assert read_sglang_generate(request, response).weight_version == "7"
+    del response["meta_info"]["weight_versions"]
     assert read_sglang_generate(request, response).weight_version is None
 
 
@@ -182,6 +185,38 @@ def test_a_vllm_completion_in_its_documented_format_is_read() -> None:
     assert (generation.prompt_ids, generation.sampled_ids) == ([316, 284, 277], [464, 116, 88])
     assert generation.log_probs == [-0.5, -2.75, -0.125]
     assert (generation.finish_reason, generation.stop_match, generation.text) == ("length", None, " two v")
+
+
+@pytest.mark.parametrize(
+    ("exchange", "read", "module", "name"),
+    [
+        (vllm_chat, read_vllm_chat, "chat_completion", "ChatCompletion"),
+        (vllm_completions, read_vllm_completions, "completion", "Completion"),
+    ],
+)
+def test_vllms_own_classes_know_every_field_and_write_what_is_read(exchange, read, module, name) -> None:
+    place = f"vllm.entrypoints.openai.{module}.protocol"
+    protocol = pytest.importorskip(place, reason="vllm is not installed", exc_type=ImportError)
+    request, response = exchange()
+    asked = getattr(protocol, f"{name}Request").model_validate(request)
+    answer = getattr(protocol, f"{name}Response").model_validate(response)
+    assert [each.model_extra for each in (asked, answer, answer.choices[0])] == [{}] * 3
+    assert read(request, json.loads(answer.model_dump_json())) == read(request, response)
+
+
+@pytest.mark.parametrize(("exchange", "read"), [(vllm_chat, read_vllm_chat), (vllm_completions, read_vllm_completions)])
+def test_vllm_says_which_weights_sampled_each_id(exchange, read) -> None:
+    request, response = exchange()
+    (choice,) = response["choices"]
+    length = len(choice["token_ids"])
+    choice["weight_versions"] = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": length}]
+    generation = read(request, response)
+    assert (generation.weight_version, generation.weight_versions) == ("b", ["a"] + ["b"] * (length - 1))
+    choice["weight_versions"] = [{"version": "a", "start": 0, "end": length}]
+    assert (read(request, response).weight_version, read(request, response).weight_versions) == ("a", None)
+    choice["weight_versions"][0]["end"] -= 1
+    with pytest.raises(CountMismatch, match=rf"weight_versions are of {length - 1} ids, but {length} were sampled"):
+        read(request, response)
 
 
 @pytest.mark.parametrize("prompts", [[[316, 284, 277], [5, 6]], ["The answer is", "no"]])

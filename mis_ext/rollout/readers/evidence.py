@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from mis_ext.rollout.errors import Contradiction, CountMismatch, UnprovenTokenIds
@@ -110,6 +111,41 @@ def check_same(first: Field, second: Field) -> None:
     if first.value != second.value:
         values = f"{first.path} is {reprlib.repr(first.value)}, {second.path} is {reprlib.repr(second.value)}"
         raise Contradiction(first.request_id, values)
+
+
+def with_versions(generation: Generation, spans: Field | None, last: Field | None) -> Generation:
+    """``generation`` with the version, or the versions, of the weights that sampled it.
+
+    Args:
+        generation: What was sampled.
+        spans: Which ids, from ``start`` to before ``end``, each ``version`` sampled; None where the response lacks it.
+        last: The version at the end; None likewise.
+
+    Raises:
+        Contradiction: The last span has another version than ``last``.
+        CountMismatch: The spans do not follow each other from the first to the last sampled id.
+        MalformedResponse: Something is missing or has another type.
+    """
+    version = None if last is None else last.string()
+    if spans is None:
+        return generation if version is None else replace(generation, weight_version=version)
+    length = len(generation.sampled_ids)
+    versions: list[str] = []
+    for span in [spans.entry(position) for position in range(len(spans.array()))]:
+        start, end = span["start"].count(), span["end"].count()
+        if start != len(versions) or not start <= end <= length:
+            found = f"{span.path} is from {start} to {end}"
+            raise CountMismatch(span.request_id, f"{found}, but {len(versions)} of {length} sampled ids are before it")
+        versions += [span["version"].string()] * (end - start)
+    if len(versions) != length:
+        raise CountMismatch(spans.request_id, f"{spans.path} are of {len(versions)} ids, but {length} were sampled")
+    if versions and last is not None:
+        check_same(last, spans.entry(-1)["version"])
+    return replace(
+        generation,
+        weight_version=version or next(reversed(versions), None),
+        weight_versions=versions if len(set(versions)) > 1 else None,
+    )
 
 
 def _check_counts(places: Places, length: int, what: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from mis_ext.rollout.errors import AbortedRequest, CountMismatch, LogProbError
+from mis_ext.rollout.errors import AbortedRequest, LogProbError
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.choices import Choice, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import agree, check_same, settle
+from mis_ext.rollout.readers.evidence import agree, check_same, settle, with_versions
 from mis_ext.rollout.readers.reading import Field, open_exchange
 
 
@@ -51,7 +50,7 @@ def read_sglang_generate(
         ids_advice="ask for them with return_logprob: true",
         prompt_advice="send the prompt as input_ids, or ask with return_prompt_token_ids: true",
     )
-    return _with_versions(generation, meta)
+    return with_versions(generation, meta.get("weight_versions"), meta.get("weight_version"))
 
 
 def read_sglang_chat(
@@ -130,7 +129,10 @@ def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
         for key in ("weight_version", "weight_versions"):
             if (one := first.get(key)) is not None and (other := meta.get(key)) is not None:
                 check_same(one, other)
-    return _with_versions(generation, meta or first)
+    holder = meta or first
+    if holder is None:
+        return generation
+    return with_versions(generation, holder.get("weight_versions"), holder.get("weight_version"))
 
 
 def _scored_tokens(meta: Field) -> Field:
@@ -160,27 +162,3 @@ def _check_not_replaced(match: Field | None) -> None:
     """SGLang takes an id outside the vocabulary for NaN, and writes an end token in the sampled one's place."""
     if match is not None and match.value == "NaN happened":
         raise AbortedRequest(match.request_id, f"{match.path} is {match.value!r}: the last id was never sampled")
-
-
-def _with_versions(generation: Generation, holder: Field | None) -> Generation:
-    """``generation`` with the version, or the versions, of the weights that sampled it."""
-    last = None if holder is None else holder.get("weight_version")
-    if holder is None or last is None:
-        return generation
-    spans, version = holder.get("weight_versions"), last.string()
-    if spans is None:
-        return replace(generation, weight_version=version)
-    length = len(generation.sampled_ids)
-    versions: list[str] = []
-    for span in [spans.entry(position) for position in range(len(spans.array()))]:
-        start, end = span["start"].count(), span["end"].count()
-        if start != len(versions) or not start <= end <= length:
-            found = f"{span.path} is from {start} to {end}"
-            raise CountMismatch(span.request_id, f"{found}, but {len(versions)} of {length} sampled ids are before it")
-        versions += [span["version"].string()] * (end - start)
-    if len(versions) != length:
-        raise CountMismatch(spans.request_id, f"{spans.path} are of {len(versions)} ids, but {length} were sampled")
-    if versions:
-        check_same(last, spans.entry(-1)["version"])
-    changed = len(set(versions)) > 1
-    return replace(generation, weight_version=version, weight_versions=versions if changed else None)

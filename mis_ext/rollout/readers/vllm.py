@@ -9,7 +9,7 @@ from typing import Any
 
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.choices import Choice, given_ids, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import settle
+from mis_ext.rollout.readers.evidence import settle, with_versions
 from mis_ext.rollout.readers.reading import Field
 
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
@@ -27,7 +27,8 @@ def read_vllm_chat(
     """What ``/v1/chat/completions`` of vLLM sampled for one choice.
 
     The request needs ``logprobs: true`` and ``return_token_ids: true``. Before vLLM had that, it needs
-    ``return_tokens_as_token_ids: true``, and the caller ``prompt_ids``, for instance from ``/tokenize``.
+    ``return_tokens_as_token_ids: true``, and the caller ``prompt_ids``, for instance from ``/tokenize``. With
+    ``return_weight_versions: true`` it has the versions of the weights.
 
     Args:
         request: The request as it was sent, decoded.
@@ -54,7 +55,8 @@ def read_vllm_completions(
     """What ``/v1/completions`` of vLLM sampled for one choice.
 
     The request needs ``logprobs`` and ``return_token_ids: true``. Before vLLM had that, it needs
-    ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``.
+    ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``. With
+    ``return_weight_versions: true`` it has the versions of the weights.
 
     Args:
         request: The request as it was sent, decoded.
@@ -72,7 +74,7 @@ def read_vllm_completions(
 
 
 def _read_choice(found: Choice, prompt_places: list[Field | None]) -> Generation:
-    return settle(
+    generation = settle(
         found.body.request_id,
         sampled_ids=[found.body.get("token_ids"), _ids_in_tokens(found.scores.tokens)],
         sampled_counts=[],
@@ -85,6 +87,7 @@ def _read_choice(found: Choice, prompt_places: list[Field | None]) -> Generation
         ids_advice="ask for them with return_token_ids: true or return_tokens_as_token_ids: true",
         prompt_advice="ask for them with return_token_ids: true, or give prompt_ids=",
     )
+    return with_versions(generation, found.body.get("weight_versions"), None)
 
 
 def _ids_in_tokens(tokens: Field) -> Field | None:
