@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -71,10 +71,17 @@ class Rollout(NamedTuple):
 
 
 @contextmanager
-def single_process() -> Iterator[None]:
-    """Megatron-Core's process groups for one process, and what it needs to run mixture-of-experts layers on a CPU."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+def megatron_processes(*, store: dist.Store, rank: int, world_size: int, **sizes: int) -> Iterator[None]:
+    """Megatron-Core's process groups over gloo, and what it needs to run mixture-of-experts layers on a CPU.
+
+    Args:
+        store: Where the processes meet.
+        rank: This process.
+        world_size: Their number.
+        sizes: Arguments of ``initialize_model_parallel``.
+    """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(**sizes)
     try:
         # Without Transformer Engine, Megatron-Core 0.16.1 forgets to define this name and fails in every router.
         with megatron_device(torch.device("cpu")), patch.object(moe_utils, "te_general_gemm", None, create=True):
@@ -84,8 +91,13 @@ def single_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def single_process() -> AbstractContextManager[None]:
+    """:func:`megatron_processes` for this process alone."""
+    return megatron_processes(store=dist.HashStore(), rank=0, world_size=1)
+
+
 def build_trainer(shape: MoEShape, *, seed: int, **overrides: object) -> GPTModel:
-    """Build the trainer's model in float32; call within ``single_process``."""
+    """Build this rank's part of the trainer's model in float32; call within ``megatron_processes``."""
     settings: dict[str, object] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -131,6 +143,8 @@ def build_trainer(shape: MoEShape, *, seed: int, **overrides: object) -> GPTMode
             max_sequence_length=512,
             position_embedding_type="rope",
             rotary_base=int(shape.rope_base),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=False,
             share_embeddings_and_output_weights=False,
         )

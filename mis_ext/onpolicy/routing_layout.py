@@ -170,7 +170,7 @@ class RoutingLayout:
         """The way back: per sample, what was recorded in these rows; -1 for tokens that other ranks hold.
 
         Raises:
-            ValueError: The number of rows is not that of the layout.
+            ValueError: The number of rows is not that of the layout, or layers of other pipeline stages are missing.
         """
         if len(experts_TLK) != len(self.sample_T):
             raise ValueError(f"{len(experts_TLK)} rows do not fit a layout of {len(self.sample_T)} rows")

@@ -84,6 +84,9 @@ class RoutingRecord:
     def micro_batches(self) -> list[Tensor]:
         """Per forward pass ``[T, L, K]``, int32, rows in the routers' order; -1 in layers of other pipeline stages.
 
+        ``all_reduce`` with ``ReduceOp.MAX`` over the pipeline group completes the layers, before
+        :meth:`RoutingLayout.samples`.
+
         Raises:
             ValueError: Layers ran a different number of times, or none ran.
         """
