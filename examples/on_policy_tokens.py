@@ -9,40 +9,29 @@ float32 rounds, or if the others do not differ.
 
 import argparse
 import asyncio
-import logging
-import os
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-os.environ.setdefault("LOCAL_RANK", "0")
-# Megatron-Core tells at import which optional kernels are missing.
-warnings.filterwarnings("ignore", module="megatron")
-logging.getLogger("megatron").setLevel(logging.ERROR)
-logging.getLogger("transformers").setLevel(logging.ERROR)
+import torch.distributed as dist
+from grpo.distributed import Ranks
+from grpo.sglang_engine import INSTALL_HINT
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokens.model import Policy
+from tokens.sample import Sample, Status, host_args
+from tokens.server import call_server, sglang_server
+from torch import Tensor, tensor
+from transformers.utils.logging import disable_progress_bar
 
-import torch.distributed as dist  # noqa: E402
-from grpo.distributed import Ranks  # noqa: E402
-from grpo.sglang_engine import INSTALL_HINT  # noqa: E402
-from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from tokens.model import Policy  # noqa: E402
-from tokens.sample import Sample, Status, host_args  # noqa: E402
-from tokens.server import call_server, sglang_server  # noqa: E402
-from torch import Tensor, tensor  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
-
-from mis_ext.onpolicy.audit import audit_logprobs  # noqa: E402
-from mis_ext.onpolicy.audit_report import AuditReport  # noqa: E402
-from mis_ext.rollout import (  # noqa: E402
+from mis_ext.onpolicy.audit import audit_logprobs
+from mis_ext.onpolicy.audit_report import AuditReport
+from mis_ext.rollout import (
     Distribution,
     SamplingParameters,
     define_log_probs,

@@ -4,21 +4,11 @@ The trainer is Megatron-Core, the responses come from a separate inference engin
 ``run.sh`` beside this file, which also installs what is needed.
 """
 
-import logging
-import os
-import warnings
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-# Megatron-Core tells at import which optional kernels are missing.
-warnings.filterwarnings("ignore", module="megatron")
-logging.getLogger("megatron").setLevel(logging.ERROR)
-
-import torch.distributed as dist  # noqa: E402
-from grpo.arguments import parse_args  # noqa: E402
-from grpo.distributed import Ranks, StopRequest  # noqa: E402
-from grpo.run import Run  # noqa: E402
-from rich.console import Console  # noqa: E402
+import torch.distributed as dist
+from grpo.arguments import parse_args
+from grpo.distributed import Ranks, StopRequest
+from grpo.run import Run
+from rich.console import Console
 
 
 def main() -> None:

@@ -6,27 +6,16 @@ that should be exact is not.
 """
 
 import argparse
-import logging
-import os
 import sys
-import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-os.environ.setdefault("LOCAL_RANK", "0")
-# Megatron-Core tells at import which optional kernels are missing.
-warnings.filterwarnings("ignore", module="megatron")
-logging.getLogger("megatron").setLevel(logging.ERROR)
-logging.getLogger("transformers").setLevel(logging.ERROR)
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from grpo.distributed import Ranks  # noqa: E402
-from grpo.sglang_engine import INSTALL_HINT  # noqa: E402
-from onpolicy.demonstration import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from grpo.distributed import Ranks
+from grpo.sglang_engine import INSTALL_HINT
+from onpolicy.demonstration import (
     PIECES,
     WORKLOADS,
     EngineName,
@@ -36,10 +25,10 @@ from onpolicy.demonstration import (  # noqa: E402
     Workload,
     training_seconds,
 )
-from onpolicy.pieces import ALL, NONE, TRAINER_PIECES  # noqa: E402
-from onpolicy.report import ResultsFile, plot, print_tables  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
+from onpolicy.pieces import ALL, NONE, TRAINER_PIECES
+from onpolicy.report import ResultsFile, plot, print_tables
+from rich.console import Console
+from rich.progress import Progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
