@@ -2,7 +2,7 @@
 
 Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.
 A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
-called through its own methods. None is a group of one.
+called through its own methods; objects are gathered over the former only. None is a group of one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
     """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
     if group is None:
         return [value]
+    if _is_wrapped(group):
+        raise TypeError(f"objects are gathered over a torch.distributed process group, got a {type(group).__name__}")
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -6,6 +6,7 @@ import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,6 +258,38 @@ def test_what_cannot_be_compared_is_invalid_and_says_why_and_where(change, reaso
         raise ValueError(str(problem))
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"train_token_ids": [[1, 2, None]], "rollout_token_ids": [[1, 2, 3]]}, "RuntimeError"),
+        ({"masks": [[1, 0, None]]}, "RuntimeError"),
+        ({"train": [torch.tensor(GOOD, device="meta")]}, "NotImplementedError"),
+        ({"train": [torch.full([3], -1.7e308, dtype=torch.float64)]}, "OverflowError"),
+    ],
+)
+def test_what_cannot_even_be_read_is_invalid_and_no_exception(change, kind) -> None:
+    inputs = {"train": tensors(GOOD, GOOD), "rollout": tensors(GOOD, GOOD), "masks": [None, None]}
+    inputs |= {key: [inputs.get(key, [None])[0], *column] for key, column in change.items()}
+    report = audit_logprobs(inputs.pop("train"), inputs.pop("rollout"), **inputs, names=["a", "b"])
+    (problem,) = report.problems
+    assert (problem.sample, problem.name) == (1, "b")
+    assert f"not comparable: {kind}" in problem.reason
+
+
+def test_rows_of_a_padded_tensor_and_versions_and_ids_of_any_integer_type_are_taken() -> None:
+    train = torch.tensor([GOOD, GOOD])
+    report = audit_logprobs(
+        train,
+        train.clone(),
+        masks=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        train_token_ids=[torch.tensor([1, 2, 3], dtype=torch.uint16)] * 2,
+        rollout_token_ids=torch.tensor([[1, 2, 3]] * 2),
+        train_weight_version=np.int64(3),
+    )
+    assert report.verdict is Verdict.EXACT
+    assert (report.num_active_tokens, report.train_weight_versions) == (5, ("3",))
+
+
 def test_one_bad_sample_among_good_ones_is_invalid_and_the_numbers_are_those_of_the_rest() -> None:
     train, rollout = tensors(GOOD, GOOD, GOOD), tensors(GOOD, [-0.5, NAN, -2.0], [-0.5, -1.0, -2.5])
     report = audit_logprobs(
@@ -289,6 +322,18 @@ def test_what_lies_under_the_mask_and_samples_without_active_tokens_are_ignored(
     # The mask of one sample may be left out: all its tokens are active.
     report = audit_logprobs(train, rollout, masks=[torch.tensor([0, 1, 0]), None, None])
     assert report.problems[0][1:3] == (1, 0)
+
+
+def test_a_verdict_does_not_depend_on_how_the_processor_treats_the_smallest_numbers() -> None:
+    smallest = torch.tensor([1], dtype=torch.int32).view(torch.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        report = audit_logprobs([smallest], [torch.zeros(1)])
+    finally:
+        torch.set_flush_denormal(False)
+    assert (report.verdict, report.max_ulp, report.num_nonzero) == (Verdict.DIFFERENT, 1, 1)
+    assert report.first_divergence.ulps == 1
 
 
 def test_two_views_of_one_storage_are_two_streams() -> None:
@@ -346,7 +391,10 @@ def test_without_versions_a_difference_beyond_all_kernels_points_to_stale_weight
 
 def test_a_difference_between_kernels_and_stale_weights_gets_no_hint() -> None:
     train = log_probs(200)
-    assert audit_logprobs(train, tied_to(train, noise=0.2)).hint is None
+    rollout = tied_to(train, noise=0.2)
+    assert audit_logprobs(train, rollout).hint is None
+    rollout[0][0] = -9.0
+    assert audit_logprobs(train, rollout).hint is None
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -360,6 +408,36 @@ def test_log_probs_moved_by_a_token_are_called_misaligned(by) -> None:
     every_other = [torch.arange(60) % 2 for _ in train]
     assert "misaligned" not in audit_logprobs(train, [x.roll(by) for x in train], masks=every_other).hint
     assert "misaligned" not in audit_logprobs(log_probs(30), [x.roll(by) for x in log_probs(30)]).hint
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_stop_tokens_without_a_log_prob_are_called_placeholders(value) -> None:
+    train = log_probs(*[200] * 8)
+    rollout = copies(train)
+    for x, y in zip(train, rollout, strict=True):
+        x[-1], y[-1] = -2.5 - x[0], value
+    assert f"the 8 rollout log-probs that differ are all {value:g}" in audit_logprobs(train, rollout).hint
+    assert f"the 8 train log-probs that differ are all {value:g}" in audit_logprobs(rollout, train).hint
+    # Two values, too few tokens, and differences that kernels explain.
+    rollout[0][-1] = -0.25
+    assert "placeholder" not in audit_logprobs(train, rollout).hint
+    rollout[0][-1] = train[0][-1]
+    assert "placeholder" not in audit_logprobs(train, rollout).hint
+    near = [torch.full_like(x, value) for x in train]
+    noisy = tied_to(near, noise=1e-2)
+    noisy[0][0] = near[0][0] = -3.0
+    assert "placeholder" not in (audit_logprobs(noisy, near).hint or "")
+
+
+def test_one_token_far_apart_is_not_called_rounding() -> None:
+    train = log_probs(*[200] * 8)
+    rollout = copies(train)
+    rollout[3][5] -= 9.0
+    hint = audit_logprobs(train, rollout).hint
+    assert "likely single tokens" in hint
+    assert "1 of 1600 tokens differ, one by 9 nats" in hint
+    rollout[3][5] += 8.5
+    assert "likely other kernels" in audit_logprobs(train, rollout).hint
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
@@ -544,6 +622,10 @@ def work(rank: int, folder: str) -> None:
     # A rank without its lists does not leave the others waiting.
     broken = None if rank == 2 else log_probs(3)
     out["4 no list"] = audit_logprobs(broken, log_probs(3), group=groups[4]).to_dict()
+    broken_ids = {"train_token_ids": [[1, 2, None if rank == 1 else 3]], "rollout_token_ids": [[1, 2, 3]]}
+    out["4 broken ids"] = audit_logprobs(log_probs(3), log_probs(3), **broken_ids, group=groups[4]).to_dict()
+    said = "decode" if rank == 0 else "prefill"
+    out["4 provenances"] = audit_logprobs(log_probs(3), log_probs(3), provenance=said, group=groups[4]).to_dict()
     Path(folder, f"{rank}.json").write_text(json.dumps(out))
     dist.barrier()
     dist.destroy_process_group()
@@ -562,8 +644,19 @@ def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_p
                 assert found[rank][f"{size} {name}"] == expected, (size, rank, name)
     assert [report["4 no list"]["verdict"] for report in found] == ["INVALID"] * 4
     assert found[0]["4 no list"] == found[3]["4 no list"]
+    for name, problem in (("4 broken ids", "not comparable"), ("4 provenances", "provenance of their log-probs")):
+        assert [report[name] for report in found] == [found[0][name]] * 4
+        assert problem in found[0][name]["problems"][0]["reason"]
     verdicts = [audit_logprobs(train, rollout, **columns).verdict.value for train, rollout, columns in cases().values()]
     assert set(verdicts) == {"EXACT", "DIFFERENT", "INVALID"}
+
+
+def test_a_group_that_cannot_carry_a_report_is_refused() -> None:
+    class FaultTolerant:
+        _replica_id = 0
+
+    with pytest.raises(TypeError, match="got a FaultTolerant"):
+        audit_logprobs(tensors(GOOD), tensors(GOOD), group=FaultTolerant())
 
 
 @pytest.mark.gpu

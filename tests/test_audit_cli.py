@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,12 +191,78 @@ def test_ids_and_versions_in_json_lines_are_compared(tmp_path) -> None:
     assert "stale weights" in report["hint"]
 
 
+IDS = {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0], "rollout_token_ids": [7, 8]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [5, 6, 7]}, "the token id is 6 in training and 7 in the rollout"),
+        ({"tokens": [6], "response_length": 2}, "train token ids of shape [1]"),
+        ({"response_length": 300}, "mask values of shape [300]"),
+        ({"rollout_token_ids": [7, None]} | {"tokens": [5, 7, 8]}, "not comparable"),
+        ({"loss_mask": [1, None]}, "not comparable"),
+        ({"tokens": ["a", "b"]}, "not comparable"),
+    ],
+)
+def test_ids_and_lengths_that_do_not_fit_the_log_probs_are_invalid(tmp_path, change, reason) -> None:
+    report = report_of(tmp_path, lines(tmp_path, IDS | change))
+    assert report["verdict"] == "INVALID"
+    assert reason in report["problems"][0]["reason"]
+    assert report["problems"][0]["name"].endswith("samples.jsonl, its sample 0")
+
+
+def test_a_mask_of_another_length_than_the_response_is_unreadable(tmp_path, capsys) -> None:
+    error = error_of(capsys, lines(tmp_path, IDS | {"loss_mask": [1, 1], "response_length": 3}))
+    assert "samples.jsonl: 2 mask values for a response of 3 tokens" in error
+
+
+def test_text_in_a_line_may_hold_characters_that_end_a_line_elsewhere(tmp_path) -> None:
+    path = tmp_path / "samples.jsonl"
+    row = json.dumps(IDS | {"text": "a\u2028b\x85c"}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n{row}\r\n".encode())
+    assert len(read_samples(path)) == 2
+
+
+def test_files_of_rounded_and_of_whole_numbers_are_compared_together(tmp_path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path, values in zip(paths, ([-0.5, -0.25], [-0.1, -0.25]), strict=True):
+        path.write_text(json.dumps({"log_probs": values, "rollout_log_probs": values}))
+    report = report_of(tmp_path, *paths)
+    assert (report["verdict"], report["train_dtype"]) == ("EXACT", "float64")
+
+
+def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
+    data = rollout_data(4, 9)
+    data |= {"rewards": [np.float64(1.0), np.float32(2.0)], "response_lengths": np.array([4, 9])}
+    data["log_probs"] = [x.numpy().copy() for x in data["log_probs"]]
+    data["rollout_log_probs"] = [tuple(x.tolist()) for x in data["rollout_log_probs"]]
+    assert main(dump(tmp_path, 0, data)) == 0
+    data["rollout_log_probs"][0] = (-0.1, -0.2, -0.3, -0.4)
+    assert read_samples(dump(tmp_path, 0, data))[0].rollout_log_probs.dtype == torch.float64
+
+
+def test_an_empty_response_has_no_token_ids(tmp_path) -> None:
+    empty = {"log_probs": [], "rollout_log_probs": [], "tokens": [5], "response_length": 0, "rollout_token_ids": []}
+    whole = IDS | {"tokens": [5, 7, 8], "response_length": 2}
+    assert main(lines(tmp_path, empty, whole)) == 0
+
+
+def test_the_report_is_shown_also_if_its_file_cannot_be_written(tmp_path, capsys) -> None:
+    path = dump(tmp_path, 0, rollout_data(4))
+    with pytest.raises(SystemExit) as caught:
+        main(path, "--json", tmp_path / "no folder" / "report.json")
+    assert caught.value.code == 2
+    assert "EXACT" in capsys.readouterr().out
+
+
 UNREADABLE = {
+    "bytes.jsonl": (b'{"log_probs": "\xff"}', "bytes.jsonl: 'utf-8' codec can't decode"),
     "empty.jsonl": (b"\n", "holds no sample"),
     "text.jsonl": (b'{"log_probs": [\n', "line 1"),
     "list.jsonl": (b"{}\n[1]\n", "line 2: a list"),
     "words.jsonl": (b'{"log_probs": ["a"]}\n', "words.jsonl: "),
-    "text.pt": (b"not a zip file", "text.pt cannot be read"),
+    "text.pt": (b"not a zip file", "text.pt: cannot be read"),
     "samples.csv": (b"1,2", "must end in .pt or .jsonl"),
 }
 
@@ -214,6 +281,8 @@ def test_columns_of_different_lengths_are_an_error(tmp_path, capsys) -> None:
     data = rollout_data(4, 4)
     data["loss_masks"].pop()
     assert "'loss_masks': 1" in error_of(capsys, dump(tmp_path, 0, data))
+    data = rollout_data(4, 4) | {"train_weight_version": [4]}
+    assert "'train_weight_version': 1" in error_of(capsys, dump(tmp_path, 0, data))
 
 
 def test_a_missing_file_is_an_error(tmp_path, capsys) -> None:
@@ -233,7 +302,9 @@ class Dangerous:
 def test_code_in_a_file_runs_only_if_the_user_trusts_it(tmp_path, capsys) -> None:
     mark = tmp_path / "mark"
     path = dump(tmp_path, 0, rollout_data(4) | {"object": Dangerous(mark)})
-    assert "--trust-pickle" in error_of(capsys, path)
+    error = error_of(capsys, path)
+    assert "--trust-pickle" in error
+    assert "Unsupported global: GLOBAL getattr was not an allowed global by default (if it" in error
     assert not mark.exists()
     assert main(path, "--trust-pickle") == 0
     assert mark.exists()

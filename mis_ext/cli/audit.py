@@ -59,10 +59,10 @@ def run(parsed: argparse.Namespace) -> int:
         provenance=parsed.provenance,
         train_weight_version=parsed.train_weight_version,
     )
+    _show(report)
     if parsed.json is not None:
         files = [str(path) for path in parsed.files]
         parsed.json.write_text(json.dumps({"files": files} | report.to_dict(), indent=2, allow_nan=False) + "\n")
-    _show(report)
     return 0 if report.passed else 1
 
 

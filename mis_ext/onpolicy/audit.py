@@ -22,6 +22,7 @@ Version = str | int
 class _Part(NamedTuple):
     """What one rank found; sample indices are its own."""
 
+    provenance: Provenance
     num_samples: int
     problems: list[Problem]
     facts: list[Facts]
@@ -64,18 +65,18 @@ def audit_logprobs(
         rollout_weight_versions: Of each sample the version, or all versions, that its tokens were sampled with.
         names: What to call each sample in the report, besides its number.
         group: Process group over whose ranks the samples are spread; each rank passes its own, or two empty lists.
-            Samples are numbered in rank order. Every rank gets the same report, whatever the number of ranks.
+            Samples are numbered in rank order. Every rank gets the same report, whatever the number of ranks. None:
+            the report is about the samples given here, on a rank of many too.
 
     Raises:
         ValueError: An unknown provenance.
     """
     check_choice("provenance", provenance, PROVENANCES)
-    train_versions: Sequence[Version | None] = (
-        [train_weight_version] * len(train_log_probs or ())
-        if train_weight_version is None or isinstance(train_weight_version, (str, int))
-        else train_weight_version
-    )
+    train_versions: Any = train_weight_version
+    if not isinstance(train_versions, (list, tuple)):
+        train_versions = [train_versions] * (0 if train_log_probs is None else len(train_log_probs))
     part = _examine_part(
+        provenance,
         {
             "train": train_log_probs,
             "rollout": rollout_log_probs,
@@ -85,13 +86,13 @@ def audit_logprobs(
             "train_version": train_versions,
             "rollout_versions": rollout_weight_versions,
             "name": names,
-        }
+        },
     )
     # The only communication, and nothing above raises because of the data: no rank is left waiting.
-    return _report(_join(gather_objects(part, group)), provenance)
+    return _report(_join(gather_objects(part, group)))
 
 
-def _examine_part(columns: dict[str, Sequence[Any] | None]) -> _Part:
+def _examine_part(provenance: Provenance, columns: dict[str, Sequence[Any] | None]) -> _Part:
     lengths = {key: len(column) for key, column in columns.items() if column is not None}
     num_samples = max(lengths.values(), default=0)
     problems, facts = [], []
@@ -104,12 +105,15 @@ def _examine_part(columns: dict[str, Sequence[Any] | None]) -> _Part:
     else:
         for index in range(num_samples):
             row = {key: None if column is None else column[index] for key, column in columns.items()}
-            found = examine(Sample(**row), index)
+            try:
+                found = examine(Sample(**row), index)
+            except Exception as error:
+                found = Problem(f"not comparable: {type(error).__name__}: {error}", sample=index, name=row["name"])
             if isinstance(found, Problem):
                 problems.append(found)
             elif found is not None:
                 facts.append(found)
-    return _Part(num_samples, problems, facts)
+    return _Part(provenance, num_samples, problems, facts)
 
 
 def _join(parts: list[_Part]) -> _Part:
@@ -126,6 +130,9 @@ def _join(parts: list[_Part]) -> _Part:
                 found = found._replace(first_divergence=first._replace(sample=first.sample + num_samples))
             facts.append(found)
         num_samples += part.num_samples
+    provenances = {part.provenance for part in parts}
+    if len(provenances) > 1:
+        problems.append(Problem(f"ranks differ in the provenance of their log-probs: {', '.join(sorted(provenances))}"))
     for side, dtypes in (
         ("train", {found.train_dtype for found in facts}),
         ("rollout", {found.rollout_dtype for found in facts}),
@@ -136,10 +143,10 @@ def _join(parts: list[_Part]) -> _Part:
             )
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
-    return _Part(num_samples, problems, facts)
+    return _Part(parts[0].provenance, num_samples, problems, facts)
 
 
-def _report(whole: _Part, provenance: Provenance) -> AuditReport:
+def _report(whole: _Part) -> AuditReport:
     facts = whole.facts
     num_active = sum(found.num_active for found in facts)
     num_nonzero = sum(found.num_nonzero for found in facts)
@@ -170,12 +177,12 @@ def _report(whole: _Part, provenance: Provenance) -> AuditReport:
         equal_after_bf16_rounding=different and not any(found.num_nonzero_in_bf16 for found in facts),
         train_dtype=_one_of({found.train_dtype for found in facts}),
         rollout_dtype=_one_of({found.rollout_dtype for found in facts}),
-        provenance=provenance,
+        provenance=whole.provenance,
         train_weight_versions=_sorted_versions(found.train_versions for found in facts),
         rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
         problems=tuple(whole.problems),
         hint=likely_cause(facts, mean_abs_diff) if different and mean_abs_diff is not None else None,
-        cautions=tuple(cautions(facts, provenance)),
+        cautions=tuple(cautions(facts, whole.provenance)),
     )
 
 

@@ -52,9 +52,11 @@ def find_problem(sample: Sample) -> Problem | None:
 
 def _find_problem_of_tokens(sample: Sample) -> Problem | None:
     if sample.train_token_ids is not None and sample.rollout_token_ids is not None:
-        train_ids, rollout_ids = torch.as_tensor(sample.train_token_ids), torch.as_tensor(sample.rollout_token_ids)
+        train_ids, rollout_ids = (
+            torch.as_tensor(ids).cpu().long() for ids in (sample.train_token_ids, sample.rollout_token_ids)
+        )
         # Masked tokens too: they are the context of the tokens behind them.
-        position = first_true(train_ids.cpu() != rollout_ids.cpu())
+        position = first_true(train_ids != rollout_ids)
         if position is not None:
             pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
             return Problem(f"the token id is {pair}", position=position)

@@ -24,6 +24,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ def audit_samples(
 ) -> AuditReport:
     """The audit of samples from files; a version given here stands for samples whose file names none."""
     return audit_logprobs(
-        [sample.train_log_probs for sample in samples],
-        [sample.rollout_log_probs for sample in samples],
+        _as_one_dtype([sample.train_log_probs for sample in samples]),
+        _as_one_dtype([sample.rollout_log_probs for sample in samples]),
         masks=[sample.mask for sample in samples],
         train_token_ids=[sample.train_token_ids for sample in samples],
         rollout_token_ids=[sample.rollout_token_ids for sample in samples],
@@ -72,6 +73,12 @@ def audit_samples(
     )
 
 
+def _as_one_dtype(log_probs: list[Tensor | None]) -> list[Tensor | None]:
+    """Float64 where some are: of two files of Python floats one may hold float32 numbers only."""
+    dtypes = {x.dtype for x in log_probs if x is not None}
+    return [x if x is None else x.double() for x in log_probs] if torch.float64 in dtypes else log_probs
+
+
 def read_samples(path: Path, *, trust_pickle: bool = False) -> list[FileSample]:
     """The samples of one file, at least one: a file without log-probs gives a sample that lacks them.
 
@@ -83,13 +90,13 @@ def read_samples(path: Path, *, trust_pickle: bool = False) -> list[FileSample]:
         OSError: The file cannot be opened.
         ValueError: Its content is none of the formats above.
     """
-    if path.suffix == ".pt":
-        columns = _read_torch(path, trust_pickle)
-    elif path.suffix == ".jsonl":
-        columns = _read_json_lines(path)
-    else:
-        raise ValueError(f"{path}: the name must end in .pt or .jsonl")
     try:
+        if path.suffix == ".pt":
+            columns = _read_torch(path, trust_pickle)
+        elif path.suffix == ".jsonl":
+            columns = _read_json_lines(path)
+        else:
+            raise ValueError("the name must end in .pt or .jsonl")
         return _to_samples(columns, str(path))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -97,11 +104,13 @@ def read_samples(path: Path, *, trust_pickle: bool = False) -> list[FileSample]:
 
 def _to_samples(columns: Mapping[str, Any], name: str) -> list[FileSample]:
     per_sample = {key: columns[key] for key in (*_PER_SAMPLE, "weight_versions") if columns.get(key) is not None}
+    train_versions = columns.get("train_weight_version")
     lengths = {key: len(column) for key, column in per_sample.items()}
+    if isinstance(train_versions, list):
+        lengths["train_weight_version"] = len(train_versions)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
     dtype = _narrowest_dtype(per_sample)
-    train_versions = columns.get("train_weight_version")
     samples = []
     for index in range(max(lengths.values(), default=1)):
         row = {key: column[index] for key, column in per_sample.items()}
@@ -109,7 +118,7 @@ def _to_samples(columns: Mapping[str, Any], name: str) -> list[FileSample]:
             FileSample(
                 train_log_probs=_to_tensor(row.get("log_probs"), dtype),
                 rollout_log_probs=_to_tensor(row.get("rollout_log_probs"), dtype),
-                mask=row.get("loss_masks"),
+                mask=_mask(row),
                 train_token_ids=_response_ids(row),
                 rollout_token_ids=row.get("rollout_token_ids"),
                 train_weight_version=train_versions[index] if isinstance(train_versions, list) else train_versions,
@@ -122,34 +131,49 @@ def _to_samples(columns: Mapping[str, Any], name: str) -> list[FileSample]:
 
 def _read_torch(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
     try:
-        # Some versions of the hosts leave a range among the tensors, which is harmless.
-        with torch.serialization.safe_globals([range]):
+        with torch.serialization.safe_globals(_harmless()):
             content = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        lines = str(error).splitlines() or ["it ends early"]
+        # Of PyTorch's advice only which type it is.
+        reason = next((line.strip().partition(". ")[0] for line in lines if "Unsupported" in line), lines[0])
         raise ValueError(
-            f"{path} cannot be read: {str(error).splitlines()[0]} (if it holds more than tensors and you trust whoever "
-            "wrote it: --trust-pickle)"
+            f"cannot be read: {reason} (if it holds more than tensors and you trust whoever wrote it: --trust-pickle)"
         ) from error
     content = content.get("rollout_data", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a dict of lists")
+        raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
     return content
+
+
+def _harmless() -> list[Any]:
+    """What hosts leave among the tensors: a range, and NumPy's numbers and arrays."""
+    if find_spec("numpy") is None:
+        return [range]
+    import numpy
+
+    dtypes = {type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")}
+    makers: list[Any] = [numpy.zeros(1).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
+    # NumPy 2 calls the package by another name than NumPy 1, and a file may come from either.
+    named = [(maker, f"numpy.{core}.multiarray.{maker.__name__}") for core in ("core", "_core") for maker in makers]
+    return [range, numpy.ndarray, numpy.dtype, *dtypes, *named]
 
 
 def _read_json_lines(path: Path) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    # Not splitlines, which also splits at characters that JSON leaves as they are.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"line {number}: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a {type(row).__name__}, not an object")
+            raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path} holds no sample")
+        raise ValueError("holds no sample")
     keys = (*_PER_SAMPLE, "weight_versions", "train_weight_version")
     return {key: [row.get(key, row.get(key.removesuffix("s"))) for row in rows] for key in keys}
 
@@ -160,7 +184,7 @@ def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
         _to_tensor(values, torch.float64)
         for key in ("log_probs", "rollout_log_probs")
         for values in columns.get(key, ())
-        if isinstance(values, list)
+        if values is not None and not isinstance(values, Tensor)
     ]
     flat = torch.cat(lists) if lists else torch.empty(0)
     flat = flat[~flat.isnan()]
@@ -169,19 +193,29 @@ def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
 
 def _to_tensor(values: Any, dtype: torch.dtype) -> Any:
     # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
-    if isinstance(values, list):
-        return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
-    return values
+    if values is None or isinstance(values, Tensor):
+        return values
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
+
+
+def _mask(row: Mapping[str, Any]) -> Any:
+    """The mask of the response; where there is none but a length, ones, so that the length is compared too."""
+    mask, length = row.get("loss_masks"), row.get("response_lengths")
+    if mask is None:
+        return None if length is None else torch.ones(int(length))
+    if length is not None and len(mask) != int(length):
+        raise ValueError(f"{len(mask)} mask values for a response of {int(length)} tokens")
+    return mask
 
 
 def _response_ids(row: Mapping[str, Any]) -> Any:
-    """The last ids of prompt and response; None where its length is unknown."""
+    """The last ids of prompt and response; all of them where they are fewer than the response has."""
     tokens, length = row.get("tokens"), row.get("response_lengths")
-    if length is None and row.get("loss_masks") is not None:
-        length = len(row["loss_masks"])
-    if tokens is None or length is None or not 0 < int(length) <= len(tokens):
+    if tokens is None:
         return None
-    return tokens[-int(length) :]
+    if length is None:
+        length = max((len(row[key]) for key in ("loss_masks", "log_probs") if row.get(key) is not None), default=0)
+    return tokens[max(0, len(tokens) - int(length)) :]
 
 
 def _flat_versions(versions: Any) -> list[str]:

@@ -62,6 +62,9 @@ class Facts(NamedTuple):
     """Every active log-prob is a bfloat16 number, whatever the dtype it is stored in."""
     train_range: tuple[float, float]
     rollout_range: tuple[float, float]
+    train_range_of_nonzero: tuple[float, float] | None
+    rollout_range_of_nonzero: tuple[float, float] | None
+    """Of the tokens that differ."""
     first_token_differs: bool | None
     """Of the token at position 0; None where it is masked or all but certain."""
     num_uncertain: int
@@ -88,9 +91,10 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
     dtype = torch.promote_types(sample.train.dtype, sample.rollout.dtype)
     train_T, rollout_T = (x.detach().cpu().to(dtype) for x in (sample.train, sample.rollout))
     train, rollout = train_T[active_T], rollout_T[active_T]
-    nonzero = train != rollout
-    abs_diff = (train.double() - rollout.double()).abs()
+    # Of integers: floating-point units can be set to take the smallest numbers for 0.
     ulps = ulp_distance(train, rollout)
+    nonzero = ulps != 0
+    abs_diff = (train.double() - rollout.double()).abs()
     uncertain = (rollout < UNCERTAIN_BELOW) & (active_T.nonzero().squeeze(-1) > 0)
     return Facts(
         train_dtype=_dtype_name(sample.train),
@@ -108,8 +112,10 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
         max_unit_ulps=float((abs_diff / (UNIT_ULP * rollout.double().abs().clamp_min(1.0))).max()),
         train_is_bf16=torch.equal(train, train.bfloat16().to(dtype)),
         rollout_is_bf16=torch.equal(rollout, rollout.bfloat16().to(dtype)),
-        train_range=(float(train.min()), float(train.max())),
-        rollout_range=(float(rollout.min()), float(rollout.max())),
+        train_range=_range(train),
+        rollout_range=_range(rollout),
+        train_range_of_nonzero=_range(train[nonzero]) if nonzero.any() else None,
+        rollout_range_of_nonzero=_range(rollout[nonzero]) if nonzero.any() else None,
         first_token_differs=bool(nonzero[0]) if active_T[0] and rollout[0] < UNCERTAIN_BELOW else None,
         num_uncertain=int(uncertain.sum()),
         num_uncertain_nonzero=int((uncertain & nonzero).sum()),
@@ -119,14 +125,15 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
 def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile, ...]:
     # A log-prob above 0 is a mistake that must not leave the table.
     decile = (rollout.double().clamp_max(0.0).exp() * NUM_DECILES).long().clamp_max(NUM_DECILES - 1)
+    num_tokens = decile.bincount(minlength=NUM_DECILES).tolist()
+    num_nonzero = decile[nonzero].bincount(minlength=NUM_DECILES).tolist()
     rows = []
     for number in range(NUM_DECILES):
-        chosen = decile == number
-        differences = abs_diff[chosen].tolist()
+        differences = abs_diff[nonzero & (decile == number)].tolist() if num_nonzero[number] else []
         rows.append(
             Decile(
-                num_tokens=len(differences),
-                num_nonzero=int(nonzero[chosen].sum()),
+                num_tokens=num_tokens[number],
+                num_nonzero=num_nonzero[number],
                 sum_abs_diff=math.fsum(differences),
                 max_abs_diff=max(differences, default=0.0),
             )
@@ -134,10 +141,14 @@ def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile
     return tuple(rows)
 
 
+def _range(values: Tensor) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
 def _first_divergence(
     sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor, index: int
 ) -> Divergence | None:
-    position = first_true(active_T & (train_T != rollout_T))
+    position = first_true(active_T & (ulp_distance(train_T, rollout_T) != 0))
     if position is None:
         return None
     ids = sample.rollout_token_ids if sample.rollout_token_ids is not None else sample.train_token_ids

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every operator computes in float64, whatever the dtype of its arguments.
+    """Inside, every operator computes in float64 (complex128), whatever the dtype of its arguments.
 
     Parameters, closed-over tensors and explicit casts (``x.float()`` in a norm, ``.to(torch.bfloat16)`` after it) are
     widened operator by operator, which ``module.double()`` would not do. A kernel that is no operator at all (Triton's,
@@ -45,11 +45,15 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and _is_narrow(value.dtype):
-        return value.double()
+        return value.to(_wide(value.dtype))
     if isinstance(value, torch.dtype) and _is_narrow(value):
-        return torch.float64
+        return _wide(value)
     return value
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype != torch.float64
+    return (dtype.is_floating_point or dtype.is_complex) and dtype != _wide(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
