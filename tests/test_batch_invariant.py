@@ -1,3 +1,5 @@
+import asyncio
+import copy
 import math
 import threading
 
@@ -7,12 +9,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from mis_ext.onpolicy.batch_invariant import (
     attention,
     batch_invariant_forward,
     batch_invariant_mode,
     is_batch_invariant,
+    overrides,
     rms_norm,
 )
 from mis_ext.onpolicy.batch_invariant.mode import REFUSED
@@ -132,6 +137,37 @@ def test_integers_and_empty_batches_pass():
         assert torch.equal(torch.zeros(4, 0) @ torch.zeros(0, 3), torch.zeros(4, 3))
 
 
+NOT_PRODUCTS = {
+    "mm": lambda: randn(2, 64) @ randn(128, 5),
+    "Linear": lambda: torch.nn.Linear(128, 64)(randn(4, 64)),
+    "bmm": lambda: torch.bmm(randn(2, 3, 16), randn(2, 32, 5)),
+    "bmm of other batches": lambda: torch.bmm(randn(2, 3, 4), randn(4, 4, 128)),
+    "mv": lambda: torch.mv(randn(2, 3), randn(4)),
+    "bfloat16 times float32": lambda: randn(2, 3).bfloat16() @ randn(3, 5),
+    "float32 times complex": lambda: randn(2, 3) @ randn(3, 5).to(torch.complex64),
+    "mv of two dtypes": lambda: torch.mv(randn(2, 3), randn(3).bfloat16()),
+    "a bias of another dtype": lambda: F.linear(randn(2, 3), randn(5, 3), randn(5).bfloat16()),
+    "a bias with more rows": lambda: torch.addmm(randn(10, 4), randn(1, 3), randn(3, 4)),
+    "a bias with more dimensions": lambda: torch.addmm(randn(2, 1, 4), randn(2, 3), randn(3, 4)),
+    "a bias with factor zero": lambda: torch.addmm(randn(7, 9), randn(2, 3), randn(3, 4), beta=0),
+    "a bias of more products": lambda: torch.baddbmm(randn(5, 2, 4), randn(1, 2, 3), randn(1, 3, 4)),
+    "a product as large as the bias": lambda: torch.baddbmm(randn(1, 2, 4), randn(1, 2, 3), randn(1, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PRODUCTS)
+def test_what_torch_does_not_multiply_is_an_error_in_the_mode_too(name):
+    with pytest.raises(RuntimeError):
+        NOT_PRODUCTS[name]()
+    with pytest.raises(RuntimeError), batch_invariant_mode():
+        NOT_PRODUCTS[name]()
+
+
+def test_a_softmax_of_one_number_is_one():
+    with batch_invariant_mode():
+        assert torch.softmax(torch.tensor(3.0), 0) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_the_plain_ones_within_rounding(dtype):
     x, w, bias = (randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(40, 64), (24, 64), (24,)]))
@@ -209,6 +245,61 @@ def test_other_sequences_of_the_pack_change_no_bit_even_when_they_are_nan():
     assert equal_bits(attention(query, key, value, **bounds)[3:73], expected)
 
 
+def test_rows_after_the_last_sequence_get_zeros():
+    query, key, value, bounds = packed([5, 20], [5, 20])
+    leaves = [torch.cat([x, randn(7, *x.shape[1:])]).requires_grad_() for x in (query, key, value)]
+    # Fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        output, lse = torch.ops.mis_ext.attention_forward(
+            *leaves, bounds["cu_seqlens_q"], bounds["cu_seqlens_k"], 20, 20, 0.25, True, None
+        )
+        grads = torch.autograd.grad(output.sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert equal_bits(output[:25], attention(query, key, value, **bounds))
+    for x in (output, lse.t(), *grads):
+        assert torch.equal(x[25:], torch.zeros_like(x[25:]))
+
+
+def test_autocast_does_not_reach_into_attention():
+    query, key, value, bounds = packed([70], [70])
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    expected = attention(*leaves, **bounds)
+    expected_grads = torch.autograd.grad(expected.sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attention(*leaves, **bounds)
+        grads = torch.autograd.grad(output.sum(), leaves)
+    assert equal_bits(output, expected)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert equal_bits(grad, expected_grad)
+
+
+def test_attention_compiles_into_one_graph():
+    query, key, value, bounds = packed([5, 20], [9, 20])
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def doubled(*tensors):
+        return 2 * attention(*tensors, **bounds)
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    output, expected = compiled(*leaves), doubled(*leaves)
+    assert equal_bits(output, expected)
+    compiled_grads, grads = (torch.autograd.grad(x.sum(), leaves) for x in (output, expected))
+    for compiled_grad, grad in zip(compiled_grads, grads, strict=True):
+        assert equal_bits(compiled_grad, grad)
+
+
+# torch writes the formulas of its own operators in it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_differentiating_attention_forward_is_an_error_and_not_zero():
+    query, key, value, bounds = packed([5], [5])
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"), forward_ad.dual_level():
+        attention(query, forward_ad.make_dual(key, key), value, **bounds)
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda x: attention(x, key, value, **bounds), (query,), (query,))
+
+
 def test_a_mask_comes_on_top_and_a_query_that_sees_nothing_gets_zeros():
     query, key, value, bounds = packed([5, 40], [9, 70])
     mask = torch.rand(2, 4, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.4
@@ -268,6 +359,57 @@ def test_torch_attention_keeps_its_meaning_in_the_mode(case):
     assert (ours - plain).abs().max() <= 1e-6
     # Not the plain kernel under another name.
     assert plain.numel() < 100 or not equal_bits(ours, plain)
+
+
+SDPA_SHAPES = {
+    "one query sequence for all": ((1, 2, 4, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
+    "one sequence of keys for all": ((3, 2, 4, 8), (1, 2, 5, 8), (1, 2, 5, 8)),
+    "one value for all": ((3, 2, 4, 8), (3, 2, 5, 8), (1, 1, 5, 8)),
+    "one head of keys for all": ((3, 2, 4, 8), (3, 1, 5, 8), (3, 1, 5, 8)),
+    "two dimensions": ((4, 8), (5, 8), (5, 8)),
+    "fewer dimensions of keys": ((3, 2, 4, 8), (2, 5, 8), (2, 5, 8)),
+    "shorter values": ((2, 2, 4, 8), (2, 2, 70, 8), (2, 2, 70, 6)),
+    "longer values": ((2, 2, 4, 8), (2, 2, 70, 8), (2, 2, 70, 12)),
+    "no keys": ((1, 2, 4, 8), (1, 2, 0, 8), (1, 2, 0, 8)),
+    "no queries": ((1, 2, 0, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
+    "no sequences": ((0, 2, 4, 8), (0, 2, 3, 8), (0, 2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("case", SDPA_SHAPES)
+def test_torch_attention_in_the_mode_takes_the_shapes_that_it_takes_outside(case, with_mask):
+    leaves = [randn(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(SDPA_SHAPES[case])]
+    length_q, length_k = leaves[0].shape[-2], leaves[1].shape[-2]
+    mask = torch.ones(length_q, length_k, dtype=torch.bool).tril(1) if with_mask else None
+
+    def attend():
+        output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        return output, *torch.autograd.grad(output.square().sum(), leaves)
+
+    plain = attend()
+    with batch_invariant_mode():
+        ours = attend()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_torch_attention_takes_a_mask_or_the_causal_flag():
+    query, mask = randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="attn_mask or is_causal=True, not both"), batch_invariant_mode():
+        F.scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=True)
+
+
+@pytest.mark.parametrize("narrow", [(), (2,), (0, 1, 2)])
+def test_torch_attention_under_autocast_is_in_the_dtype_of_autocast(narrow):
+    tensors = [randn(1, 2, 70, 16, seed=seed) for seed in range(3)]
+    mixed = [x.bfloat16() if i in narrow else x for i, x in enumerate(tensors)]
+    with batch_invariant_mode():
+        expected = F.scaled_dot_product_attention(*(x.bfloat16() for x in tensors))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert equal_bits(F.scaled_dot_product_attention(*mixed), expected)
+            wide = [x.double() for x in tensors]
+            assert F.scaled_dot_product_attention(*wide).dtype == torch.float64
 
 
 def test_decode_through_torch_attention_equals_prefill_in_the_mode_and_not_outside():
@@ -330,6 +472,14 @@ def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels():
         x @ x
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_over_everything_are_no_concern_of_a_row(dtype):
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=dtype, device="cuda")
+    with batch_invariant_mode():
+        assert x.sum().dtype == x.mean().dtype == dtype
+
+
 def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
     linear, x = torch.nn.Linear(8, 4), randn(2, 8)
     before = linear(x)
@@ -345,6 +495,185 @@ def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
     assert equal_bits(linear(x), before)
     assert torch.ops.aten.convolution.default in REFUSED
     torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+
+
+def refused():
+    a, b, vector, out = randn(2, 3), randn(3, 4), randn(3), randn(2, 4)
+    a3, b3, out3 = a[None], b[None], out[None]
+    return {
+        "mm.out": lambda: torch.mm(a, b, out=out),
+        "mm.out of matmul": lambda: torch.matmul(a, b, out=out),
+        "bmm.out": lambda: torch.bmm(a3, b3, out=out3),
+        "addmm.out": lambda: torch.addmm(out, a, b, out=out),
+        "addmm_.default": lambda: out.addmm_(a, b),
+        "baddbmm.out": lambda: torch.baddbmm(out3, a3, b3, out=out3),
+        "baddbmm_.default": lambda: out3.baddbmm_(a3, b3),
+        "addbmm.default": lambda: torch.addbmm(out, a3, b3),
+        "addbmm.out": lambda: torch.addbmm(out, a3, b3, out=out),
+        "addbmm_.default": lambda: out.addbmm_(a3, b3),
+        "mv.out": lambda: torch.mv(a, vector, out=randn(2)),
+        "addmv.default": lambda: torch.addmv(randn(2), a, vector),
+        "addmv_.default": lambda: randn(2).addmv_(a, vector),
+        "linear.out": lambda: torch.ops.aten.linear.out(a, b.t(), out=out),
+        "softmax.int_out": lambda: torch.softmax(a, 1, out=a),
+        "_trilinear.default": lambda: F.bilinear(a, a, randn(4, 3, 3)),
+        "_cdist_forward.default": lambda: torch.cdist(a, a),
+        "_euclidean_dist.default": lambda: torch.cdist(randn(64, 3), randn(64, 3)),
+        "mkldnn_rnn_layer.default": lambda: torch.nn.LSTM(3, 4)(a3),
+    }
+
+
+@pytest.mark.parametrize("name", refused())
+def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(name):
+    with pytest.raises(NotImplementedError, match=name.split()[0]), torch.no_grad(), batch_invariant_mode():
+        refused()[name]()
+
+
+def test_products_of_another_dtype_and_the_kernels_of_attention_and_experts_are_refused_where_torch_has_them():
+    names = ["_flash_attention_forward", "_efficient_attention_forward", "_grouped_mm", "_scaled_grouped_mm"]
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    products = [getattr(torch.ops.aten, name) for name in ("mm", "bmm", "addmm", "baddbmm")]
+    expected = {packet.default for packet in packets} | {x.dtype for x in products if "dtype" in x.overloads()}
+    assert expected <= REFUSED
+
+
+def test_integers_may_be_multiplied_in_any_form():
+    a, out = torch.arange(4).reshape(2, 2), torch.zeros(2, 2, dtype=torch.int64)
+    with batch_invariant_mode():
+        assert torch.equal(torch.mm(a, a, out=out), a @ a)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, 192)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers that a backward pass calls again, unless ``use_reentrant`` is None."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Attention() for _ in range(2))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            again = self.use_reentrant
+            x = layer(x) if again is None else checkpoint(layer, x, use_reentrant=again)
+        return x
+
+
+in_either_kind_of_checkpoint = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+@pytest.mark.skipif(overrides._redispatch is None, reason="attention in a backward pass is hidden from the mode")
+@in_either_kind_of_checkpoint
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
+def test_what_a_backward_pass_in_the_mode_computes_again_is_what_the_forward_computed(use_reentrant, backward):
+    x = randn(2, 70, 64)
+
+    def gradients(model):
+        leaf = x.clone().requires_grad_()
+        with batch_invariant_mode():
+            backward(model(leaf).square().sum())
+            assert is_batch_invariant()
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+    for mine, theirs in zip(gradients(Checkpointed(use_reentrant)), gradients(Checkpointed(None)), strict=True):
+        assert equal_bits(mine, theirs)
+    assert not is_batch_invariant()
+
+
+def wrapped_gradients(model, x, *, in_mode):
+    leaf = x.clone().requires_grad_()
+    with batch_invariant_forward(model):
+        loss = model(leaf).square().sum()
+        if in_mode:
+            with batch_invariant_mode():
+                loss.backward()
+        else:
+            loss.backward()
+    return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("hides_attention", [False, True])
+@pytest.mark.parametrize("in_mode", [False, True])
+@in_either_kind_of_checkpoint
+def test_what_a_backward_pass_of_a_wrapped_model_computes_again_is_what_the_forward_computed(
+    use_reentrant, in_mode, hides_attention, monkeypatch
+):
+    if hides_attention:
+        monkeypatch.setattr(overrides, "_redispatch", None)
+    x = randn(2, 70, 64)
+    ours = wrapped_gradients(Checkpointed(use_reentrant), x, in_mode=in_mode)
+    expected = wrapped_gradients(Checkpointed(None), x, in_mode=in_mode)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert equal_bits(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@in_either_kind_of_checkpoint
+def test_a_thread_of_autograd_computes_again_what_the_forward_computed(use_reentrant):
+    x = randn(2, 70, 64).cuda()
+    ours = wrapped_gradients(Checkpointed(use_reentrant).cuda(), x, in_mode=False)
+    expected = wrapped_gradients(Checkpointed(None).cuda(), x, in_mode=False)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert equal_bits(mine, theirs)
+
+
+def test_attention_that_torch_hides_from_the_mode_is_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(overrides, "_redispatch", None)
+    model, x = Checkpointed(True), randn(2, 70, 64).requires_grad_()
+    with batch_invariant_mode():
+        loss = model(x).sum()
+        with pytest.raises(NotImplementedError, match=r"around checkpoints use batch_invariant_forward\(model\)"):
+            loss.backward()
+        assert is_batch_invariant()
+
+
+@pytest.mark.skipif(overrides._redispatch is None, reason="attention in this module is hidden from the mode")
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_torchs_own_transformer_layer_is_invariant_in_the_mode(context):
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
+    x = randn(3, 70, 64)
+    with context(), batch_invariant_mode():
+        whole = layer(x)
+        assert equal_bits(torch.cat([layer(row) for row in x.split(1)]), whole)
+        y = layer.self_attn(x, x, x, need_weights=False)[0]
+        assert equal_bits(layer.self_attn(x[:1], x[:1], x[:1], need_weights=False)[0], y[:1])
+    torch.testing.assert_close(whole, layer(x), rtol=0, atol=1e-5)
+
+
+def test_the_mode_ends_with_the_last_of_the_blocks_that_coroutines_of_a_thread_have_open():
+    states = []
+
+    async def first(entered, leave):
+        with batch_invariant_mode():
+            entered.set()
+            await leave.wait()
+
+    async def second(entered, leave):
+        await entered.wait()
+        with batch_invariant_mode():
+            leave.set()
+            while len(asyncio.all_tasks()) > 2:
+                await asyncio.sleep(0)
+            states.append(is_batch_invariant())
+        states.append(is_batch_invariant())
+
+    async def both():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(first(entered, leave), second(entered, leave))
+
+    asyncio.run(both())
+    assert states == [True, False]
 
 
 def test_the_mode_may_be_entered_again_and_ends_with_the_outermost_block():
@@ -415,6 +744,16 @@ def test_a_wrapped_forward_is_invariant_in_every_thread_and_restored():
     with pytest.raises(KeyError), batch_invariant_forward(model):
         raise KeyError("in the block")
     assert "forward" not in vars(model)
+
+
+def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights():
+    model, x = torch.nn.Linear(4, 4), randn(3, 4)
+    with batch_invariant_forward(model):
+        twin = copy.deepcopy(model)
+        torch.nn.init.zeros_(twin.weight)
+        torch.nn.init.zeros_(twin.bias)
+        assert torch.equal(twin(x), torch.zeros(3, 4))
+        assert not torch.equal(model(x), torch.zeros(3, 4))
 
 
 def test_a_forward_of_the_instance_comes_back():

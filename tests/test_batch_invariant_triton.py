@@ -519,6 +519,21 @@ def test_strides_change_no_bit_of_attention(dtype) -> None:
         assert_same_bits(actual, expected)
 
 
+def test_rows_after_the_last_sequence_get_zeros() -> None:
+    settings = keywords([5, 20], [5, 20])
+    qkv = streams(32, 32)
+    # Fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        output, lse = attention.attention_forward(*qkv, Packing(**settings))
+        grads = attention.attention_backward(qkv[0], *qkv, output, lse, Packing(**settings))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for x in (output, lse.t(), *grads):
+        assert_same_bits(x[25:], torch.zeros_like(x[25:]))
+        assert x[:25].isfinite().all()
+
+
 def test_attention_of_no_tokens_is_empty() -> None:
     output, lse = attention.attention_forward(*streams(0, 0), Packing(**keywords([0], [0])))
     assert output.shape == (0, HEADS, HEAD_DIM)

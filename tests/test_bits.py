@@ -33,6 +33,22 @@ def test_a_nan_has_the_bits_of_itself_and_no_others():
     assert not same_bits(x, x.flip(0))[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_floats_of_8_bits_have_bits_too(dtype):
+    x = torch.tensor([0.0, 1.0, math.nan]).to(dtype)
+    assert same_bits(x, x.clone()).all()
+    assert same_bits(x, torch.tensor([0.0, 1.5, 1.0]).to(dtype)).tolist() == [True, False, False]
+
+
+def test_complex_numbers_have_the_bits_of_both_parts():
+    x = torch.tensor([1 + 2j, complex(0.0, math.nan), 0j])
+    assert same_bits(x, x.clone()).all()
+    y = torch.tensor([1 - 2j, complex(0.0, math.nan), complex(0.0, -0.0)])
+    assert same_bits(x, y).tolist() == [False, True, False]
+    assert same_bits(y.conj(), y.conj().clone()).all()
+    assert not same_bits(y.conj(), y)[0]
+
+
 def test_distances_beyond_an_int64_stop_there():
     largest = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
     assert ulp_distance(-largest, largest).item() == torch.iinfo(torch.int64).max

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tiny_decoder import HIDDEN, SEQUENCES, TinyDecoder, packed, padded, planted, recording_of
 from torch import Tensor, nn
 
+from mis_ext.onpolicy import row_difference
 from mis_ext.onpolicy.comparison import compare
 from mis_ext.onpolicy.name_map import NameMap
 from mis_ext.onpolicy.recorder import record
@@ -253,6 +255,64 @@ def test_integer_outputs_are_compared_too() -> None:
     assert (found.num_differing, found.max_abs, found.max_ulp) == (1, 4.0, 0)
 
 
+def test_a_difference_of_integers_is_said_in_their_size() -> None:
+    ids = torch.tensor([[1], [2], [3]])
+    result = compare(made(x=(ids, THREE)), made(x=(ids + torch.tensor([[0], [0], [4]]), THREE)))
+    assert "output differs, max abs 4\n" in result.summary()
+
+
+@pytest.mark.parametrize(
+    ("integer", "number"), [(257, torch.tensor(256.0).bfloat16()), (2**24 + 1, torch.tensor(2.0**24))]
+)
+def test_an_integer_equals_a_float_of_the_same_value_only(integer: int, number: Tensor) -> None:
+    def found(value: int):
+        a, b = (made(x=(values.expand(3, 1).clone(), THREE)) for values in (torch.tensor(value), number))
+        return compare(a, b, allow_dtype=("x",))
+
+    assert found(integer - 1).passed
+    assert (found(integer).verdict, found(integer).modules[0].max_abs) == ("DIFFERENT", 1.0)
+
+
+def test_complex_numbers_are_compared_in_both_parts() -> None:
+    a = torch.tensor([[1 + 1j], [0j], [complex(math.nan, 2)]])
+    assert compare(made(x=(a, THREE)), made(x=(a.clone(), THREE))).passed
+    b = torch.tensor([[1 + 5j], [complex(0.0, -0.0)], [complex(math.nan, 2)]])
+    found = compare(made(x=(a, THREE)), made(x=(b, THREE))).modules[0]
+    assert (found.num_differing, found.max_abs, found.num_nan) == (2, 4.0, 1)
+    assert found.max_ulp == 2**24 + 2**21
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_8_bits_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+    a = torch.tensor([[0.0], [math.nan], [2.0]])
+    assert compare(made(x=(a.to(dtype), THREE)), made(x=(a.to(dtype), THREE))).passed
+    b = torch.tensor([[-0.0], [math.nan], [1.5]])
+    found = compare(made(x=(a.to(dtype), THREE)), made(x=(b.to(dtype), THREE))).modules[0]
+    assert (found.num_differing, found.max_abs, found.num_nan) == (2, 0.5, 1)
+    finite = a.nan_to_num()
+    assert compare(made(x=(finite.to(dtype), THREE)), made(x=(finite, THREE)), allow_dtype=("x",)).passed
+
+
+def test_large_tensors_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(10, 3)
+    values[4, 1] = math.nan
+    changed, tokens = values.clone(), [(0, position) for position in range(10)]
+    changed[2, 0] = torch.nextafter(values[2, 0], torch.tensor(9.0))
+    changed[7, 2] = torch.nextafter(torch.nextafter(values[7, 2], torch.tensor(9.0)), torch.tensor(9.0))
+    a, b = made(x=(values, tokens)), made(x=(changed, tokens))
+    whole = compare(a, b).modules
+    for chunk in (1, 6, 7, 29):
+        monkeypatch.setattr(row_difference, "_CHUNK", chunk)
+        assert compare(a, b).modules == whole
+        more = made(x=(torch.cat([values[:1], changed]), [(0, 99), *tokens]))
+        assert compare(a, more).modules[0].num_differing == compare(more, a).modules[0].num_differing == 2
+        early = made(x=(changed[3:], tokens[3:]))
+        assert compare(a, early).modules[0].num_differing == compare(early, a).modules[0].num_differing == 1
+    assert (whole[0].num_differing, whole[0].max_ulp, whole[0].num_nan, whole[0].first) == (2, 2, 1, Row(0, 2))
+    changed[9] = math.nan
+    assert math.isnan(compare(a, made(x=(changed, tokens))).modules[0].max_abs)
+
+
 def with_inputs(output: Tensor, *inputs: Tensor, labels: tuple[str, ...] = ("0", "1")) -> Recording:
     builder = RecordingBuilder()
     for label, values in zip(labels, inputs, strict=False):
@@ -279,11 +339,111 @@ def test_a_second_input_counts_and_inputs_that_were_not_recorded_are_unknown() -
     assert compare(with_inputs(VALUES, VALUES, VALUES), b).modules[0].inputs_equal is False
     # Without a label in common the first is compared with the first.
     other = with_inputs(changed, VALUES, labels=("hidden_states",))
-    assert compare(with_inputs(VALUES, VALUES, VALUES), other).modules[0].inputs_equal is True
+    assert compare(with_inputs(VALUES, VALUES), other).modules[0].inputs_equal is True
     assert compare(with_inputs(VALUES, changed), other).modules[0].inputs_equal is False
     unknown = compare(with_inputs(VALUES), b).modules[0]
     assert (unknown.inputs_equal, unknown.is_culprit) == (None, False)
     assert "inputs unknown" in str(unknown)
+    assert (
+        "no culprit: the inputs of the first divergence were not recorded" in compare(with_inputs(VALUES), b).summary()
+    )
+
+
+def test_an_input_on_one_side_only_is_named_and_inputs_are_not_called_equal() -> None:
+    one, two = with_inputs(VALUES, VALUES), with_inputs(VALUES + 1, VALUES, VALUES, labels=("0", "residual"))
+    for a, b in ((one, two), (two, one)):
+        found = compare(a, b).modules[0]
+        assert (found.inputs_equal, found.unpaired_inputs) == (None, ("residual",))
+        # By the input that both have, it is still the one to blame.
+        assert found.is_culprit
+        assert "inputs equal but for residual (on one side only), output differs" in str(found)
+    equal = compare(one, with_inputs(VALUES, VALUES, VALUES, labels=("0", "residual")))
+    assert (equal.passed, equal.modules[0].inputs_equal) == (True, None)
+    differing = with_inputs(VALUES + 1, VALUES + 1, VALUES, labels=("0", "residual"))
+    assert compare(one, differing).modules[0].inputs_equal is False
+
+
+def test_an_input_of_another_row_size_is_not_equal() -> None:
+    a, b = (with_inputs(VALUES + width, VALUES, torch.ones(3, width)) for width in (2, 5))
+    found = compare(a, b).modules[0]
+    assert (found.inputs_equal, found.is_culprit) == (False, False)
+    # Of other names they are two inputs.
+    c = with_inputs(VALUES, VALUES, torch.ones(3, 2), labels=("0", "scale"))
+    d = with_inputs(VALUES, VALUES, torch.ones(3, 5), labels=("0", "angles"))
+    assert compare(c, d).modules[0].unpaired_inputs == ("scale", "angles")
+    e, f = (with_inputs(VALUES + x, torch.ones(3, x), labels=(label,)) for x, label in ((1, "hidden"), (5, "ids")))
+    found = compare(e, f).modules[0]
+    assert (found.inputs_equal, found.is_culprit, found.unpaired_inputs) == (None, False, ("hidden", "ids"))
+
+
+def test_a_row_that_one_of_the_inputs_lacks_is_unknown() -> None:
+    recordings = []
+    for output, tokens in ((VALUES, THREE), (VALUES + 1, THREE[1:])):
+        builder = RecordingBuilder()
+        builder.add("inputs", "x", "0", entry_of(VALUES, THREE))
+        builder.add("inputs", "x", "1", entry_of(VALUES[-len(tokens) :], tokens))
+        builder.add("outputs", "x", "", entry_of(output, THREE))
+        recordings.append(builder.build())
+    found = compare(*recordings).modules[0]
+    assert (found.first, found.inputs_equal, found.culprit_row) == (Row(0, 0), None, Row(0, 1))
+
+
+def test_positional_inputs_without_a_name_stand_for_named_ones_in_their_order() -> None:
+    wide = torch.cat([VALUES, VALUES], 1)
+    named = with_inputs(VALUES, VALUES, wide, VALUES + 1, labels=("query", "key", "value"))
+    numbered = with_inputs(VALUES + 1, VALUES, wide, VALUES + 1, labels=("0", "1", "2"))
+    for a, b in ((named, numbered), (numbered, named)):
+        assert compare(a, b).modules[0].inputs_equal is True
+    changed = with_inputs(VALUES + 1, VALUES, wide + 1, VALUES + 1, labels=("0", "1", "2"))
+    assert compare(named, changed).modules[0].inputs_equal is False
+
+
+def test_arguments_passed_by_place_or_by_name_are_the_same_inputs() -> None:
+    class Core(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return query * key
+
+    class Model(nn.Module):
+        def __init__(self, *, by_name: bool) -> None:
+            super().__init__()
+            self.core, self.by_name = Core(), by_name
+
+        def forward(self, x: Tensor) -> Tensor:
+            # The cause is between the modules.
+            return self.core(query=x, key=x * 1.5) if self.by_name else self.core(x, x)
+
+    x, recordings = torch.rand(1, 3, 4) + 1, []
+    for by_name in (False, True):
+        model = Model(by_name=by_name)
+        with record(model) as recorder, recorder.rows(Rows.packed([3])):
+            model(x)
+        recordings.append(recorder.recording())
+    result = compare(*recordings)
+    assert (result.modules[0].name, result.modules[0].inputs_equal) == ("core", False)
+    assert [module.name for module in result.culprits] == ["(model)"]
+
+
+def test_the_culprit_row_is_found_among_many_sequences_that_came_in_any_order() -> None:
+    tokens = [(sequence, position) for sequence in (4, 0, 9) for position in (3, 0, 7, 1)]
+    values = torch.randn(len(tokens), 2)
+
+    def changed_at(*places: tuple[int, int]) -> Tensor:
+        return values + torch.tensor([[float(token in places)] for token in tokens])
+
+    def recording(given: Tensor, output: Tensor) -> Recording:
+        builder = RecordingBuilder()
+        builder.add("inputs", "x", "0", entry_of(given, tokens))
+        builder.add("outputs", "x", "", entry_of(output, tokens))
+        return builder.build()
+
+    b = recording(changed_at((0, 1), (4, 7)), changed_at((0, 1), (0, 7), (4, 3), (9, 0)))
+    found = compare(recording(values, values), b).modules[0]
+    assert (found.first, found.inputs_equal, found.culprit_row, found.num_differing) == (
+        Row(0, 1),
+        False,
+        Row(4, 3),
+        4,
+    )
 
 
 def test_inputs_of_another_dtype_are_not_equal_unless_allowed() -> None:
@@ -301,6 +461,26 @@ def test_names_with_placeholders_and_exact_names_are_mapped() -> None:
     assert names.target("a.1.2.k.w").name == "a.1.2.k.w"
     with pytest.raises(ValueError, match=r"'b.{j}' has placeholders that 'a.{i}' does not: \['j'\]"):
         NameMap({"a.{i}": "b.{j}"})
+    for source, wrong in (("a.{i}.b.{i}", "i"), ("a.{0}", "0")):
+        with pytest.raises(ValueError, match=rf"{re.escape(repr(source))} in names .*: \['{wrong}'\]"):
+            NameMap({source: "b"})
+
+
+def test_a_later_call_of_a_shared_module_can_be_mapped_by_itself() -> None:
+    names = NameMap({"shared": "layers.0", "shared#1": "layers.1", "l.{i}": "m.{i}.x", "{any}#2": "third"})
+    found = {name: names.target(name).name for name in ("shared", "shared#1", "shared#3", "l.3", "l.3#1", "other#2")}
+    assert found == {
+        "shared": "layers.0",
+        "shared#1": "layers.1",
+        "shared#3": "layers.0#3",
+        "l.3": "m.3.x",
+        "l.3#1": "m.3.x#1",
+        "other#2": "third",
+    }
+    both = made(**{"shared": (VALUES, THREE), "shared#1": (VALUES + 1, THREE)})
+    b = made(**{"layers.0": (VALUES, THREE), "layers.1": (VALUES + 1, THREE)})
+    assert compare(both, b, names={"shared": "layers.0", "shared#1": "layers.1"}).passed
+    assert compare(b, both, names={"layers.0": "shared", "layers.1": "shared#1"}).passed
 
 
 def test_a_pair_of_names_that_matches_nothing_fails_whatever_is_allowed() -> None:
@@ -323,6 +503,8 @@ def test_a_fused_projection_is_compared_in_its_parts() -> None:
     parts["m.3.k"] = (VALUES + torch.tensor([10.0, 11.0]), THREE)
     found = compare(fused, made(**parts), names=names)
     assert [module.num_differing for module in found.modules] == [0, 3]
+    with pytest.raises(ValueError, match=r"'x' in names: 'y' has shape \[2, 2\] for 3 rows"):
+        compare(X, X, names={"x": lambda rows: {"y": rows[:2]}})
     del parts["m.3.k"]
     assert compare(fused, made(**parts), names=names).problems == ("l.3.qkv / m.3.k: missing in b",)
 
@@ -466,4 +648,7 @@ def test_megatron_and_transformers_are_compared_module_by_module(megatron) -> No
     assert max(module.max_abs for module in result.modules) < 1e-5
     assert result.verdict == "DIFFERENT"
     # Every module that a mapped name could stand for is there, with inputs.
-    assert all(module.inputs_equal is not None for module in result.modules)
+    assert all(module.inputs_equal is not None or module.unpaired_inputs for module in result.modules)
+    # Engines hand tables of positions to other modules.
+    with_more = {module.name.rpartition(".")[2] for module in result.modules if module.unpaired_inputs}
+    assert with_more == {"0", "1", "self_attention"}

@@ -221,6 +221,44 @@ def test_dumps_can_be_compared_from_the_command_line(tmp_path, capsys) -> None:
     assert "first divergence: model.layers.0.output.dense (sequence 1, position 3): inputs equal" in out
 
 
+@needs_rich
+def test_runs_with_request_ids_of_their_own_are_paired_by_order(tmp_path, capsys) -> None:
+    a, b = dumped(tmp_path / "a"), dumped(tmp_path / "b")
+    for path in b.glob("*name=rids*"):
+        content = torch.load(path)
+        content["value"] = [{"a": "7f", "b": "03"}.get(request, request) for request in content["value"]]
+        torch.save(content, path)
+    command = ["diff", str(a), str(b)]
+    pairs = ["--request-a", "a", "--request-b", "7f", "--request-a", "b", "--request-b", "03"]
+    assert main([*command, *pairs]) == 0
+    assert main([*command, "--request", "a", "--request", "b", *pairs[2:4], *pairs[6:]]) == 0
+    capsys.readouterr()
+    for wrong, message in (
+        (["--request", "a"], "has no request ['a']; it has ['warm-up', '03', '7f']"),
+        (pairs[:6], "as many requests of A as of B must be given, got ['a', 'b'] and ['7f']"),
+        (pairs[:2], "as many requests of A as of B must be given, got ['a'] and None"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main([*command, *wrong])
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_request_that_never_ran_is_an_error(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"has no request \['c'\]; it has \['warm-up', 'b', 'a'\]"):
+        read_sglang_dumps(dumped(tmp_path), requests=["a", "c"])
+
+
+def test_a_module_that_first_runs_in_a_later_step_has_its_place_in_the_order(tmp_path) -> None:
+    dumps = Dumps(tmp_path)
+    for step, modules in enumerate((["first", "last"], ["before", "first", "adapter", "last"])):
+        dumps.step = step
+        dumps.forward([2 * step, 2 * step + 1], [2 * step + 2], ["r"])
+        for module in modules:
+            dumps.hidden(f"{module}.output", torch.ones(2, 3))
+    assert [*read_sglang_dumps(tmp_path).outputs] == ["before", "first", "adapter", "last"]
+
+
 def test_a_module_dumped_twice_in_a_step_was_called_twice(tmp_path) -> None:
     dumps = Dumps(tmp_path / "a")
     dumps.forward([0, 1], [2], ["r"])

@@ -476,3 +476,18 @@ def test_a_report_can_be_read_and_stored():
     stored = json.loads(json.dumps(report.to_dict()))
     assert (stored["kind"], stored["invariant"]) == ("batch-dependent", False)
     assert [probe["name"] for probe in stored["probes"]] == [probe.name for probe in report.probes]
+
+
+def test_true_dependence_of_an_imaginary_part_is_no_rounding():
+    report = check_batch_invariance(lambda x: torch.complex(x, x - x.mean(0)), normal(NUM_ROWS, 4))
+    assert report.kind == "batch-dependent"
+    assert probe_of(report, "full batch").judged_by == "float64"
+    assert check_batch_invariance(lambda x: torch.complex(x, -x), normal(NUM_ROWS, 4)).invariant
+
+
+def test_outputs_of_8_bits_are_judged_too():
+    def shifted(x):
+        return (x - x.mean(0)).to(torch.float8_e4m3fn)
+
+    assert check_batch_invariance(shifted, normal(NUM_ROWS, 4)).kind == "batch-dependent"
+    assert check_batch_invariance(lambda x: x.to(torch.float8_e4m3fn), normal(NUM_ROWS, 4)).invariant

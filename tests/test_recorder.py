@@ -3,11 +3,14 @@
 import importlib.util
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from tiny_decoder import SEQUENCES, VOCABULARY, TinyDecoder, packed, padded, recording_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mis_ext.onpolicy.comparison import compare
 from mis_ext.onpolicy.recorder import record
@@ -156,9 +159,28 @@ def test_flattened_tokens_need_an_order_to_be_told() -> None:
         assert torch.equal(placed.values[(placed.sequence_N * 3 + placed.position_N).argsort()], values.flatten(0, 1))
 
 
+def test_only_a_whole_grid_of_integers_is_taken_for_token_ids() -> None:
+    rows = Rows.padded(torch.ones(2, 3))
+    chosen = torch.arange(6 * 4).view(6, 4) % 3 == 0
+    for tensor in (chosen, chosen.long()):
+        placed = place_rows(tensor, rows, where="routing map", layout="sbh")
+        assert placed is not None
+        # Row s * 2 + b holds position s of sequence b.
+        assert torch.equal(placed.values, tensor[[0, 2, 4, 1, 3, 5]])
+        assert placed.sequence_N.tolist() == [0, 0, 0, 1, 1, 1]
+        assert placed.position_N.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_tensors_of_one_forward_share_what_says_their_tokens() -> None:
+    recording = recording_of(TinyDecoder(transposed=True), padded())
+    entries = [recording.outputs["layers.0.norm"][""], recording.outputs["layers.1.mlp"][""]]
+    assert entries[0].sequence_N is entries[1].sequence_N
+    assert entries[0].position_N is entries[1].position_N
+
+
 def test_an_enforced_layout_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(
-        ValueError, match=r"layers\.0\.norm\[0\] inputs: .* does not hold the tokens .* in layout 'sbh'"
+        ValueError, match=r"layers\.0\.norm\[x\] inputs: .* does not hold the tokens .* in layout 'sbh'"
     ):
         recording_of(TinyDecoder(), padded(), layouts={"layers.0.norm": "sbh"})
     # What holds no tokens in any order, such as a mask, is none of the layout's business.
@@ -172,6 +194,7 @@ def test_an_enforced_layout_that_does_not_fit_is_an_error() -> None:
         ({"layouts": {"heads": "bsh"}}, "no module matches 'heads'"),
         ({"layouts": {"head": "hbs"}}, r"layouts\['head'\] must be one of bsh | sbh, got 'hbs'"),
         ({"layout": "thd"}, "layout must be one of"),
+        ({"layout": "none"}, "layout must be one of"),
         ({"repeated": "newest"}, "repeated must be one of"),
     ],
 )
@@ -186,6 +209,7 @@ def test_a_wrong_option_is_an_error(options: dict, message: str) -> None:
     ("arguments", "error", "message"),
     [
         ({"sequence": [0, 0], "position": [3, 3]}, ValueError, r"\(0, 3\) is there twice"),
+        ({"sequence": [7, 0, 7, 1], "position": [2, 5, 2, 2]}, ValueError, r"\(7, 2\) is there twice"),
         ({"sequence": [0, -1], "position": [3, 3]}, ValueError, "sequence must be at least 0"),
         ({"sequence": [0, 0], "position": [1, 2, 3]}, ValueError, "must broadcast"),
         ({"sequence": [0, 0], "position": [1.0, 2.0]}, TypeError, "position must hold integers"),
@@ -288,6 +312,36 @@ def test_recomputation_in_the_backward_pass_is_not_recorded() -> None:
     assert [*recorder.recording().outputs] == ["inner", ""]
 
 
+def test_a_recorded_model_that_is_recomputed_is_recorded_once() -> None:
+    model, first, second = nn.Linear(4, 4), *torch.randn(2, 1, 3, 4)
+    first.requires_grad_()
+    with record(model) as recorder:
+        with recorder.rows(Rows.packed([3])):
+            output = checkpoint(model, first, use_reentrant=False)
+        # The backward pass of one micro-batch, when the next is on.
+        with recorder.rows(Rows.packed([3], sequences=[1])):
+            output.sum().backward()
+            model(second)
+    entry = recorder.recording().inputs[""]["input"]
+    assert torch.equal(entry.values, torch.cat([first.detach()[0], second[0]]))
+
+
+def test_compilation_sees_no_hook() -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(1, 3, 4)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad(), record(model) as recorder, recorder.rows(Rows.packed([3])):
+        assert torch.equal(compiled(x), model[1](model[0](x)))
+    assert len(graphs) == 1
+    assert recorder.recording().outputs == {}
+
+
 def test_what_is_recorded_is_a_copy_from_the_time_of_the_call() -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -298,7 +352,7 @@ def test_what_is_recorded_is_a_copy_from_the_time_of_the_call() -> None:
     with record(model) as recorder, recorder.rows(Rows.packed([2])):
         model(x)
     inputs, outputs = recorder.recording().inputs, recorder.recording().outputs
-    found = [inputs["0"]["0"], outputs["0"][""], inputs["1"]["0"], outputs["1"][""]]
+    found = [inputs["0"]["x"], outputs["0"][""], inputs["1"]["x"], outputs["1"][""]]
     assert [entry.values.unique().tolist() for entry in found] == [[0], [1], [1], [2]]
 
 
@@ -326,9 +380,104 @@ def test_calls_of_a_shared_module_and_nested_results_have_names_of_their_own() -
     assert [*recording.outputs["inner#1"]] == ["states.0", "states.2.0"]
     assert recording.outputs["inner#1"]["states.2.0"].values.tolist() == [[3, 3]] * 6
     assert recording.outputs["inner"]["states.0"].position_N.tolist() == [0, 1, 2, 3, 4, 5]
-    assert [*recording.inputs["inner"]] == ["0"]
+    assert [*recording.inputs["inner"]] == ["x"]
     assert recording.skipped["inner[table] outputs"] == "no token dimensions in [7]"
     assert recording.skipped["inner#1[table] inputs"] == "no token dimensions in [7]"
+
+
+def test_an_input_has_the_name_of_its_parameter_however_it_is_passed() -> None:
+    class Core(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, *more: Tensor, scale: Tensor) -> Tensor:
+            return query + key
+
+    class Model(nn.Module):
+        def __init__(self, *, by_name: bool) -> None:
+            super().__init__()
+            self.core, self.by_name = Core(), by_name
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.core(key=x + 1, query=x, scale=x) if self.by_name else self.core(x, x + 1, x + 2, scale=x)
+
+    def labels(model: nn.Module) -> set[str]:
+        with record(model) as recorder, recorder.rows(Rows.packed([3])):
+            model(torch.zeros(1, 3, 2))
+        return {*recorder.recording().inputs["core"]}
+
+    assert labels(Model(by_name=True)) == {"query", "key", "scale"}
+    assert labels(Model(by_name=False)) == {"query", "key", "2", "scale"}
+
+
+def test_tensors_in_a_dataclass_are_recorded_and_a_result_without_any_is_listed() -> None:
+    @dataclass
+    class Logits:
+        next_token_logits: Tensor
+        hidden: tuple[Tensor, None]
+        extend: Tensor | None = None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.last, self.none = nn.Identity(), nn.Identity(), nn.Identity()
+            self.head.forward = lambda x: Logits(x + 1, (x, None))
+            self.last.forward = lambda x, info: {"info": object()}
+            self.none.forward = lambda x: None
+
+        def forward(self, x: Tensor) -> Logits:
+            found = self.head(x)
+            self.last(x, found)
+            self.none(x)
+            return found
+
+    model = Model()
+    with record(model) as recorder, recorder.rows(Rows.packed([3])):
+        model(torch.zeros(1, 3, 2))
+    recording = recorder.recording()
+    assert [*recording.outputs["head"]] == [*recording.outputs[""]] == ["next_token_logits", "hidden.0"]
+    assert recording.outputs["head"]["next_token_logits"].values.tolist() == [[1, 1]] * 3
+    # What engines hand to modules beside the activations is no input of theirs.
+    assert [*recording.inputs["last"]] == ["x"]
+    assert recording.skipped == {"last outputs": "no activations in a dict"}
+
+
+def test_a_module_that_first_runs_in_a_later_forward_has_its_place_in_the_order() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.first, self.adapter, self.last = (nn.Identity() for _ in range(4))
+
+        def forward(self, x: Tensor, *, adapted: bool) -> Tensor:
+            x = self.first(self.before(x) if adapted else x)
+            return self.last(self.adapter(x) if adapted else x)
+
+    model = Model()
+    with record(model) as recorder:
+        for start, adapted in ((0, False), (3, True), (6, False)):
+            with recorder.rows(Rows.packed([3], starts=[start])):
+                model(torch.zeros(1, 3, 2), adapted=adapted)
+    recording = recorder.recording()
+    assert [*recording.outputs] == ["before", "first", "adapter", "last", ""]
+    assert [*recording.inputs] == ["", "before", "first", "adapter", "last"]
+    assert [entry.order for labels in recording.outputs.values() for entry in labels.values()] == [0, 1, 2, 3, 4]
+
+
+def test_modules_of_permuted_tokens_can_be_left_out() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x[0].flip(0)).flip(0)[None]
+
+    model = Mixture()
+    with record(model, layouts={"*experts": "none"}) as recorder, recorder.rows(Rows.packed([3])):
+        model(torch.zeros(1, 3, 2))
+    recording = recorder.recording()
+    assert [*recording.outputs] == [*recording.inputs] == [""]
+    assert recording.skipped == {
+        "experts[input] inputs": "its layout is 'none'",
+        "experts outputs": "its layout is 'none'",
+    }
 
 
 def test_a_tensor_whose_rows_change_their_size_is_skipped_and_listed() -> None:
@@ -360,6 +509,34 @@ def test_a_row_recorded_twice_must_have_the_same_bits_or_a_policy() -> None:
         twice(2.5)
     assert twice(2.5, repeated="first") == [1, 2, 3]
     assert twice(2.5, repeated="last") == [1, 2.5, 3]
+
+
+def test_a_finished_run_can_say_late_which_value_stays_and_be_read_again() -> None:
+    model = nn.Identity()
+    with record(model) as recorder:
+        for value in (1.0, 2.0):
+            with recorder.rows(Rows.packed([1])):
+                model(torch.tensor([[[value]]]))
+    with pytest.raises(ValueError, match="set repeated to first or last"):
+        recorder.recording()
+    for _ in range(2):
+        assert recorder.recording(repeated="last").outputs[""][""].values.tolist() == [[2]]
+    assert recorder.recording().outputs[""][""].values.tolist() == [[2]]
+
+
+def test_a_recording_shares_its_memory_with_the_recorder() -> None:
+    model = nn.Identity()
+    with record(model) as recorder:
+        with recorder.rows(Rows.packed([3])):
+            model(torch.zeros(1, 3, 2))
+        once = recorder.recording().outputs[""][""]
+        (piece,) = recorder._builder._pieces["outputs"]["", ""]
+        assert once.values.data_ptr() == piece.values.data_ptr()
+        with recorder.rows(Rows.packed([2], starts=[3])):
+            model(torch.ones(1, 2, 2))
+    twice, again = (recorder.recording().outputs[""][""] for _ in range(2))
+    assert twice.values[:, 0].tolist() == [0, 0, 0, 1, 1]
+    assert twice.values.data_ptr() == again.values.data_ptr()
 
 
 def test_a_dtype_that_changes_between_forwards_is_an_error() -> None:

@@ -65,6 +65,15 @@ def test_dtypes_that_cannot_say_every_index_and_not_recorded_are_refused(dtype) 
         RoutedExperts(experts_TLK=torch.zeros(2, 1, 1).to(dtype), num_experts=4)
 
 
+@pytest.mark.parametrize("rows", [[[[0, 1]]], torch.tensor([[[0, 1]]]).numpy()])
+def test_what_is_no_tensor_is_refused_with_the_way_to_make_one(rows) -> None:
+    kind = type(rows).__name__
+    with pytest.raises(TypeError, match=rf"experts_TLK must be a tensor, got {kind}: torch\.tensor\(.*\) makes one"):
+        RoutedExperts(experts_TLK=rows, num_experts=8)
+    with pytest.raises(TypeError, match=f"rows_RLK must be a tensor, got {kind}"):
+        RoutedExperts.from_rows(rows, num_tokens=2, num_experts=8)
+
+
 def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
     rows = torch.tensor([[[1, 2]], [[3, 4]]])
     sample = RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=2)
@@ -310,6 +319,27 @@ def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
     cut = record.samples([8, 4])
     assert cut[1].recorded_T.all()
     assert torch.equal(cut[1].experts_TLK, samples[1].experts_TLK[:4])
+
+
+@needs_transformers
+def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> None:
+    from mis_ext.onpolicy.hf_routing import record_hf_routing
+
+    model, tokens = tiny_qwen3_moe(), torch.randint(1, 50, (2, 4))
+    settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with record_hf_routing(model) as record:
+        model.generate(tokens, **settings)
+        with pytest.raises(ValueError, match="a forward pass from position 0 on follows 6 recorded positions"):
+            model.generate(tokens, **settings)
+    assert [sample.recorded_T.sum() for sample in record.samples([7, 7])] == [6, 6]
+    with (
+        record_hf_routing(model),
+        pytest.raises(ValueError, match=r"position 0 on follows 4 recorded .* with use_cache=True"),
+    ):
+        model.generate(tokens, use_cache=False, **settings)
+    cache = model(tokens, use_cache=True).past_key_values
+    with record_hf_routing(model), pytest.raises(ValueError, match="from position 4 on follows 0 recorded positions"):
+        model(tokens, past_key_values=cache)
 
 
 @needs_transformers

@@ -8,13 +8,15 @@ import importlib.util
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 for needed in ("megatron", "transformers"):
@@ -28,16 +30,25 @@ with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
     warnings.simplefilter("ignore")
     from grpo.layout import build_inputs
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from routing_replay import measure
     from toy_moe import MoEShape, build_trainer, score, single_process
 
 from mis_ext.onpolicy.routing import RoutedExperts
 from mis_ext.onpolicy.routing_layout import LocalRouting, RoutingLayout
+from mis_ext.onpolicy.routing_passes import ForwardPasses
 from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
 
-# Of Megatron-Core itself, at every projection.
-pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
+pytestmark = [
+    # Of Megatron-Core itself, at every projection.
+    pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning"),
+    # Of a reentrant checkpoint in a pass without gradients.
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 # Layers 0 and 2 are mixtures of experts, layer 1 is dense.
 SHAPE = MoEShape(num_layers=3, moe_layer_freq=2, hidden_size=32, expert_size=16, num_experts=8, topk=2, vocab_size=64)
@@ -197,10 +208,13 @@ def test_gradients_reach_the_routers_through_the_replayed_experts_only(model) ->
     model.zero_grad(set_to_none=True)
 
 
-def test_a_recording_within_a_replay_sees_the_replayed_experts(model) -> None:
+def test_a_recording_within_or_around_a_replay_sees_the_replayed_experts(model) -> None:
     local = padded_routing()
     with replay_routing(model, [local]), record_routing(model) as record, torch.no_grad():
         score(model, tokens())
+    with record_routing(model) as around, replay_routing(model, [local]), torch.no_grad():
+        score(model, tokens())
+    assert all(torch.equal(x, y) for x, y in zip(record.micro_batches(), around.micro_batches(), strict=True))
     with record_routing(model) as own, torch.no_grad():
         score(model, tokens())
     (replayed,), (chosen_alone,) = record.micro_batches(), own.micro_batches()
@@ -220,24 +234,41 @@ def test_micro_batches_are_consumed_in_order(model) -> None:
     assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
 
 
-def checkpoint_layers(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, use_reentrant: bool) -> None:
-    """Recompute every layer in the backward pass; Megatron-Core's own checkpointing needs a CUDA generator."""
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "Megatron-Core": lambda function, x: tensor_parallel.checkpoint(function, False, x),
+    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "not reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cuda_generator(monkeypatch) -> None:
+    """Megatron-Core's checkpoints keep the states of CUDA's generators, which nothing here draws from."""
+    monkeypatch.setattr(random, "_get_all_rng_states", lambda: ())
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda: None)
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+
+
+def recompute(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, kind: str) -> None:
+    """Recompute a layer, or the whole decoder, in the backward pass."""
+
+    def run(*, hidden_states: Tensor, forward=module.forward, **rest: object) -> object:
+        return CHECKPOINTS[kind](lambda x: forward(hidden_states=x, **rest), hidden_states)
+
+    monkeypatch.setattr(module, "forward", run)
+
+
+def checkpoint_layers(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, kind: str) -> None:
     for layer in model.decoder.layers:
-
-        def run(*, hidden_states: Tensor, forward=layer.forward, **rest: object) -> object:
-            return checkpoint(lambda x: forward(hidden_states=x, **rest), hidden_states, use_reentrant=use_reentrant)
-
-        monkeypatch.setattr(layer, "forward", run)
+        recompute(layer, monkeypatch, kind=kind)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batch(
-    model, use_reentrant, monkeypatch
-) -> None:
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batch(model, kind, monkeypatch) -> None:
     results = []
     for checkpointed in (False, True):
         if checkpointed:
-            checkpoint_layers(model, monkeypatch, use_reentrant=use_reentrant)
+            checkpoint_layers(model, monkeypatch, kind=kind)
         with replay_routing(model, [padded_routing(seed=10), padded_routing(seed=20)]), record_routing(model) as record:
             first, second = score(model, tokens(seed=0)), score(model, tokens(seed=1))
             first.sum().backward()
@@ -247,6 +278,126 @@ def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batc
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+def backward_reversed(losses: list[Tensor]) -> None:
+    for loss in reversed(losses):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("part", ["layers", "decoder"])
+@pytest.mark.parametrize("backward", [backward_reversed, lambda losses: sum(losses).backward()])
+def test_the_order_of_the_backward_passes_does_not_matter(model, kind, part, backward, monkeypatch) -> None:
+    # The first and the last micro-batch are of the same tokens.
+    batches = [(tokens(seed=seed % 2), padded_routing(seed=10 * seed)) for seed in range(3)]
+    results = []
+    for checkpointed in (False, True):
+        if checkpointed and part == "layers":
+            checkpoint_layers(model, monkeypatch, kind=kind)
+        elif checkpointed:
+            recompute(model.decoder, monkeypatch, kind=kind)
+        with replay_routing(model, [routing for _, routing in batches]):
+            backward([score(model, batch).pow(2 + index).sum() for index, (batch, _) in enumerate(batches)])
+        results.append(gradients(model))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_passes_without_gradients_may_stand_among_those_that_train(model, kind, monkeypatch) -> None:
+    results = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            checkpoint_layers(model, monkeypatch, kind=kind)
+        with replay_routing(model, [padded_routing(seed=10 * (index % 3)) for index in range(5)]):
+            with torch.no_grad():
+                for seed in range(2):
+                    score(model, tokens(seed=seed))
+            first = score(model, tokens(seed=2))
+            with torch.no_grad():
+                score(model, tokens(seed=3))
+            (first + score(model, tokens(seed=4))).sum().backward()
+        results.append(gradients(model))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_layers_that_do_not_train_need_no_recomputation(model, kind, monkeypatch) -> None:
+    checkpoint_layers(model, monkeypatch, kind=kind)
+    for frozen in (model.embedding, model.decoder):
+        frozen.requires_grad_(False)
+    try:
+        with replay_routing(model, [padded_routing()]):
+            score(model, tokens()).sum().backward()
+        assert len(gradients(model)) == 1
+    finally:
+        model.requires_grad_(True)
+
+
+def test_a_pass_without_gradients_made_no_node_that_recomputes(model, monkeypatch) -> None:
+    checkpoint_layers(model, monkeypatch, kind="reentrant")
+    passes = ForwardPasses()
+    with passes.watch([model]):
+        score(model, tokens())
+        trained = passes.current
+        with torch.no_grad():
+            score(model, tokens())
+    assert len(trained.nodes) > 0
+    assert len(passes.current.nodes) == 0
+
+
+def score_plainly(model: torch.nn.Module) -> Tensor:
+    return score(model, tokens())
+
+
+def train_on(
+    model: torch.nn.Module,
+    *,
+    scorer: Callable[[torch.nn.Module], Tensor] = score_plainly,
+    before: Tensor | float = 0,
+    passes: int = 1,
+) -> None:
+    """Train on one micro-batch, and on what was scored before the replay."""
+    with replay_routing(model, [padded_routing()]):
+        loss = (scorer(model) + before).sum()
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
+
+
+def test_a_recomputation_for_no_forward_pass_within_the_replay_is_an_error(model, monkeypatch) -> None:
+    one_that_trains = torch.zeros(1, requires_grad=True)
+    unknown = r"router is recomputed for a checkpoint that no forward pass of the model within the block made"
+    for around in CHECKPOINTS.values():
+        with pytest.raises(ValueError, match=unknown):
+            train_on(model, scorer=lambda _, around=around: around(lambda x: x + score_plainly(model), one_that_trains))
+    checkpoint_layers(model, monkeypatch, kind="reentrant")
+    with pytest.raises(ValueError, match=unknown):
+        train_on(model, before=score_plainly(model))
+    recompute(model.decoder, monkeypatch, kind="reentrant")
+    with pytest.raises(ValueError, match=unknown + ": .*, none of them within another checkpoint"):
+        train_on(model)
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_second_recomputation_of_a_micro_batch_is_an_error(model, kind, monkeypatch) -> None:
+    checkpoint_layers(model, monkeypatch, kind=kind)
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.router is recomputed twice for micro-batch 0"):
+        train_on(model, passes=2)
+    model.zero_grad(set_to_none=True)
+
+
+def test_all_layers_share_one_copy_of_a_micro_batch(model) -> None:
+    class Moves(TorchFunctionMode):
+        moved = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.moved += func is torch.Tensor.to and args[0].dtype == torch.int32
+            return func(*args, **(kwargs or {}))
+
+    with Moves() as moves:
+        score_under([padded_routing(), padded_routing()], model, passes=2)
+    assert moves.moved == 2
+
+
 def train_under(routings: list[LocalRouting], model: torch.nn.Module, *, backward_passes: int) -> None:
     with replay_routing(model, routings):
         scored = [score(model, tokens()) for _ in routings]
@@ -254,15 +405,14 @@ def train_under(routings: list[LocalRouting], model: torch.nn.Module, *, backwar
             log_probs.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_checkpointed_layers_must_be_recomputed_within_the_replay(model, monkeypatch) -> None:
     routing = padded_routing()
     with monkeypatch.context() as patched:
-        checkpoint_layers(model, patched, use_reentrant=True)
+        checkpoint_layers(model, patched, kind="reentrant")
         with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 0 of 1 backward"):
             train_under([routing], model, backward_passes=0)
         score_under([routing], model, passes=1)
-    checkpoint_layers(model, monkeypatch, use_reentrant=False)
+    checkpoint_layers(model, monkeypatch, kind="not reentrant")
     with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 1 of 2 backward"):
         train_under([routing, routing], model, backward_passes=1)
     model.zero_grad(set_to_none=True)
@@ -378,6 +528,41 @@ def test_models_that_would_not_keep_to_the_routing_are_refused(model, key, value
     for context in (lambda: replay_routing(changed, []), lambda: record_routing(changed)):
         with pytest.raises(ValueError, match=message), context():
             pass
+
+
+class Wrapper(torch.nn.Module):
+    """Like torch's ``DistributedDataParallel``, it has no config."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+
+def wrap_in_megatron(model: torch.nn.Module) -> torch.nn.Module:
+    model.config.bf16, model.config.params_dtype = True, torch.bfloat16
+    half = Float16Module(model.config, model)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), half)
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, wrap_in_megatron])
+def test_a_wrapped_model_is_replayed_like_the_model_inside(wrap, monkeypatch) -> None:
+    wrapped = wrap(build_trainer(SHAPE, seed=0))
+    inner = next(module for module in wrapped.modules() if hasattr(module, "decoder"))
+    checkpoint_layers(inner, monkeypatch, kind="reentrant")
+    routings = [padded_routing(seed=10), padded_routing(seed=20)]
+    with replay_routing(wrapped, routings), record_routing(wrapped) as record:
+        (score(wrapped, tokens()) + score(wrapped, tokens())).sum().backward()
+    for recorded, local in zip(record.micro_batches(), routings, strict=True):
+        was_replayed = local.experts_TLK >= 0
+        assert torch.equal(recorded[was_replayed], local.experts_TLK[was_replayed])
+
+
+def test_what_is_no_model_of_megatron_core_is_refused() -> None:
+    with pytest.raises(TypeError, match="Linear is no Megatron-Core model: it has no config"):
+        record_routing(Wrapper(torch.nn.Linear(2, 2))).__enter__()
 
 
 def test_without_pipeline_stages_a_missing_router_is_an_error(model) -> None:

@@ -41,9 +41,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         parser.add_argument(
             f"--allow-{flag}", metavar="PATTERN", action="append", default=[], help=f"{what}; repeatable"
         )
-    parser.add_argument(
-        "--request", metavar="ID", action="append", help="SGLang request of sequence 0, 1, ...; repeatable"
-    )
+    for side, what in {"": "SGLang request", "-a": "SGLang request of A", "-b": "SGLang request of B"}.items():
+        parser.add_argument(
+            f"--request{side}", metavar="ID", action="append", help=f"{what} of sequence 0, 1, ...; repeatable"
+        )
     parser.add_argument("--json", metavar="PATH", type=Path, help="also write everything found to this file")
     parser.set_defaults(run=run)
 
@@ -52,9 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code: 0 equal, 1 not."""
     from rich.console import Console
 
+    requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
+    if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
+        raise ValueError(f"as many requests of A as of B must be given, got {requests_a} and {requests_b}")
     comparison = compare(
-        _read(arguments.a, arguments.request),
-        _read(arguments.b, arguments.request),
+        _read(arguments.a, requests_a),
+        _read(arguments.b, requests_b),
         names=NameMap.load(arguments.map) if arguments.map else None,
         allow_missing=arguments.allow_missing,
         allow_rows=arguments.allow_rows,
@@ -100,6 +104,8 @@ def _table(comparison: Comparison) -> Table:
     for module in comparison.modules:
         names = module.name if module.name == module.other else f"{module.name}\n{module.other}"
         inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
+        if module.is_culprit and module.unpaired_inputs:
+            inputs = f"equal but for {', '.join(module.unpaired_inputs)}"
         cells = [
             names,
             str(module.num_rows),

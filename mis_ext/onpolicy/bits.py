@@ -22,10 +22,18 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
         ValueError: The shapes differ.
     """
     _check_pair(a, b)
-    if a.dtype not in _INTEGER_OF:
+    if a.is_complex():
+        return same_bits(as_real(a), as_real(b)).all(-1)
+    if not a.is_floating_point():
         return a == b
-    integer = _INTEGER_OF[a.dtype]
+    # Every other floating-point dtype has a byte.
+    integer = _INTEGER_OF.get(a.dtype, torch.uint8)
     return a.contiguous().view(integer) == b.contiguous().view(integer)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, ``[..., 2]``; any other as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from mis_ext.onpolicy.comparison_result import Comparison, ModuleDifference
+from mis_ext.onpolicy.input_difference import InputDifference, InputState
 from mis_ext.onpolicy.name_map import NameMap, Parts
 from mis_ext.onpolicy.recording import Entry, Recording, describe
-from mis_ext.onpolicy.row_difference import Row, row_difference, row_size
+from mis_ext.onpolicy.row_difference import Row, RowDifference, row_difference, row_size
 
 
 def compare(
@@ -27,9 +28,12 @@ def compare(
 ) -> Comparison:
     """Compare two recordings of the same tokens bit for bit.
 
-    Outputs and inputs of a pair of modules are paired by label, and the first with the first: a tensor, a tuple and a
-    named result can stand for each other. Equal inputs mean equal in the same sequence up to and including the row,
-    which is all that a causal model may look at.
+    Outputs of a pair of modules are paired by label, and the first with the first: a tensor, a tuple and a named result
+    can stand for each other; so are inputs, with limits (:class:`mis_ext.onpolicy.input_difference.InputDifference`).
+    Equal inputs mean equal in the same sequence up to and including the row, which is all that a causal model may look
+    at. An input that only one side has, as engines hand tables of positions or a residual to other modules, is not
+    compared: the inputs are not called equal then, but the module can still be a culprit by those that both have, and
+    the message names the others.
 
     Args:
         a: One recording; its order of execution counts.
@@ -127,52 +131,42 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
     elif found.num_only_a or found.num_only_b:
         only = f"{found.num_only_a} rows only in a, {found.num_only_b} only in b"
         findings.add("rows", f"{shown}: {only}", *modules)
-    rows = [Row(*row) for row in torch.stack([found.sequence_N, found.position_N], 1).tolist()]
-    differing = [rows[index] for index in found.differs_N.nonzero()[:, 0].tolist()]
-    inputs = _Inputs(pair, a.inputs.get(pair.module_a, {}), b.inputs.get(pair.module_b, {}), findings)
+    inputs = InputDifference(
+        a.inputs.get(pair.module_a, {}),
+        b.inputs.get(pair.module_b, {}),
+        allow_dtype=findings.is_allowed("dtype", *modules),
+    )
+    differing_N = found.differs_N.nonzero()[:, 0]
+    state = inputs.up_to(found.sequence_N[differing_N], found.position_N[differing_N])
+    culprit_N = differing_N[state.is_there_N & ~state.differs_N]
     return ModuleDifference(
         name=pair.name_a,
         other=pair.name_b,
         order=pair.a.order,
-        num_rows=len(rows),
-        num_differing=len(differing),
+        num_rows=len(found.differs_N),
+        num_differing=len(differing_N),
         num_only_a=found.num_only_a,
         num_only_b=found.num_only_b,
         max_abs=found.max_abs,
         max_ulp=found.max_ulp,
         num_nan=found.num_nan,
-        first=differing[0] if differing else None,
-        inputs_equal=inputs.equal_up_to(differing[0]) if differing else inputs.all_equal(),
-        culprit_row=next((row for row in differing if inputs.equal_up_to(row)), None),
+        first=_first(found, differing_N),
+        inputs_equal=_are_equal(state if len(differing_N) else inputs.all_rows(), inputs.unpaired),
+        unpaired_inputs=inputs.unpaired,
+        culprit_row=_first(found, culprit_N),
     )
 
 
-class _Inputs:
-    """Where the inputs of a pair of modules are equal."""
+def _first(found: RowDifference, index_N: Tensor) -> Row | None:
+    if not len(index_N):
+        return None
+    return Row(int(found.sequence_N[index_N[0]]), int(found.position_N[index_N[0]]))
 
-    def __init__(self, pair: _Pair, a: Mapping[str, Entry], b: Mapping[str, Entry], findings: _Findings) -> None:
-        self._compared: set[Row] = set()
-        self._first_bad: dict[int, int] = {}
-        for label_a, label_b in _paired_labels(a, b):
-            if row_size(a[label_a]) != row_size(b[label_b]):
-                continue
-            found = row_difference(a[label_a], b[label_b])
-            dtypes = {a[label_a].dtype, b[label_b].dtype}
-            is_other_float = len(dtypes) > 1 and any(dtype.is_floating_point for dtype in dtypes)
-            all_bad = is_other_float and not findings.is_allowed("dtype", pair.module_a, pair.module_b)
-            rows = torch.stack([found.sequence_N, found.position_N, found.differs_N | all_bad], 1).tolist()
-            for sequence, position, is_bad in rows:
-                self._compared.add(Row(sequence, position))
-                if is_bad:
-                    self._first_bad[sequence] = min(position, self._first_bad.get(sequence, position))
 
-    def equal_up_to(self, row: Row) -> bool | None:
-        if row not in self._compared:
-            return None
-        return row.sequence not in self._first_bad or row.position < self._first_bad[row.sequence]
-
-    def all_equal(self) -> bool | None:
-        return not self._first_bad if self._compared else None
+def _are_equal(state: InputState, unpaired: Sequence[str]) -> bool | None:
+    if state.differs_N[0]:
+        return False
+    return True if state.is_there_N[0] and not unpaired else None
 
 
 def _paired_labels(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple[str, str]]:

@@ -27,9 +27,11 @@ class ModuleDifference:
         num_nan: Elements that are NaN on either side; the same NaN on both is no difference.
         first: The first differing row, by sequence, then position.
         inputs_equal: Whether every recorded input of the module is equal up to the first differing row, in its
-            sequence; where no row differs, in all rows. None where both did not record an input of that row.
-        culprit_row: The first row that differs although the inputs are equal up to it; None where there is none, and
-            where a module inside this one has such a row.
+            sequence; where no row differs, in all rows. None where none differs, but not all were compared: only one
+            side has an input, or that row of it.
+        unpaired_inputs: Labels of the inputs that only one side has.
+        culprit_row: The first row that differs although the inputs that both sides have are equal up to it; None where
+            there is none, and where a module inside this one has such a row.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModuleDifference:
     num_nan: int
     first: Row | None
     inputs_equal: bool | None
+    unpaired_inputs: tuple[str, ...]
     culprit_row: Row | None
 
     @property
@@ -52,16 +55,20 @@ class ModuleDifference:
         return self.culprit_row is not None
 
     def __str__(self) -> str:
-        return f"{self.name}: equal" if self.first is None else self._at(self.first, self.inputs_equal)
+        return f"{self.name}: equal" if self.first is None else self._at(self.first)
 
     def blame(self) -> str:
         """What a culprit did, and where."""
-        return str(self) if self.culprit_row is None else self._at(self.culprit_row, True)
+        return str(self) if self.culprit_row is None else self._at(self.culprit_row)
 
-    def _at(self, row: Row, inputs_equal: bool | None) -> str:
-        inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[inputs_equal]
-        where = f"sequence {row.sequence}, position {row.position}"
-        return f"{self.name} ({where}): {inputs}, output differs, max {self.max_ulp} ULP"
+    def _at(self, row: Row) -> str:
+        inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[self.inputs_equal]
+        if row == self.culprit_row:
+            besides = f" but for {', '.join(self.unpaired_inputs)} (on one side only)" if self.unpaired_inputs else ""
+            inputs = f"inputs equal{besides}"
+        # Only integers, NaNs and floats of 8 bits differ by no ULP, besides signed zeros.
+        by = f"abs {self.max_abs:.3g}" if not self.max_ulp and self.max_abs else f"{self.max_ulp} ULP"
+        return f"{self.name} (sequence {row.sequence}, position {row.position}): {inputs}, output differs, max {by}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +122,15 @@ class Comparison:
             others = [module for module in self.culprits if module is not self.first_divergent]
             lines += [f"culprit: {module.blame()}" for module in others]
             if not self.culprits:
-                lines.append("no culprit: the difference arises between the recorded modules, before its first place")
+                lines.append(_no_culprit(self.first_divergent))
         num_nan = sum(module.num_nan for module in self.modules)
         lines += [f"{num_nan} elements are NaN"] if num_nan else []
         lines += [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
+
+
+def _no_culprit(first: ModuleDifference) -> str:
+    if first.inputs_equal is None:
+        return "no culprit: the inputs of the first divergence were not recorded on both sides"
+    return "no culprit: the difference arises between the recorded modules, before its first place"

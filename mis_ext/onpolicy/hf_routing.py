@@ -17,15 +17,17 @@ from mis_ext.onpolicy.routing import RoutedExperts
 def record_hf_routing(model: Module) -> Iterator[HFRoutingRecord]:
     """Inside, the experts that a transformers mixture-of-experts model chooses for one batch of sequences are recorded.
 
-    Works with every way of feeding a batch ``[B, t]`` in order: prefill in one or several chunks, decode, left padding
-    with a two-dimensional ``attention_mask``. No output changes by a bit, and no hook stays.
+    Works with every way of feeding a batch ``[B, t]`` in order and once: prefill in one or several chunks, decode with
+    a KV cache, left padding with a two-dimensional ``attention_mask``. Any other forward pass is an error, such as a
+    second ``generate`` or one without cache. No output changes by a bit, and no hook stays.
 
     Args:
         model: A causal language model whose routers return ``(logits, scores, indices)``, such as Qwen3-MoE in
             transformers 5.
 
     Raises:
-        ValueError: The model has no such router.
+        ValueError: The model has no such router; or, from its forward pass, the batch cannot be recorded or does not
+            continue the last one.
     """
     gates = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     if not gates:
@@ -47,6 +49,7 @@ class HFRoutingRecord:
         self._num_experts = int(num_experts)
         self._gates: list[Tensor] = []
         self._is_token_BT = torch.empty(0)
+        self._num_fed = 0
         self._rows: list[list[Tensor]] = []
 
     def samples(self, lengths: Sequence[int]) -> list[RoutedExperts]:
@@ -75,6 +78,13 @@ class HFRoutingRecord:
             raise ValueError("routing is recorded for batches [B, t] with a two-dimensional attention_mask or none")
         if self._rows and len(self._rows) != len(tokens_BT):
             raise ValueError(f"a batch of {len(tokens_BT)} follows one of {len(self._rows)}: record each on its own")
+        cache = kwargs.get("past_key_values")
+        start = 0 if cache is None else int(cache.get_seq_length())
+        if start != self._num_fed:
+            raise ValueError(
+                f"a forward pass from position {start} on follows {self._num_fed} recorded positions: record each "
+                "generate call on its own, with use_cache=True"
+            )
         self._rows = self._rows or [[] for _ in tokens_BT]
         width = tokens_BT.size(1)
         self._is_token_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask is None else mask[:, -width:].bool()
@@ -88,3 +98,4 @@ class HFRoutingRecord:
         experts = experts.view(*self._is_token_BT.shape, *experts.shape[1:])
         for rows, is_token_T, experts_TLK in zip(self._rows, self._is_token_BT, experts, strict=True):
             rows.append(experts_TLK[is_token_T].cpu())
+        self._num_fed += self._is_token_BT.size(1)

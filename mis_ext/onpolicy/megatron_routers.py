@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -52,11 +51,14 @@ class Routers(NamedTuple):
     def of(cls, model: Module | Sequence[Module]) -> Routers:
         """The routers of a model or of this rank's model chunks, without those of multi-token prediction.
 
+        What wraps a chunk, such as Megatron-Core's ``DistributedDataParallel`` and ``Float16Module``, is left aside.
+
         Raises:
+            TypeError: A chunk has no Megatron-Core configuration.
             ValueError: The model has no mixture-of-experts layers, its routers do not go by their slot, or some are
                 missing though there is no other pipeline stage.
         """
-        chunks = [model] if isinstance(model, Module) else list(model)
+        chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, Module) else model)]
         config: Any = chunks[0].config
         _check_routable(config)
         every = config.moe_layer_freq
@@ -88,9 +90,13 @@ class Routers(NamedTuple):
                 layer.router.router_replay = occupant
 
 
-def is_in_backward() -> bool:
-    """Whether autograd's engine is running: then a forward pass is the recomputation of a checkpointed layer."""
-    return torch._C._current_graph_task_id() != -1
+def _unwrapped(chunk: Module) -> Module:
+    """The model inside its wrappers, which name it ``module``."""
+    while isinstance(inner := getattr(chunk, "module", None), Module):
+        chunk = inner
+    if not hasattr(chunk, "config"):
+        raise TypeError(f"{type(chunk).__name__} is no Megatron-Core model: it has no config")
+    return chunk
 
 
 def _check_routable(config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +28,15 @@ class NameMap:
     """Module names of model a to those of model b; a name that no pair matches is its own counterpart.
 
     Args:
-        pairs: From a name of a, in which ``{layer}`` (or any word) stands for one dot-free part, to a name of b with
-            the same placeholders; or, where b splits or permutes what a computes in one module, to a function of a's
-            rows ``[N, ...]`` that returns the rows of each module of b, by name. Exact names win over patterns, then
-            the first that matches. The model itself is ``""``.
+        pairs: From a name of a, in which ``{layer}`` (or any word, each once) stands for one dot-free part, to a name
+            of b with the same placeholders; or, where b splits or permutes what a computes in one module, to a function
+            of a's rows ``[N, ...]`` that returns the rows of each module of b, by name. Exact names win over patterns,
+            then the first that matches. The model itself is ``""``. A pair for a later call of a module (``name#1``)
+            wins over one for all its calls.
 
     Raises:
-        ValueError: A target uses a placeholder that its source does not have.
+        ValueError: A target uses a placeholder that its source does not have, or a source has one twice or one that is
+            no word.
     """
 
     def __init__(self, pairs: Mapping[str, str | Parts]) -> None:
@@ -66,20 +69,31 @@ class NameMap:
     def target(self, name: str) -> Target:
         """The counterpart of module ``name``; a later call (``name#1``) has the same call of the counterpart."""
         base, mark, call = name.partition("#")
+        return self._match(name, "") or self._match(base, mark + call) or Target(None, name, None)
+
+    def _match(self, name: str, call: str) -> Target | None:
         for source, pattern in self._patterns.items():
-            match = pattern.fullmatch(base)
+            match = pattern.fullmatch(name)
             if match is None:
                 continue
             target, fields = self.pairs[source], match.groupdict()
             if isinstance(target, str):
-                return Target(source, target.format(**fields) + mark + call, None)
-
-            def parts(values: Tensor, split: Parts = target, fields: dict[str, Any] = fields) -> dict[str, Tensor]:
-                return {part.format(**fields) + mark + call: rows for part, rows in split(values).items()}
-
-            return Target(source, name, parts)
-        return Target(None, name, None)
+                return Target(source, target.format(**fields) + call, None)
+            return Target(source, name + call, partial(_split, source, target, fields, call))
+        return None
 
 
 def _pattern(source: str) -> re.Pattern[str]:
-    return re.compile(_PLACEHOLDER.sub(r"(?P<\1>[^.]+)", re.escape(source)))
+    names = _PLACEHOLDER.findall(source)
+    wrong = sorted({name for name in names if names.count(name) > 1 or not name.isidentifier()})
+    if wrong:
+        raise ValueError(f"{source!r} in names has placeholders that are there twice or are no words: {wrong}")
+    return re.compile(_PLACEHOLDER.sub(r"(?P<\1>[^.#]+)", re.escape(source)))
+
+
+def _split(source: str, split: Parts, fields: dict[str, Any], call: str, values: Tensor) -> dict[str, Tensor]:
+    parts = {part.format(**fields) + call: rows for part, rows in split(values).items()}
+    for part, rows in parts.items():
+        if rows.shape[:1] != values.shape[:1]:
+            raise ValueError(f"{source!r} in names: {part!r} has shape {[*rows.shape]} for {len(values)} rows")
+    return parts

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
+from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
 from mis_ext.onpolicy.in_float64 import InFloat64
 from mis_ext.onpolicy.invariance_report import InvarianceReport, Judge, Outcome, Probe
 
@@ -127,7 +127,8 @@ class Probing:
             # Of mixed dtypes, for which some operators have no fused kernel.
             warnings.simplefilter("ignore")
             pieces = body(rows)
-        if any(piece.outputs.is_floating_point() and piece.outputs.dtype != torch.float64 for piece in pieces):
+        outputs = [as_real(piece.outputs) for piece in pieces]
+        if any(x.is_floating_point() and x.dtype != torch.float64 for x in outputs):
             raise TypeError("the function does not compute in float64")
         return pieces
 
@@ -160,7 +161,7 @@ class _Difference(NamedTuple):
 
 def _difference(pieces: list[Piece], expected: Tensor) -> _Difference:
     index, outputs = _join(pieces)
-    expected = expected[index]
+    outputs, expected = as_real(outputs), as_real(expected[index])
     differs = ~same_bits(outputs, expected).reshape(len(index), -1).all(1)
     different = torch.unique(index[differs])
     max_ulp = None
@@ -185,6 +186,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
+    x = x.double()
     return float(torch.where(x.isfinite(), x, 0).abs().max())
 
 
@@ -204,7 +206,8 @@ def _join(pieces: list[Piece]) -> Piece:
 
 def _coarsest_eps(*dtypes: torch.dtype) -> float:
     """Of the floating-point ones; float32's where there is none."""
-    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=2.0**-23)
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max((torch.finfo(dtype).eps for dtype in floats), default=2.0**-23)
 
 
 def _attempt(run: Callable[[], _T]) -> _T | Exception:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from mis_ext.checks import check_choice, did_you_mean
+from mis_ext.onpolicy.activations import positional_parameters, tensors_in
+from mis_ext.onpolicy.backward import is_in_backward
 from mis_ext.onpolicy.recording import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
 from mis_ext.onpolicy.rows import LAYOUTS, Layout, Rows, place_rows
 
+NotPlaced = Literal["none"]
 RowsOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Rows | None]
 
 
@@ -28,14 +32,17 @@ def record(
     modules: Sequence[str] = ("*",),
     rows_of: RowsOf | None = None,
     layout: Layout | None = None,
-    layouts: Mapping[str, Layout] | None = None,
+    layouts: Mapping[str, Layout | NotPlaced] | None = None,
     repeated: Repeated = "error",
 ) -> Iterator[Recorder]:
     """Record the inputs and outputs of modules in every forward of ``model`` inside this block, by token.
 
     No output bit and no gradient changes: what is recorded is detached and copied to the CPU. Only what happens while
-    ``model`` itself is called counts, so that a backward pass may recompute activations. Hooks do not see what a
-    compiled or captured graph does.
+    ``model`` itself is called counts, and nothing in a backward pass, which may recompute activations. Hooks do not see
+    what a compiled or captured graph does, and are left out of what is compiled meanwhile.
+
+    Inputs are labelled by the parameters of the module's ``forward``, however they are passed. Tensors are found in
+    tuples, lists and mappings, and in dataclasses that a module returns.
 
     Args:
         model: The module whose call is one forward.
@@ -44,7 +51,9 @@ def record(
         rows_of: Gets the model, ``args`` and ``kwargs`` of a forward, in the thread that runs it, and returns the
             tokens it holds; None leaves that forward out. Without it, set them with :meth:`Recorder.rows`.
         layout: The order of tokens in tensors whose shape fits both ``[b, s, ...]`` and ``[s, b, ...]``.
-        layouts: The order of tokens in modules, by shell pattern; the first that matches is enforced.
+        layouts: The order of tokens in modules, by shell pattern; the first that matches is enforced. ``"none"`` leaves
+            a module out, which is for one that gets its tokens in an order of its own, such as the experts of a
+            mixture: where each token has one expert, nothing in the shape tells.
         repeated: Which of several different values of one (module, token) stays.
 
     Yields:
@@ -93,12 +102,12 @@ class Recorder:
         *,
         rows_of: RowsOf | None,
         layout: Layout | None,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, Layout | NotPlaced],
         repeated: Repeated,
     ) -> None:
-        choices = {"layout": layout or "bsh", **{f"layouts[{name!r}]": choice for name, choice in layouts.items()}}
-        for key, choice in choices.items():
-            check_choice(key, choice, LAYOUTS)
+        check_choice("layout", layout or "bsh", LAYOUTS)
+        for name, choice in layouts.items():
+            check_choice(f"layouts[{name!r}]", choice, (*LAYOUTS, "none"))
         check_choice("repeated", repeated, REPEATED)
         named = dict(model.named_modules())
         for pattern in (*modules, *layouts):
@@ -123,20 +132,24 @@ class Recorder:
         finally:
             self._rows = previous
 
-    def recording(self) -> Recording:
+    def recording(self, *, repeated: Repeated | None = None) -> Recording:
         """Everything recorded so far.
+
+        Args:
+            repeated: Instead of what :func:`record` was given; the values that it leaves out are dropped for good.
 
         Raises:
             ValueError: A row was recorded twice with different bits (see ``repeated``).
         """
         with self._lock:
-            return self._builder.build(repeated=self._repeated)
+            return self._builder.build(repeated=repeated or self._repeated)
 
     def attach(self) -> None:
         """Put the hooks on; :func:`record` does it."""
         self._handles.append(self._model.register_forward_pre_hook(self._noting(self._begin), with_kwargs=True))
         for name, module in self._modules.items():
-            before, after = self._noting(partial(self._before, name)), self._noting(partial(self._after, name))
+            before = self._noting(partial(self._before, name, positional_parameters(module)))
+            after = self._noting(partial(self._after, name))
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
         # Also when the forward raises: what runs outside of a forward is not recorded.
@@ -152,36 +165,53 @@ class Recorder:
         rows = self._rows if self._rows_of is None else self._rows_of(model, args, kwargs)
         if rows is not None:
             self._running.forward = _Forward(rows)
+            with self._lock:
+                self._builder.begin_forward()
         elif self._rows_of is None:
             raise ValueError("a forward without rows: wrap it in recorder.rows(...), or give record(rows_of=...)")
 
     def _end(self, *_: Any) -> None:
         self._running.forward = None
 
-    def _before(self, name: str, _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, name: str, parameters: list[str], _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
             call = forward.begin_call(name)
-            self._add("inputs", name, call, {**{str(i): x for i, x in enumerate(args)}, **kwargs}, forward.rows)
+            labels = [*parameters[: len(args)], *map(str, range(len(parameters), len(args)))]
+            inputs = tensors_in({**dict(zip(labels, args, strict=True)), **kwargs})
+            self._add("inputs", name, call, inputs, forward.rows)
 
     def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
-            self._add("outputs", name, forward.end_call(name), output, forward.rows)
+            call, tensors = forward.end_call(name), [*tensors_in(output, of_dataclasses=True)]
+            self._add("outputs", name, call, tensors, forward.rows)
+            # Functions and None hold nothing that could differ.
+            if not tensors and output is not None and not callable(output):
+                with self._lock:
+                    self._builder.skip("outputs", call, "", f"no activations in a {type(output).__name__}")
 
-    def _add(self, kind: Kind, name: str, call: str, value: Any, rows: Rows) -> None:
+    def _add(self, kind: Kind, name: str, call: str, tensors: Iterable[tuple[str, Tensor]], rows: Rows) -> None:
         forced = next((order for pattern, order in self._layouts.items() if fnmatchcase(name, pattern)), None)
-        for label, tensor in _tensors(value):
-            where = f"{describe(call, label)} {kind}"
-            placed = place_rows(tensor, rows, where=where, layout=self._layout, forced=forced)
+        for label, tensor in tensors:
+            placed, reason = None, "its layout is 'none'"
+            if forced != "none":
+                where = f"{describe(call, label)} {kind}"
+                placed = place_rows(tensor, rows, where=where, layout=self._layout, forced=forced)
+                reason = f"no token dimensions in {[*tensor.shape]}"
             with self._lock:
                 if placed is None:
-                    self._builder.skip(kind, call, label, f"no token dimensions in {[*tensor.shape]}")
+                    self._builder.skip(kind, call, label, reason)
                 else:
                     self._builder.add(kind, call, label, placed)
 
     def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
         def noting_hook(*args: Any) -> None:
+            # Traced, it would break the graph, and with it the bits.
+            if torch.compiler.is_compiling() or is_in_backward():
+                return
             try:
                 hook(*args)
             except Exception as error:
@@ -190,14 +220,3 @@ class Recorder:
                 raise
 
         return noting_hook
-
-
-def _tensors(value: Any, label: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Activations among nested tuples, lists and mappings, with their path; parameters are none."""
-    if isinstance(value, Tensor):
-        if not isinstance(value, Parameter):
-            yield label, value
-    elif isinstance(value, (tuple, list, Mapping)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(item, f"{label}.{key}" if label else str(key))

@@ -29,7 +29,7 @@ class Entry:
         values: ``[N, ...]``, on the CPU, in the dtype of the model.
         sequence_N: int64.
         position_N: int64, absolute.
-        order: Rank of the tensor's first appearance among all tensors of its kind.
+        order: Rank of the tensor among all tensors of its kind in the order of execution.
     """
 
     values: Tensor
@@ -43,9 +43,12 @@ class Entry:
         return self.values.dtype
 
 
+_Key = tuple[str, str]
+
 Entries = dict[str, dict[str, Entry]]
 """Entries by module name and label. A module's later calls in one forward are ``name#1``, ``name#2``, ...; the model
-itself is ``""``. The label is ``""`` for a sole tensor, else its index or key."""
+itself is ``""``. The label is ``""`` for a sole output, else its index or key; an input's begins
+with its parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +56,8 @@ class Recording:
     """What a model computed, by module and token.
 
     Attributes:
-        outputs: In the order of their first appearance.
+        outputs: In the order of execution: of the first forward that has them, and what first appears in a later one
+            comes after what ran before it there.
         inputs: Likewise.
         skipped: Tensors that were seen and not recorded, with the reason.
     """
@@ -102,12 +106,24 @@ class RecordingBuilder:
     """Collects rows, forward by forward; the same row may come again."""
 
     def __init__(self) -> None:
-        self._pieces: dict[Kind, dict[str, dict[str, list[PlacedRows]]]] = {"outputs": {}, "inputs": {}}
+        self._pieces: dict[Kind, dict[_Key, list[PlacedRows]]] = {"outputs": {}, "inputs": {}}
+        self._order: dict[Kind, list[_Key]] = {"outputs": [], "inputs": []}
+        self._last: dict[Kind, _Key] = {}
         self._skipped: dict[str, str] = {}
+
+    def begin_forward(self) -> None:
+        """What is added next runs first."""
+        self._last = {}
 
     def add(self, kind: Kind, module: str, label: str, placed: PlacedRows) -> None:
         """Keep the rows of one tensor of one forward."""
-        self._pieces[kind].setdefault(module, {}).setdefault(label, []).append(placed)
+        key, order = (module, label), self._order[kind]
+        if key not in self._pieces[kind]:
+            self._pieces[kind][key] = []
+            last = self._last.get(kind)
+            order.insert(0 if last is None else order.index(last) + 1, key)
+        self._pieces[kind][key].append(placed)
+        self._last[kind] = key
 
     def skip(self, kind: Kind, module: str, label: str, reason: str) -> None:
         """Note a tensor that has no rows."""
@@ -126,16 +142,16 @@ class RecordingBuilder:
         check_choice("repeated", repeated, REPEATED)
         skipped = dict(self._skipped)
         built: dict[Kind, Entries] = {"outputs": {}, "inputs": {}}
-        for kind, modules in self._pieces.items():
-            order = 0
-            for module, labels in modules.items():
-                for label, pieces in labels.items():
-                    where = f"{describe(module, label)} {kind}"
-                    if len({piece.values[:1].numel() for piece in pieces if len(piece.values)}) > 1:
-                        skipped[where] = "the size of a row changes between forwards"
-                        continue
-                    built[kind].setdefault(module, {})[label] = _merge(pieces, where, repeated, order)
-                    order += 1
+        for kind, keys in self._order.items():
+            for order, key in enumerate(keys):
+                pieces, where = self._pieces[kind][key], f"{describe(*key)} {kind}"
+                if len({piece.values[:1].numel() for piece in pieces if len(piece.values)}) > 1:
+                    skipped[where] = "the size of a row changes between forwards"
+                    continue
+                merged = _merge(pieces, where, repeated)
+                # Not both: large recordings fill the memory.
+                self._pieces[kind][key] = [merged]
+                built[kind].setdefault(key[0], {})[key[1]] = Entry(**merged._asdict(), order=order)
         return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped)
 
 
@@ -160,15 +176,14 @@ def describe(module: str, label: str = "") -> str:
     return f"{name}[{label}]" if label else name
 
 
-def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated, order: int) -> Entry:
+def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated) -> PlacedRows:
+    """One piece, sorted and without repetitions; a single piece that is so is returned as it is."""
     dtypes = {piece.values.dtype for piece in pieces}
     if len(dtypes) > 1:
         raise ValueError(f"{where}: the dtype changes between forwards: {sorted(map(str, dtypes))}")
-    # An empty piece can have any row shape.
-    shape = next((piece.values.shape[1:] for piece in pieces if len(piece.values)), pieces[0].values.shape[1:])
-    values = torch.cat([piece.values.reshape(len(piece.values), *shape) for piece in pieces])
-    sequence_N = torch.cat([piece.sequence_N for piece in pieces])
-    position_N = torch.cat([piece.position_N for piece in pieces])
+    values, sequence_N, position_N = merged = pieces[0] if len(pieces) == 1 else _cat(pieces)
+    if _is_ascending(sequence_N, position_N):
+        return merged
     by_position = position_N.argsort(stable=True)
     index = by_position[sequence_N[by_position].argsort(stable=True)]
     values, sequence_N, position_N = values[index], sequence_N[index], position_N[index]
@@ -185,7 +200,22 @@ def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated, order: int)
         end = torch.zeros(1, dtype=torch.bool)
         keep = ~torch.cat([again, end] if repeated == "last" else [end, again])
         values, sequence_N, position_N = values[keep], sequence_N[keep], position_N[keep]
-    return Entry(values=values, sequence_N=sequence_N, position_N=position_N, order=order)
+    return PlacedRows(values, sequence_N, position_N)
+
+
+def _cat(pieces: list[PlacedRows]) -> PlacedRows:
+    # An empty piece can have any row shape.
+    shape = next((piece.values.shape[1:] for piece in pieces if len(piece.values)), pieces[0].values.shape[1:])
+    return PlacedRows(
+        torch.cat([piece.values.reshape(len(piece.values), *shape) for piece in pieces]),
+        torch.cat([piece.sequence_N for piece in pieces]),
+        torch.cat([piece.position_N for piece in pieces]),
+    )
+
+
+def _is_ascending(sequence_N: Tensor, position_N: Tensor) -> bool:
+    next_sequence, next_position = sequence_N.diff(), position_N.diff()
+    return bool(((next_sequence > 0) | ((next_sequence == 0) & (next_position > 0))).all())
 
 
 def _plain(entries: Entries) -> dict[str, dict[str, dict[str, Any]]]:

@@ -36,7 +36,7 @@ class RoutedExperts:
         num_experts: Experts per layer.
 
     Raises:
-        TypeError: The dtype is none of these.
+        TypeError: It is no tensor, or the dtype is none of these.
         ValueError: The shape is not ``[T, L, K]``, an index is out of range, a token has an expert twice in a layer, or
             only a part of a token's row is recorded.
     """
@@ -46,6 +46,7 @@ class RoutedExperts:
 
     def __post_init__(self) -> None:
         experts_TLK = self.experts_TLK
+        _check_tensor("experts_TLK", experts_TLK)
         if experts_TLK.dtype not in _DTYPES:
             raise TypeError(f"experts_TLK must be int16, int32 or int64, got {experts_TLK.dtype}")
         if experts_TLK.dim() != 3 or 0 in experts_TLK.shape:
@@ -85,6 +86,7 @@ class RoutedExperts:
             TypeError: See the class.
             ValueError: The rows do not fit in, or see the class.
         """
+        _check_tensor("rows_RLK", rows_RLK)
         if not 0 <= start <= start + len(rows_RLK) <= num_tokens:
             raise ValueError(f"{len(rows_RLK)} rows from position {start} on do not fit into {num_tokens} tokens")
         experts_TLK = rows_RLK.new_full((num_tokens, *rows_RLK.shape[1:]), NOT_RECORDED)
@@ -184,6 +186,11 @@ def routing_disagreement(a: Sequence[Tensor], b: Sequence[Tensor]) -> RoutingDis
     if pairs == 0:
         raise ValueError("no (token, layer) is recorded in both routings")
     return RoutingDisagreement(differing_pairs / pairs, differing_choices / choices, pairs)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: torch.tensor(...) makes one")
 
 
 def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:

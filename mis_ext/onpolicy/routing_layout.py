@@ -145,10 +145,8 @@ class RoutingLayout:
         check_choice("missing", missing, ("error", "own"))
         self._check(samples)
         stacked = torch.cat([sample.experts_TLK.int().cpu() for sample in samples])
-        first_S = torch.tensor([0, *self.lengths]).cumsum(0)[:-1]
         is_token_T = self.sample_T >= 0
-        rows_T = torch.where(is_token_T, first_S[self.sample_T] + self.position_T, 0)
-        experts_TLK = torch.where(is_token_T[:, None, None], stacked[rows_T], NOT_RECORDED)
+        experts_TLK = torch.where(is_token_T[:, None, None], stacked[self._token_T()], NOT_RECORDED)
 
         recorded_T = experts_TLK[:, 0, 0] != NOT_RECORDED
         is_last_T = self.position_T == torch.tensor(self.lengths)[self.sample_T] - 1
@@ -174,13 +172,16 @@ class RoutingLayout:
         """
         if len(experts_TLK) != len(self.sample_T):
             raise ValueError(f"{len(experts_TLK)} rows do not fit a layout of {len(self.sample_T)} rows")
-        out = []
-        for sample, length in enumerate(self.lengths):
-            whole = experts_TLK.new_full((length, *experts_TLK.shape[1:]), NOT_RECORDED)
-            mine_T = (self.sample_T == sample).to(experts_TLK.device)
-            whole[self.position_T.to(experts_TLK.device)[mine_T]] = experts_TLK[mine_T]
-            out.append(RoutedExperts(experts_TLK=whole, num_experts=num_experts))
-        return out
+        rows = (self.sample_T >= 0).nonzero().squeeze(-1)
+        whole = experts_TLK.new_full((sum(self.lengths), *experts_TLK.shape[1:]), NOT_RECORDED)
+        whole[self._token_T()[rows].to(whole.device)] = experts_TLK[rows.to(whole.device)]
+        parts = torch.split(whole, [*self.lengths])
+        return [RoutedExperts(experts_TLK=part, num_experts=num_experts) for part in parts]
+
+    def _token_T(self) -> Tensor:
+        """The token of each row, counted through all samples; 0 for padding."""
+        first_S = torch.tensor([0, *self.lengths]).cumsum(0)
+        return torch.where(self.sample_T >= 0, first_S[self.sample_T] + self.position_T, 0)
 
     def _check(self, samples: Sequence[RoutedExperts]) -> None:
         if len(samples) != len(self.lengths):

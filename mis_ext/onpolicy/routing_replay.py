@@ -11,16 +11,17 @@ The method, R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import product
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mis_ext.onpolicy.megatron_routers import Occupant, Routers, TopK, is_in_backward
+from mis_ext.onpolicy.backward import is_in_backward
+from mis_ext.onpolicy.megatron_routers import Layer, Occupant, Routers, TopK
 from mis_ext.onpolicy.routing import NOT_RECORDED
 from mis_ext.onpolicy.routing_layout import LocalRouting
+from mis_ext.onpolicy.routing_passes import ForwardPass, ForwardPasses, running_node
 
 
 @contextmanager
@@ -28,8 +29,9 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
     """Inside, the model's routers take the given experts; how these are weighted stays the trainer's own.
 
     Gradients reach the routers through the scores of the replayed experts. Forward passes consume ``micro_batches`` in
-    order, and so do the recomputations of checkpointed layers: the block must include the backward passes then. At its
-    end every mixture-of-experts layer must have consumed all of them. The routers are restored, also by an exception.
+    order; at the end of the block every mixture-of-experts layer must have consumed all of them. Checkpointed layers
+    are recomputed with the experts of their own micro-batch, in any order of the backward passes, which the block must
+    include then. The routers are restored, also by an exception.
 
     Args:
         model: A Megatron-Core model, or this rank's model chunks. It need not be built for replay. Layers of
@@ -37,20 +39,18 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         micro_batches: The experts of every micro-batch, see :meth:`RoutingLayout.local`.
 
     Raises:
-        ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, or a layer
-            did not consume exactly its rows.
+        TypeError: The model has no Megatron-Core configuration.
+        ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, a layer did
+            not consume exactly its rows, or it is recomputed for no forward pass of the block or twice for one.
     """
     routers = Routers.of(model)
     for routing in micro_batches:
         _check_fit(routing, routers)
-    replays = [
-        _Replay(layer.name, [routing.experts_TLK[:, layer.column] for routing in micro_batches])
-        for layer in routers.layers
-    ]
-    with ExitStack() as stack:
-        for chunk, replay in product(routers.chunks, replays):
-            stack.callback(chunk.register_forward_pre_hook(replay.before_pass).remove)
-        stack.enter_context(routers.occupied_by(replays))
+    columns = [layer.column for layer in routers.layers]
+    rows = _Rows([routing.experts_TLK for routing in micro_batches], columns)
+    passes = ForwardPasses()
+    replays = [_Replay(layer, rows, index, passes) for index, layer in enumerate(routers.layers)]
+    with passes.watch(routers.chunks), routers.occupied_by(replays):
         yield
     for replay in replays:
         replay.check_consumed()
@@ -58,7 +58,7 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
 
 @contextmanager
 def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
-    """Inside, the experts that the model's routers use are recorded: within :func:`replay_routing`, the replayed ones.
+    """Inside, the experts that the model's routers use are recorded: with :func:`replay_routing`, the replayed ones.
 
     No output changes by a bit. Recomputations in a backward pass are not recorded again.
 
@@ -66,6 +66,7 @@ def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
         model: A Megatron-Core model, or this rank's model chunks.
 
     Raises:
+        TypeError: The model has no Megatron-Core configuration.
         ValueError: The model has no mixture-of-experts layers, or routes in a way that cannot be recorded.
     """
     routers = Routers.of(model)
@@ -116,58 +117,97 @@ class _Recorder:
             values, experts = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
             values, experts = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+        self.note(experts)
+        return values, experts
+
+    def note(self, experts: Tensor) -> None:
+        """Keep the experts of a forward pass."""
         if not is_in_backward():
             self.passes.append(experts.int())
-        return values, experts
+
+
+class _Rows:
+    """The experts of this rank's layers, one micro-batch at a time on the device."""
+
+    def __init__(self, micro_batches: list[Tensor], columns: list[int]) -> None:
+        self._micro_batches = micro_batches
+        self._columns = columns
+        self._held: tuple[int, torch.device, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def of(self, micro_batch: int, device: torch.device) -> Tensor:
+        """``[T, layers of this rank, K]``; all layers share one copy to the device."""
+        if self._held is None or self._held[:2] != (micro_batch, device):
+            experts_TLK = self._micro_batches[micro_batch][:, self._columns].to(device)
+            self._held = micro_batch, device, experts_TLK
+        return self._held[2]
 
 
 class _Replay:
-    """Gives out the rows of one layer, micro-batch after micro-batch."""
+    """Gives out the rows of one layer: forward passes take micro-batch after micro-batch."""
 
-    def __init__(self, layer: str, micro_batches: list[Tensor]) -> None:
-        self._layer = layer
-        self._micro_batches = micro_batches
-        self._num_forward = self._num_recomputed = 0
-        self._pass_has_grad = self._is_checkpointed = False
-
-    def before_pass(self, *_: object) -> None:
-        self._pass_has_grad = torch.is_grad_enabled()
+    def __init__(self, layer: Layer, rows: _Rows, index: int, passes: ForwardPasses) -> None:
+        self._name = layer.name
+        self._outer = layer.router.router_replay
+        self._rows = rows
+        self._index = index
+        self._passes = passes
+        self._taken: list[ForwardPass] = []
+        self._recomputed: set[int] = set()
+        self._is_checkpointed = False
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        rows_TK = self._next_rows(scores, topk)
-        _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        experts_TK = torch.where(rows_TK == NOT_RECORDED, own_TK, rows_TK)
-        return scores.gather(1, experts_TK), experts_TK
-
-    def _next_rows(self, scores: Tensor, topk: int) -> Tensor:
-        is_recomputing = is_in_backward()
-        index = self._num_recomputed if is_recomputing else self._num_forward
-        if index >= len(self._micro_batches):
-            raise ValueError(f"{self._layer} runs more often than there are micro-batches ({len(self._micro_batches)})")
-        rows_TK = self._micro_batches[index].to(scores.device).long()
+        micro_batch = self._recomputed_micro_batch() if is_in_backward() else self._next_micro_batch()
+        rows_TK = self._rows.of(micro_batch, scores.device)[:, self._index].long()
         if rows_TK.shape != (len(scores), topk):
             raise ValueError(
-                f"{self._layer} routes {len(scores)} tokens to {topk} experts each, and the routing of micro-batch "
-                f"{index} is {[*rows_TK.shape]}: another layout, padding, or order of micro-batches"
+                f"{self._name} routes {len(scores)} tokens to {topk} experts each, and the routing of micro-batch "
+                f"{micro_batch} is {[*rows_TK.shape]}: another layout, padding, or order of micro-batches"
             )
-        if is_recomputing:
-            self._num_recomputed += 1
-        else:
-            self._num_forward += 1
-            # Checkpointing runs a layer without gradients first, and once more in the backward pass.
-            self._is_checkpointed |= self._pass_has_grad and not torch.is_grad_enabled()
-        return rows_TK
+        _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts_TK = torch.where(rows_TK == NOT_RECORDED, own_TK, rows_TK)
+        if isinstance(self._outer, _Recorder):
+            self._outer.note(experts_TK)
+        return scores.gather(1, experts_TK), experts_TK
+
+    def _next_micro_batch(self) -> int:
+        if len(self._taken) == len(self._rows):
+            raise ValueError(f"{self._name} runs more often than there are micro-batches ({len(self._rows)})")
+        self._taken.append(self._passes.current)
+        # Reentrant checkpointing runs a layer without gradients first, and once more in the backward pass.
+        self._is_checkpointed |= self._passes.current.has_grad and not torch.is_grad_enabled()
+        return len(self._taken) - 1
+
+    def _recomputed_micro_batch(self) -> int:
+        node = running_node()
+        found = [micro_batch for micro_batch, taken in enumerate(self._taken) if node in taken.nodes]
+        if not found:
+            raise ValueError(
+                f"{self._name} is recomputed for a checkpoint that no forward pass of the model within the block made: "
+                "checkpoint layers of the model, none of them within another checkpoint"
+            )
+        if found[0] in self._recomputed:
+            raise ValueError(
+                f"{self._name} is recomputed twice for micro-batch {found[0]}: by two backward passes, or by a "
+                "checkpoint within another"
+            )
+        self._recomputed.add(found[0])
+        return found[0]
 
     def check_consumed(self) -> None:
-        expected = len(self._micro_batches)
-        if self._num_forward != expected:
-            raise ValueError(f"{self._layer} ran for {self._num_forward} of {expected} micro-batches")
-        if self._num_recomputed != expected and (self._num_recomputed or self._is_checkpointed):
+        expected = len(self._rows)
+        if len(self._taken) != expected:
+            raise ValueError(f"{self._name} ran for {len(self._taken)} of {expected} micro-batches")
+        due = [micro_batch for micro_batch, taken in enumerate(self._taken) if taken.has_backward]
+        ran = [index for index in due if index in self._recomputed or self._taken[index].ran_backward]
+        if (self._is_checkpointed or self._recomputed) and ran != due:
             raise ValueError(
-                f"{self._layer} is recomputed in the backward pass, and {self._num_recomputed} of {expected} backward "
-                "passes ran: the block must include them, or it must run the model under torch.no_grad"
+                f"{self._name} is recomputed in the backward pass, and {len(ran)} of {len(due)} backward passes ran: "
+                "the block must include them, or it must run the model under torch.no_grad"
             )
 
 

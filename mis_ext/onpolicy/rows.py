@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,12 +46,7 @@ class Rows:
         sequence, position = sequence.expand(shape), position.expand(shape)
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "position", position)
-        tokens = torch.stack([sequence[position >= 0], position[position >= 0]])
-        if (tokens < 0).any():
-            raise ValueError(f"sequence must be at least 0 where position is, got {int(tokens.min())}")
-        twice, count = torch.unique(tokens, dim=1, return_counts=True)
-        if (count > 1).any():
-            raise ValueError(f"(sequence, position) {tuple(twice[:, count > 1][:, 0].tolist())} is there twice")
+        _check_tokens(sequence[position >= 0], position[position >= 0])
         if self.kept is not None:
             kept = _grid("kept", self.kept)
             if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < position.numel():
@@ -84,11 +80,10 @@ class Rows:
         sequences = range(len(lengths)) if sequences is None else sequences
         starts = [0] * len(lengths) if starts is None else starts
         pieces = [*zip(sequences, starts, lengths, strict=True)]
+        none = torch.empty(0, dtype=torch.long)
         return cls(
-            sequence=torch.tensor(
-                [sequence for sequence, _, length in pieces for _ in range(length)], dtype=torch.long
-            ),
-            position=torch.tensor([start + i for _, start, length in pieces for i in range(length)], dtype=torch.long),
+            sequence=torch.cat([none, *(torch.full((length,), sequence) for sequence, _, length in pieces)]),
+            position=torch.cat([none, *(torch.arange(start, start + length) for _, start, length in pieces)]),
         )
 
     def grids(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,23 +92,49 @@ class Rows:
         if self.kept is not None:
             yield self.sequence.flatten()[self.kept], self.position.flatten()[self.kept]
 
+    @cached_property
+    def _readings(self) -> tuple[_Reading, ...]:
+        """Every grid in every order; computed once, as every tensor of the forward is read so."""
+        readings: list[_Reading] = []
+        for index, (sequence, position) in enumerate(self.grids()):
+            by_row = _tokens(sequence, position)
+            # With one sequence, or one token of each, the two orders are the same.
+            by_column = by_row if 1 in position.shape else _tokens(sequence.T, position.T)
+            readings.append(_Reading("bsh", position.shape, by_row, holds_all=index == 0))
+            readings.append(_Reading("sbh", position.T.shape, by_column, holds_all=index == 0))
+        return tuple(readings)
+
 
 class PlacedRows(NamedTuple):
-    """Values ``[N, ...]`` of N tokens, on the CPU, and which tokens they are."""
+    """Values ``[N, ...]`` of N tokens, on the CPU, and which tokens they are, by sequence and position."""
 
     values: Tensor
     sequence_N: Tensor
     position_N: Tensor
 
 
+class _Tokens(NamedTuple):
+    """The tokens of a flattened grid without its padding, sorted, and their indices in it."""
+
+    sequence_N: Tensor
+    position_N: Tensor
+    index_N: Tensor
+
+    def same(self, other: _Tokens) -> bool:
+        return self is other or all(torch.equal(x, y) for x, y in zip(self, other, strict=True))
+
+
+class _Reading(NamedTuple):
+    layout: Layout
+    shape: torch.Size
+    tokens: _Tokens
+    holds_all: bool
+
+
 class _Fit(NamedTuple):
     layout: Layout
     dimensions: int
-    sequence_N: Tensor
-    position_N: Tensor
-
-    def same_tokens(self, other: _Fit) -> bool:
-        return torch.equal(self.sequence_N, other.sequence_N) and torch.equal(self.position_N, other.position_N)
+    tokens: _Tokens
 
 
 def place_rows(
@@ -121,8 +142,8 @@ def place_rows(
 ) -> PlacedRows | None:
     """The tensor's values by token, or None where its leading dimensions are no token dimensions.
 
-    Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. An integer tensor of two
-    dimensions is taken for token ids, which every engine has as ``[b, s]``.
+    Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. An integer tensor that has these
+    two dimensions and no others is taken for token ids, which every engine has as ``[b, s]``.
 
     Args:
         tensor: Any tensor of the forward.
@@ -140,37 +161,53 @@ def place_rows(
         raise ValueError(f"{where}: {[*tensor.shape]} does not hold the tokens {_shapes(rows)} in layout {forced!r}")
     if not fits:
         return None
-    if not all(fit.same_tokens(fits[0]) for fit in fits):
-        is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
+    if not all(fit.tokens.same(fits[0].tokens) for fit in fits):
+        is_ids = tensor.dim() == 2 == fits[0].dimensions and not tensor.is_floating_point()
         fits = [fit for fit in fits if fit.layout == ("bsh" if is_ids else layout)]
-    if not fits or not all(fit.same_tokens(fits[0]) for fit in fits):
+    if not fits or not all(fit.tokens.same(fits[0].tokens) for fit in fits):
         raise ValueError(
             f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {_shapes(rows)}; "
             f"give layout, or layouts for this module ({' | '.join(LAYOUTS)})"
         )
-    fit = fits[0]
-    is_token = fit.position_N >= 0
-    values = tensor.detach().flatten(0, fit.dimensions - 1)
+    tokens = fits[0].tokens
+    values = tensor.detach().flatten(0, fits[0].dimensions - 1)
     # Indexing copies.
-    values = values[is_token.nonzero()[:, 0].to(values.device)].cpu()
-    return PlacedRows(values, fit.sequence_N[is_token], fit.position_N[is_token])
+    values = values[tokens.index_N.to(values.device)].cpu()
+    return PlacedRows(values, tokens.sequence_N, tokens.position_N)
 
 
 def _fits(tensor: Tensor, rows: Rows) -> list[_Fit]:
     """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1."""
     grids: list[_Fit] = []
     flat: list[_Fit] = []
-    for index, (sequence, position) in enumerate(rows.grids()):
+    for reading in rows._readings:
         # Of the kept tokens only logits are computed, [K, V] where they are flattened.
-        may_be_flat = index == 0 or tensor.dim() <= 2
-        for layout in LAYOUTS:
-            if layout == "sbh":
-                sequence, position = sequence.T, position.T
-            if tensor.shape[:2] == position.shape:
-                grids.append(_Fit(layout, 2, sequence.flatten(), position.flatten()))
-            elif may_be_flat and tensor.shape[:1] == (position.numel(),):
-                flat.append(_Fit(layout, 1, sequence.flatten(), position.flatten()))
+        may_be_flat = reading.holds_all or tensor.dim() <= 2
+        if tensor.shape[:2] == reading.shape:
+            grids.append(_Fit(reading.layout, 2, reading.tokens))
+        elif may_be_flat and tensor.shape[:1] == (reading.shape.numel(),):
+            flat.append(_Fit(reading.layout, 1, reading.tokens))
     return grids or flat
+
+
+def _tokens(sequence: Tensor, position: Tensor) -> _Tokens:
+    sequence, position = sequence.flatten(), position.flatten()
+    index_N = (position >= 0).nonzero()[:, 0]
+    index_N = index_N[position[index_N].argsort(stable=True)]
+    index_N = index_N[sequence[index_N].argsort(stable=True)]
+    return _Tokens(sequence[index_N], position[index_N], index_N)
+
+
+def _check_tokens(sequence_N: Tensor, position_N: Tensor) -> None:
+    if not len(sequence_N):
+        return
+    if sequence_N.min() < 0:
+        raise ValueError(f"sequence must be at least 0 where position is, got {int(sequence_N.min())}")
+    stride = int(position_N.max()) + 1
+    key_N = (sequence_N * stride + position_N).sort().values
+    twice = key_N[1:][key_N[1:] == key_N[:-1]]
+    if len(twice):
+        raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} is there twice")
 
 
 def _shapes(rows: Rows) -> str:

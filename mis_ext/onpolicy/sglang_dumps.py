@@ -63,22 +63,24 @@ def read_sglang_dumps(
 
     Raises:
         ValueError: There are no dumps; a step lacks one of the three names, has one twice with different values, or
-            they contradict each other; a file is unreadable.
+            they contradict each other; no step has one of the ``requests``; a file is unreadable.
     """
     steps = _steps(Path(directory), rank)
-    sequences = None if requests is None else {request: index for index, request in enumerate(requests)}
     seen: dict[str, int] = {}
     builder = RecordingBuilder()
     for step, dumps in sorted(steps.items()):
         position_T, length_S, requests_S = (
             _only(step, name, dumps, os.fspath(directory)) for name in (positions, lengths, request_ids)
         )
-        sequence_S = [
-            seen.setdefault(str(request), len(seen)) if sequences is None else sequences.get(str(request), -1)
-            for request in requests_S
-        ]
+        sequence_S = [seen.setdefault(str(request), len(seen)) for request in requests_S]
+        if requests is not None:
+            sequence_S = [requests.index(x) if (x := str(request)) in requests else -1 for request in requests_S]
+        builder.begin_forward()
         rows = _rows(step, torch.as_tensor(position_T), torch.as_tensor(length_S).tolist(), sequence_S)
         _add(builder, [dump for dump in dumps if dump.name not in (positions, lengths, request_ids)], rows)
+    unknown = [request for request in requests or () if request not in seen]
+    if unknown:
+        raise ValueError(f"{os.fspath(directory)} has no request {unknown}; it has {[*seen]}")
     return builder.build(repeated=repeated)
 
 

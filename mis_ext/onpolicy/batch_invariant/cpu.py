@@ -57,9 +57,9 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """``aten._softmax``; numbers at -infinity at the end of the last dimension change no bit."""
-    length = x.shape[dim]
-    if dim % x.dim() != x.dim() - 1 or length % SUM_BLOCK == 0:
+    if x.dim() == 0 or dim % x.dim() != x.dim() - 1 or x.shape[dim] % SUM_BLOCK == 0:
         return torch._softmax(x, dim, half_to_float)
+    length = x.shape[dim]
     padded = F.pad(x, (0, -length % SUM_BLOCK), value=-torch.inf)
     return torch._softmax(padded, dim, half_to_float)[..., :length].contiguous()
 
@@ -125,9 +125,9 @@ def attention_forward(
         maximum[:live] = new_maximum
     log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
     output = torch.where(total > 0, output / total, 0.0)
-    packed = query.new_empty(*query.shape[:2], value.shape[-1])
+    packed = query.new_zeros(*query.shape[:2], value.shape[-1])
     packed[tiles.query_NR[tiles.is_query_NR]] = output.transpose(1, 2)[tiles.is_query_NR].to(query.dtype)
-    lse = query_NHRD.new_empty(num_heads, query.shape[0])
+    lse = query_NHRD.new_zeros(num_heads, query.shape[0])
     lse[:, tiles.query_NR[tiles.is_query_NR]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NR].t()
     return packed, lse
 
@@ -144,7 +144,7 @@ def attention_backward(
     """Gradients of :func:`attention_forward`, one sequence after the other, from the exact weights of the forward."""
     cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask = packing
     dtype, group = _compute_dtype(query), query.shape[1] // key.shape[1]
-    grads = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
+    grads = [x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value)]
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for index in range(len(bounds_q) - 1):
         of_q, of_k = (slice(*bounds[index : index + 2]) for bounds in (bounds_q, bounds_k))
@@ -161,7 +161,7 @@ def attention_backward(
         grad_scores = torch.where(seen, weights * inner, 0.0) * scale
         grads[0][of_q] = (grad_scores @ k).transpose(0, 1)
         for into, per_head in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            into[of_k] = per_head.view(-1, group, *per_head.shape[1:]).sum(1).transpose(0, 1)
+            into[of_k] = per_head.view(key.shape[1], group, *per_head.shape[1:]).sum(1).transpose(0, 1)
     grad_query, grad_key, grad_value = (grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     return grad_query, grad_key, grad_value
 

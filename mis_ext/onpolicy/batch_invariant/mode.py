@@ -5,22 +5,34 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import kernels
-from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attention
+from mis_ext.onpolicy.batch_invariant.overrides import REFUSED, FunctionOverrides, OperatorOverrides
+
+__all__ = ["REFUSED", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
 
 _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
-aten = torch.ops.aten
+
+class _Overrides(ExitStack):
+    """What a block has put onto the stacks of its thread, and how many blocks rely on it."""
+
+    num_blocks = 0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.overrides: list[_Overrides] = []
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -34,19 +46,52 @@ def batch_invariant_mode() -> Iterator[None]:
     always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in
     LLM Inference", Thinking Machines Lab, 2025.
 
-    The mode belongs to the thread that entered it. It may be entered again inside itself, which changes nothing, and is
-    gone after the block, however the block ends. For an engine with threads of its own use
-    :func:`batch_invariant_forward`. Compiled code (``torch.compile``, captured graphs, Transformer Engine, other custom
-    kernels) runs as it was compiled.
+    The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
+    changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
+    use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
+    be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
+    computed again from the mode, and attention there is an error. Compiled code (``torch.compile``, captured graphs,
+    Transformer Engine, other custom kernels) runs as it was compiled.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
             enabled then. Or the block ends in another thread than it began in.
         NotImplementedError: In the block, a product that has no batch-invariant form here, see ``REFUSED``.
     """
-    if is_batch_invariant():
+    thread = threading.get_ident()
+    if not is_batch_invariant() or not _thread.overrides:
+        _check_environment()
+        _thread.overrides.append(_push_missing())
+    overrides = _thread.overrides[-1]
+    overrides.num_blocks += 1
+    try:
         yield
-        return
+    finally:
+        if threading.get_ident() != thread:
+            # Popping would take a mode off this thread's stack that was never on it.
+            raise RuntimeError("batch_invariant_mode must end in the thread that it began in")
+        overrides.num_blocks -= 1
+        if overrides.num_blocks == 0:
+            _thread.overrides.remove(overrides)
+            overrides.close()
+
+
+def is_batch_invariant() -> bool:
+    """Whether products and attention called from here are those of :func:`batch_invariant_mode`."""
+    return FunctionOverrides.is_on() and OperatorOverrides.is_on()
+
+
+def _push_missing() -> _Overrides:
+    """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
+    overrides = _Overrides()
+    if not FunctionOverrides.is_on():
+        overrides.enter_context(FunctionOverrides())
+    if not OperatorOverrides.is_on():
+        overrides.enter_context(OperatorOverrides())  # type: ignore[no-untyped-call]
+    return overrides
+
+
+def _check_environment() -> None:
     if torch.cuda.is_available():
         kernels.check_device_type("cuda")
     megatron = sys.modules.get(_MEGATRON_KERNELS)
@@ -54,54 +99,45 @@ def batch_invariant_mode() -> Iterator[None]:
         raise RuntimeError(
             "Megatron-Core's batch-invariant mode is on, and would override the same operators: turn it off"
         )
-    thread = threading.get_ident()
-    with ExitStack() as stack:
-        stack.enter_context(_FunctionOverrides())
-        stack.enter_context(_OperatorOverrides())  # type: ignore[no-untyped-call]
-        _local.is_on = True
-        try:
-            yield
-        finally:
-            if threading.get_ident() != thread:
-                # Popping would take a mode off this thread's stack that was never on it.
-                stack.pop_all()
-                raise RuntimeError("batch_invariant_mode must end in the thread that it began in")
-            _local.is_on = False
-
-
-def is_batch_invariant() -> bool:
-    """Whether this thread is inside :func:`batch_invariant_mode`."""
-    return getattr(_local, "is_on", False)
 
 
 @contextmanager
 def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
     """Run the forwards of these modules in :func:`batch_invariant_mode`, in whichever thread they are called.
 
+    The modules inside of them too: gradient checkpointing calls some of those again in the backward pass, which may be
+    after the forward of the whole, and in a thread of autograd.
+
     Args:
-        *modules: Each gets a wrapper around its ``forward``, and its own one back after the block.
+        *modules: Each, and each module inside, gets a wrapper around its ``forward``, and its own one back after the
+            block. A copy made in the block keeps its wrapper.
 
     Raises:
         ValueError: A module is wrapped already.
     """
-    for module in modules:
+    wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
+    for module in wrapped:
         if hasattr(module.forward, "__batch_invariant__"):
             raise ValueError(f"the forward of {type(module).__name__} is batch-invariant already")
     with ExitStack() as stack:
-        for module in modules:
+        for module in wrapped:
             stack.callback(_restore_forward, module, vars(module).get("forward"))
-            module.forward = _in_mode(module.forward)
+            module.forward = _in_mode(module, module.forward)
         yield
 
 
-def _in_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with batch_invariant_mode():
-            return forward(*args, **kwargs)
+def _in_mode(module: nn.Module, forward: Callable[..., Any]) -> MethodType:
+    """A method, because a deep copy of the module then gets one of its own."""
+    function = forward.__func__ if getattr(forward, "__self__", None) is module else None  # type: ignore[attr-defined]
+
+    @wraps(function or forward)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Most modules are called by one that has entered the mode, and a decode step waits for this.
+        with nullcontext() if is_batch_invariant() else batch_invariant_mode():
+            return function(self, *args, **kwargs) if function else forward(*args, **kwargs)
 
     wrapped.__batch_invariant__ = True  # type: ignore[attr-defined]
-    return wrapped
+    return MethodType(wrapped, module)
 
 
 def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) -> None:
@@ -109,133 +145,3 @@ def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) 
         del module.forward
     else:
         module.forward = own_forward
-
-
-class _FunctionOverrides(TorchFunctionMode):
-    """Catches attention before torch picks one of its kernels."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-class _OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches products and reductions below autograd, so those of the backward pass too."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        override = _OVERRIDES.get(func)
-        if override is not None and args[0].is_floating_point():
-            kernels.check_dtype(args[0])
-            return override(func, *args, **kwargs)
-        if func in REFUSED:
-            raise NotImplementedError(f"{func} has no batch-invariant form here")
-        # Without autograd (inference mode) operators arrive here before they are taken apart.
-        if _is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
-    return kernels.of(a).mm(a, b)
-
-
-def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
-    return kernels.of(a).bmm(a, b)
-
-
-def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
-    return kernels.of(a).mm(a, b.unsqueeze(1)).squeeze(1)
-
-
-def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if a.is_cuda and alpha == beta == 1:
-        from mis_ext.onpolicy.batch_invariant import cuda
-
-        return cuda.addmm(bias, a, b)
-    return _add(bias, kernels.of(a).mm(a, b), beta, alpha)
-
-
-def _baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return _add(bias, kernels.of(a).bmm(a, b), beta, alpha)
-
-
-def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return kernels.of(x).softmax(x, dim, half_to_float)
-
-
-def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    scaled = product if alpha == 1 else product * alpha
-    # With beta 0 the bias counts for nothing, whatever it holds.
-    return scaled if beta == 0 else torch.add(scaled, bias, alpha=beta)
-
-
-def _on_cuda(name: str) -> Callable[..., Any]:
-    """On a CPU these reduce each row on its own already."""
-
-    def override(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_cuda:
-            return func(x, *args, **kwargs)
-        from mis_ext.onpolicy.batch_invariant import cuda
-
-        return getattr(cuda, name)(x, *args, **kwargs)
-
-    return override
-
-
-def _over_last_dimension(name: str) -> Callable[..., Any]:
-    """Sums over other dimensions are over the batch, and no concern of a row."""
-    reduce_row = _on_cuda(name)
-
-    def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
-        is_row = dim is not None and [axis % max(x.dim(), 1) for axis in dim] == [x.dim() - 1]
-        return (reduce_row if is_row else _plain)(func, x, dim, *args, **kwargs)
-
-    return override
-
-
-def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-_local = threading.local()
-
-_OVERRIDES: dict[Any, Callable[..., Any]] = {
-    aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
-    aten.mv.default: _mv,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten._softmax.default: _softmax,
-    aten._softmax_backward_data.default: _on_cuda("softmax_backward"),
-    aten._log_softmax.default: _on_cuda("log_softmax"),
-    aten._log_softmax_backward_data.default: _on_cuda("log_softmax_backward"),
-    aten.mean.dim: _over_last_dimension("mean"),
-    aten.sum.dim_IntList: _over_last_dimension("sum"),
-}
-
-REFUSED = frozenset(
-    {
-        aten.addmv.default,
-        aten.addbmm.default,
-        aten.convolution.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-"""Products and attention kernels that would run unchanged, and so are errors inside the mode."""

@@ -72,8 +72,8 @@ def attention_forward(
         packing: Where the sequences are, and what their queries may see.
 
     Returns:
-        The output ``[T, H, D]``, 0 where a query may attend to nothing, and the logarithm of the sum of its
-        exponentials, ``[H, T]`` float32.
+        The output ``[T, H, D]``, 0 where a query may attend to nothing or is of no sequence, and the logarithm of the
+        sum of its exponentials, ``[H, T]`` float32.
 
     Raises:
         ValueError: Shapes or devices do not fit.
@@ -81,8 +81,8 @@ def attention_forward(
         RuntimeError: Triton cannot run here.
     """
     call = _Call.of(query, key, value, packing)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
+    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.zeros(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = tiles_of(query.dtype, query.shape[2]).forward
     call.launch(forward_kernel, tile, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1], output, lse)
     return output, lse
@@ -130,7 +130,7 @@ def attention_backward(
     grad_output, output, lse = grad_output.contiguous(), output.contiguous(), lse.contiguous()
     delta = torch.empty_like(lse)
     grad_query, grad_key, grad_value = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
     tile = tiles_of(query.dtype, query.shape[2]).gradient
     gradients = output, lse, grad_output, delta, grad_query
