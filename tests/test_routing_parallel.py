@@ -8,6 +8,7 @@ two topologies and write down what their routers used and what they scored.
 # ruff: noqa: E402
 
 import importlib.util
+import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -203,7 +204,9 @@ def folder(tmp_path_factory) -> Path:
             whole[NO_REPLAY] = score(model, inputs)
     torch.set_num_threads(threads)
     torch.save(whole, folder / "whole.pt")
-    mp.spawn(work, args=(str(folder),), nprocs=WORLD_SIZE)
+    # One process imports what the four need, and forks them.
+    multiprocessing.set_forkserver_preload([__name__])
+    mp.start_processes(work, args=(str(folder),), nprocs=WORLD_SIZE, start_method="forkserver")
     return folder
 
 

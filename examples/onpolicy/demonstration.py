@@ -15,6 +15,7 @@ from grpo.model import ModelShape
 from mis_ext.onpolicy.audit import audit_logprobs
 from mis_ext.onpolicy.audit_report import AuditReport
 from mis_ext.onpolicy.comparison import compare
+from mis_ext.onpolicy.recording import describe
 
 from .engines import ContinuousBatching, Engine, StaticContext
 from .pieces import Pieces
@@ -191,8 +192,9 @@ class Experiment:
             raise RuntimeError(f"the recordings cannot be compared: {'; '.join(comparison.problems)}")
         first = comparison.first_divergent
         if first is not None:
-            # A module that only hands on what it was given is not to blame.
-            return comparison.culprits[0].name if first.inputs_equal is False and comparison.culprits else first.name
+            # A module that only hands on what it was given is not to blame, and that the model is says nothing.
+            culprits = [module.name for module in comparison.culprits if module.name != describe("")]
+            return culprits[0] if first.inputs_equal is False and culprits else first.name
         with torch.no_grad():
             (scored,) = self._trainer.log_probs([sample])
         equal = torch.equal(scored.cpu(), torch.tensor(completion.log_probs))

@@ -18,7 +18,7 @@ from mis_ext.onpolicy.name_map import Parts
 from mis_ext.onpolicy.recording import Recording
 
 from .pieces import Piece, Pieces
-from .sglang_scheduler import LOGITS, run_scheduler
+from .sglang_scheduler import run_scheduler
 from .trainer import Trainer
 
 
@@ -121,7 +121,7 @@ def to_sglang(shape: ModelShape) -> Mapping[str, str | Parts]:
 
     def logits(rows: Tensor) -> dict[str, Tensor]:
         # SGLang's are in float32, whatever the dtype of the product.
-        return {LOGITS: rows.float()}
+        return {"logits_processor": rows.float()}
 
     return {
         "embedding.word_embeddings": "model.embed_tokens",

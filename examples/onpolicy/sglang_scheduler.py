@@ -17,9 +17,6 @@ from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, rms_norm
 from mis_ext.onpolicy.recorder import record
 from mis_ext.onpolicy.rows import Rows
 
-LOGITS = "next_token_logits"
-"""The module's name under which a recording has the logits."""
-
 MODULES = (
     "model.embed_tokens",
     "model.layers.*_layernorm",
@@ -27,7 +24,7 @@ MODULES = (
     "model.layers.*_proj",
     "model.layers.*.mlp",
     "model.norm",
-    LOGITS,
+    "logits_processor",
 )
 
 
@@ -107,11 +104,7 @@ def _norm_forward(
 
 
 def call_with_hooks(model: nn.Module, stack: ExitStack) -> None:
-    """Let hooks see what they would not until the stack closes: calls of the model, its logits, its attention's input.
-
-    SGLang calls ``model.forward``, which runs no hook of the model itself; returns the logits inside of an object; and
-    gives attention its positions first, where the trainer has the hidden states.
-    """
+    """Let hooks see the calls of the model until the stack closes: SGLang calls ``model.forward``, which runs none."""
     own_forward = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -122,20 +115,8 @@ def call_with_hooks(model: nn.Module, stack: ExitStack) -> None:
         finally:
             model.forward = forward
 
-    def show_logits(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        model.get_submodule(LOGITS)(output.next_token_logits)
-
-    def hidden_states_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {"hidden_states": kwargs["hidden_states"], **kwargs}
-
     model.forward = forward
     stack.callback(delattr, model, "forward")
-    model.add_module(LOGITS, nn.Identity())
-    stack.callback(delattr, model, LOGITS)
-    stack.callback(model.logits_processor.register_forward_hook(show_logits).remove)
-    for layer in model.model.layers:
-        handle = layer.self_attn.register_forward_pre_hook(hidden_states_first, with_kwargs=True)
-        stack.callback(handle.remove)
 
 
 def rows_of(_: nn.Module, args: tuple[Any, ...], __: dict[str, Any]) -> Rows:
