@@ -10,6 +10,7 @@ from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import ulp_distance
+from mis_ext.onpolicy.in_float64 import InFloat64
 from mis_ext.onpolicy.invariance import check_batch_invariance
 from mis_ext.onpolicy.invariance_report import InvarianceReport, Probe
 
@@ -178,6 +179,14 @@ def test_a_fresh_buffer_is_float64_too():
         return rotated_sum(memory)
 
     assert probe_of(check_batch_invariance(fn, normal(12, 64)), "full batch").judged_by == "float64"
+
+
+def test_complex_products_are_float64_too():
+    x, frequencies = normal(4, 2), torch.polar(torch.ones(4), torch.arange(4.0))
+    with InFloat64():
+        turned = torch.view_as_real(torch.view_as_complex(x) * frequencies)
+    expected = torch.view_as_complex(x.double()) * frequencies.to(torch.complex128)
+    assert torch.equal(turned, torch.view_as_real(expected))
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.5, "rounding"), (2.0, "batch-dependent")])
