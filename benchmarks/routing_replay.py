@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from toy_moe import MoEShape, Rollout, build_engine, build_trainer, padded_layout, sample, score, single_process
 
-from mis_ext.onpolicy.routing import RoutedExperts, RoutingDisagreement, routing_disagreement
-from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
+from mis_ext.onpolicy.routing.experts import RoutedExperts, RoutingDisagreement, routing_disagreement
+from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
 
 SETTINGS = {
     "32 experts, top 4": MoEShape(),

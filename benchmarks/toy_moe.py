@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.hf_routing import record_hf_routing
-from mis_ext.onpolicy.routing import RoutedExperts
-from mis_ext.onpolicy.routing_layout import RoutingLayout
+from mis_ext.onpolicy.routing.experts import RoutedExperts
+from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+from mis_ext.onpolicy.routing.layout import RoutingLayout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

@@ -4,44 +4,76 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
-def check_number(key: str, value: Any, *, low: float, high: float) -> float:
-    """``value`` as a float in ``[low, high]``; NaN is never legal."""
+def check_number(
+    key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
+) -> float:
+    """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
+    legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{key} must be a number in [{low:g}, {high:g}], got {value!r}{_yaml_hint(value)}")
-    if not low <= value <= high:
-        raise ValueError(f"{key} must be in [{low:g}, {high:g}], got {value!r}")
+        raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{key} must be in {legal}, got an integer beyond {sys.float_info.max:.1e}")
+    is_above = low < value or (low == value and not open_low)
+    is_below = value < high or (high == value and not open_high)
+    if not (is_above and is_below):
+        raise ValueError(f"{key} must be in {legal}, got {value!r}")
     return float(value)
 
 
 def check_bool(key: str, value: Any) -> bool:
     """``value``, which must be ``True`` or ``False``."""
     if not isinstance(value, bool):
-        raise TypeError(f"{key} must be true or false, got {value!r}")
+        is_quoted = isinstance(value, str) and value.lower() in ("true", "false")
+        hint = " (remove the quotes)" if is_quoted else ""
+        raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
     return value
 
 
-def check_choice(key: str, value: Any, choices: Collection[str]) -> str:
+def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
     """``value``, which must be one of ``choices``."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{key} must be one of {' | '.join(choices)}, got {value!r}{did_you_mean(value, choices)}")
-    return value
+    for choice in choices:
+        if isinstance(value, str) and value == choice:
+            return choice
+    raise ValueError(f"{key} must be one of {' | '.join(choices)}, got {value!a}{did_you_mean(value, choices)}")
 
 
 def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
     """Refuse keys outside ``known``; a misspelling gets the nearest known key."""
     unknown = [key for key in keys if key not in known]
     if unknown:
-        hints = "; ".join(f"{key!r}{did_you_mean(key, known)}" for key in unknown)
+        # In ASCII: a Cyrillic letter would look like the one that is meant.
+        hints = "; ".join(f"{key!a}{did_you_mean(key, known)}" for key in unknown)
         raise ValueError(f"unknown {where}: {hints}. Known: {', '.join(sorted(known))}")
+
+
+def check_mapping(key: str, value: Any) -> dict[str, Any]:
+    """A copy of ``value``, which must be a mapping whose keys are strings."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{key} must be a mapping, got {value!r}")
+    for inner in value:
+        if not isinstance(inner, str):
+            hint = " (YAML reads yes, no, on and off as true and false: quote them)" if isinstance(inner, bool) else ""
+            raise TypeError(f"keys of {key} must be strings, got {inner!r}{hint}")
+    return dict(value)
+
+
+def check_list(key: str, value: Any) -> list[Any]:
+    """A copy of ``value``, which must be a list or a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{key} must be a list, got {value!r}")
+    return list(value)
 
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
     """A suggestion to append to an error message, or nothing."""
-    near = difflib.get_close_matches(str(value), list(choices), n=1)
+    near = difflib.get_close_matches(str(value).casefold(), list(choices), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -52,7 +84,9 @@ def _yaml_hint(value: Any) -> str:
         number = float(value)
     except ValueError:
         return ""
-    if not math.isfinite(number):
+    if math.isnan(number):
+        return ""
+    if math.isinf(number):
         return " (YAML writes infinity as .inf)"
     mantissa, _, exponent = value.lower().partition("e")
     if not exponent:

@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis_ext.onpolicy.audit import audit_logprobs
-from mis_ext.onpolicy.audit_report import Verdict
+from mis_ext.onpolicy.audit.log_probs import audit_logprobs
+from mis_ext.onpolicy.audit.report import Verdict
 
 NAN, INF = math.nan, math.inf
 INTEGER = {
@@ -634,7 +634,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.distributed
 def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_path) -> None:
     # One process imports torch and forks the four: their imports would take longer than all of the tests.
-    multiprocessing.set_forkserver_preload(["mis_ext.onpolicy.audit", "torch.distributed", __name__])
+    multiprocessing.set_forkserver_preload(["mis_ext.onpolicy.audit.log_probs", "torch.distributed", __name__])
     mp.start_processes(work, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
     found = [json.loads(Path(tmp_path, f"{rank}.json").read_text()) for rank in range(4)]
     for name, (train, rollout, columns) in cases().items():

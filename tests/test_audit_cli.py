@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mis_ext.cli import main as mis_ext_command
-from mis_ext.onpolicy.audit_files import read_samples
+from mis_ext.dumps import read_dumps
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
 
@@ -221,7 +221,7 @@ def test_text_in_a_line_may_hold_characters_that_end_a_line_elsewhere(tmp_path) 
     path = tmp_path / "samples.jsonl"
     row = json.dumps(IDS | {"text": "a\u2028b\x85c"}, ensure_ascii=False)
     path.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n{row}\r\n".encode())
-    assert len(read_samples(path)) == 2
+    assert len(read_dumps([path])) == 2
 
 
 def test_files_of_rounded_and_of_whole_numbers_are_compared_together(tmp_path) -> None:
@@ -239,7 +239,7 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
     data["rollout_log_probs"] = [tuple(x.tolist()) for x in data["rollout_log_probs"]]
     assert main(dump(tmp_path, 0, data)) == 0
     data["rollout_log_probs"][0] = (-0.1, -0.2, -0.3, -0.4)
-    assert read_samples(dump(tmp_path, 0, data))[0].rollout_log_probs.dtype == torch.float64
+    assert read_dumps([dump(tmp_path, 0, data)])[0].behavior_log_probs.dtype == torch.float64
 
 
 def test_an_empty_response_has_no_token_ids(tmp_path) -> None:
@@ -318,5 +318,5 @@ def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypat
 def test_tensors_keep_the_dtype_they_were_dumped_in(tmp_path) -> None:
     data = rollout_data(4)
     data["rollout_log_probs"] = [x.bfloat16() for x in data["rollout_log_probs"]]
-    sample = read_samples(dump(tmp_path, 0, data))[0]
-    assert (sample.train_log_probs.dtype, sample.rollout_log_probs.dtype) == (torch.float32, torch.bfloat16)
+    sample = read_dumps([dump(tmp_path, 0, data)])[0]
+    assert (sample.proximal_log_probs.dtype, sample.behavior_log_probs.dtype) == (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from triton_support import DEVICE, HAS_GPU, OBSTACLE
+from triton_support import DEVICE, HAS_GPU, OBSTACLE, dot_of_the_interpreter
 
 from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
@@ -26,6 +26,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     *([pytest.mark.gpu] if HAS_GPU else []),
 ]
+
+
+@pytest.fixture(autouse=True)
+def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
+    """As on a GPU, whose instruction for a tile rounds all of its rows alike."""
+    if not HAS_GPU:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_the_interpreter)
+
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tiny_decoder import HIDDEN, SEQUENCES, TinyDecoder, packed, padded, planted, recording_of
 from torch import Tensor, nn
 
-from mis_ext.onpolicy import row_difference
-from mis_ext.onpolicy.comparison import compare
-from mis_ext.onpolicy.name_map import NameMap
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.recording import Recording, RecordingBuilder
-from mis_ext.onpolicy.row_difference import Row
-from mis_ext.onpolicy.rows import PlacedRows, Rows
+from mis_ext.onpolicy.recording import row_difference
+from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.name_map import NameMap
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.recordings import Recording, RecordingBuilder
+from mis_ext.onpolicy.recording.row_difference import Row
+from mis_ext.onpolicy.recording.rows import PlacedRows, Rows
 
 KINDS = ["norm", "attention.qkv", "attention.core", "attention.out", "mlp.1", "mlp.3", "mlp.0"]
 TOKENS = [(sequence, position) for sequence, ids in enumerate(SEQUENCES) for position in range(len(ids))]

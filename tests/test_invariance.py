@@ -10,9 +10,9 @@ from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import ulp_distance
-from mis_ext.onpolicy.in_float64 import InFloat64
-from mis_ext.onpolicy.invariance import check_batch_invariance
-from mis_ext.onpolicy.invariance_report import InvarianceReport, Probe
+from mis_ext.onpolicy.invariance.batch import check_batch_invariance
+from mis_ext.onpolicy.invariance.in_float64 import InFloat64
+from mis_ext.onpolicy.invariance.report import InvarianceReport, Probe
 
 NUM_ROWS = 36  # No chunk size leaves a remainder that is itself a chunk size.
 

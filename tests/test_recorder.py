@@ -12,10 +12,10 @@ from tiny_decoder import SEQUENCES, VOCABULARY, TinyDecoder, packed, padded, rec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mis_ext.onpolicy.comparison import compare
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.rows import Rows, place_rows
+from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.rows import Rows, place_rows
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from zigzag import owner
 
-from mis_ext.onpolicy.routing import RoutedExperts, RoutingDisagreement, routing_disagreement
-from mis_ext.onpolicy.routing_layout import RoutingLayout
+from mis_ext.onpolicy.routing.experts import RoutedExperts, RoutingDisagreement, routing_disagreement
+from mis_ext.onpolicy.routing.layout import RoutingLayout
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers not installed"
@@ -70,7 +70,7 @@ def test_what_is_no_tensor_is_refused_with_the_way_to_make_one(rows) -> None:
     kind = type(rows).__name__
     with pytest.raises(TypeError, match=rf"experts_TLK must be a tensor, got {kind}: torch\.tensor\(.*\) makes one"):
         RoutedExperts(experts_TLK=rows, num_experts=8)
-    with pytest.raises(TypeError, match=f"rows_RLK must be a tensor, got {kind}"):
+    with pytest.raises(TypeError, match=f"rows_NLK must be a tensor, got {kind}"):
         RoutedExperts.from_rows(rows, num_tokens=2, num_experts=8)
 
 
@@ -286,7 +286,7 @@ def dispatched_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
 @needs_transformers
 @torch.no_grad()
 def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
-    from mis_ext.onpolicy.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
 
     model = tiny_qwen3_moe()
     lengths = [9, 6]
@@ -323,7 +323,7 @@ def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
 
 @needs_transformers
 def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> None:
-    from mis_ext.onpolicy.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
 
     model, tokens = tiny_qwen3_moe(), torch.randint(1, 50, (2, 4))
     settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -345,7 +345,7 @@ def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> No
 @needs_transformers
 @torch.no_grad()
 def test_a_recording_of_an_engine_leaves_no_hook_and_refuses_what_it_cannot_place() -> None:
-    from mis_ext.onpolicy.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
 
     model = tiny_qwen3_moe()
     with (

@@ -38,9 +38,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from toy_moe import MoEShape, build_trainer, megatron_processes, single_process
 
-from mis_ext.onpolicy.routing import RoutedExperts
-from mis_ext.onpolicy.routing_layout import RoutingLayout
-from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
+from mis_ext.onpolicy.routing.experts import RoutedExperts
+from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
 
 pytestmark = [
     pytest.mark.distributed,

@@ -38,10 +38,10 @@ with warnings.catch_warnings():
     from routing_replay import measure
     from toy_moe import MoEShape, build_trainer, score, single_process
 
-from mis_ext.onpolicy.routing import RoutedExperts
-from mis_ext.onpolicy.routing_layout import LocalRouting, RoutingLayout
-from mis_ext.onpolicy.routing_passes import ForwardPasses
-from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
+from mis_ext.onpolicy.routing.experts import RoutedExperts
+from mis_ext.onpolicy.routing.layout import LocalRouting, RoutingLayout
+from mis_ext.onpolicy.routing.passes import ForwardPasses
+from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
 
 pytestmark = [
     # Of Megatron-Core itself, at every projection.

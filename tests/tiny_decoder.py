@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.rows import Rows
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.rows import Rows
 
 HIDDEN, FFN, VOCABULARY = 8, 12, 11
 

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from grpo.model import ModelShape
 
-from mis_ext.onpolicy.audit import audit_logprobs
-from mis_ext.onpolicy.audit_report import AuditReport
-from mis_ext.onpolicy.comparison import compare
-from mis_ext.onpolicy.recording import describe
+from mis_ext.onpolicy.audit.log_probs import audit_logprobs
+from mis_ext.onpolicy.audit.report import AuditReport
+from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.recordings import describe
 
 from .engines import ContinuousBatching, Engine, StaticContext
 from .pieces import Pieces

@@ -14,10 +14,10 @@ from grpo.model import ModelShape, build_model, hf_config, transformer_config
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.name_map import Parts
-from mis_ext.onpolicy.recorder import Recorder, record
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.rows import Rows
+from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.recorder import Recorder, record
+from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.rows import Rows
 
 from .names import TRAINER_MODULES, TRANSFORMERS_MODULES, to_transformers
 from .pieces import (

@@ -14,8 +14,8 @@ from grpo.model import ModelShape, hf_config
 from grpo.sglang_engine import SGLangEngine
 from torch import Tensor
 
-from mis_ext.onpolicy.name_map import Parts
-from mis_ext.onpolicy.recording import Recording
+from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.recordings import Recording
 
 from .pieces import Piece, Pieces
 from .sglang_scheduler import run_scheduler

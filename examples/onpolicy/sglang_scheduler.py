@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, rms_norm
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.rows import Rows
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.rows import Rows
 
 MODULES = (
     "model.embed_tokens",

@@ -10,9 +10,9 @@ from grpo.cpu import megatron_device
 from grpo.model import ModelShape, build_model, export_weights, transformer_config
 from torch import Tensor
 
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.rows import Rows
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.rows import Rows
 
 from .names import TRAINER_MODULES
 from .pieces import FixedBlockAttention, Piece, Pieces, align_norms, products, sampled_log_probs

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mis_ext.onpolicy.audit_files import FileSample
-    from mis_ext.onpolicy.audit_report import AuditReport
+    from mis_ext.dumps import DumpedSample
+    from mis_ext.onpolicy.audit.report import AuditReport
 
 _MIN_FILES_FOR_PROGRESS = 4
 _COLORS = {"EXACT": "green", "EXACT_UP_TO_SIGNED_ZERO": "green", "DIFFERENT": "red", "INVALID": "magenta"}
@@ -22,9 +22,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="are the trainer's log-probs the bits that the engine sampled with?",
         description=(
             "Compares the log-probs of both engines bit by bit. Files: .pt of slime's --save-debug-train-data or of "
-            "Miles' --dump-details (one per data-parallel rank, of the last pipeline stage, without context "
-            "parallelism), or .jsonl with log_probs, rollout_log_probs, loss_mask, ... of one sample per line. Exit "
-            "code: 0 exact, 1 different or invalid, 2 unreadable."
+            "Miles' --dump-details (where each rank wrote a file: one per data-parallel rank, of the last pipeline "
+            "stage, without context parallelism), or .jsonl with log_probs, rollout_log_probs, loss_mask, ... of one "
+            "sample per line. Exit code: 0 exact, 1 different or invalid, 2 unreadable."
         ),
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Audit the files, show the report; 0 if it passed, else 1."""
     # Before the work: the report is shown with it.
     _require_rich()
-    from mis_ext.onpolicy.audit_files import audit_samples
+    from mis_ext.onpolicy.audit.dumps import audit_samples
 
     report = audit_samples(
         _read_all(parsed.files, trust_pickle=parsed.trust_pickle),
@@ -73,15 +73,15 @@ def _require_rich() -> None:
         raise OSError("mis-ext audit needs rich: pip install mis_ext[cli]") from error
 
 
-def _read_all(paths: list[Path], *, trust_pickle: bool) -> list[FileSample]:
+def _read_all(paths: list[Path], *, trust_pickle: bool) -> list[DumpedSample]:
     from rich.console import Console
     from rich.progress import track
 
-    from mis_ext.onpolicy.audit_files import read_samples
+    from mis_ext.dumps import read_dumps
 
     few = len(paths) < _MIN_FILES_FOR_PROGRESS
     tracked = track(paths, "reading", console=Console(stderr=True), transient=True, disable=few)
-    return [sample for path in tracked for sample in read_samples(path, trust_pickle=trust_pickle)]
+    return read_dumps(tracked, trust_pickle=trust_pickle)
 
 
 def _show(report: AuditReport) -> None:

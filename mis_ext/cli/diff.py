@@ -9,11 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.onpolicy.comparison import compare
-from mis_ext.onpolicy.comparison_result import Comparison
-from mis_ext.onpolicy.name_map import NameMap
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.sglang_dumps import read_sglang_dumps
+from mis_ext import onpolicy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,10 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
     if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
         raise ValueError(f"as many requests of A as of B must be given, got {requests_a} and {requests_b}")
-    comparison = compare(
+    comparison = onpolicy.compare(
         _read(arguments.a, requests_a),
         _read(arguments.b, requests_b),
-        names=NameMap.load(arguments.map) if arguments.map else None,
+        names=onpolicy.NameMap.load(arguments.map) if arguments.map else None,
         allow_missing=arguments.allow_missing,
         allow_rows=arguments.allow_rows,
         allow_dtype=arguments.allow_dtype,
@@ -74,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if comparison.passed else 1
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: onpolicy.Comparison) -> dict[str, Any]:
     """Everything in the comparison; numbers that JSON does not have are strings."""
     found = asdict(comparison)
     for module in found["modules"]:
@@ -91,11 +87,11 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, requests: list[str] | None) -> Recording:
-    return read_sglang_dumps(path, requests=requests) if path.is_dir() else Recording.load(path)
+def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:
+    return onpolicy.read_sglang_dumps(path, requests=requests) if path.is_dir() else onpolicy.Recording.load(path)
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: onpolicy.Comparison) -> Table:
     from rich.table import Column, Table
     from rich.text import Text
 

@@ -4,28 +4,56 @@ Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`
 :func:`batch_invariant_mode`, :func:`replay_routing`.
 """
 
-from mis_ext.onpolicy.audit import audit_logprobs
-from mis_ext.onpolicy.audit_report import AuditReport, Verdict
-from mis_ext.onpolicy.batch_invariant import (
-    attention,
-    batch_invariant_forward,
-    batch_invariant_mode,
-    is_batch_invariant,
-)
-from mis_ext.onpolicy.comparison import compare
-from mis_ext.onpolicy.comparison_result import Comparison
-from mis_ext.onpolicy.hf_routing import record_hf_routing
-from mis_ext.onpolicy.invariance import check_batch_invariance
-from mis_ext.onpolicy.invariance_report import InvarianceReport
-from mis_ext.onpolicy.name_map import NameMap
-from mis_ext.onpolicy.recorder import record
-from mis_ext.onpolicy.recording import Recording
-from mis_ext.onpolicy.routing import RoutedExperts, routing_disagreement
-from mis_ext.onpolicy.routing_layout import RoutingLayout
-from mis_ext.onpolicy.routing_replay import record_routing, replay_routing
-from mis_ext.onpolicy.rows import Rows
-from mis_ext.onpolicy.sequence_invariance import check_sequence_invariance
-from mis_ext.onpolicy.sglang_dumps import read_sglang_dumps
+from typing import TYPE_CHECKING
+
+from mis_ext.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mis_ext.onpolicy.audit.log_probs import audit_logprobs
+    from mis_ext.onpolicy.audit.report import AuditReport, Verdict
+    from mis_ext.onpolicy.batch_invariant import (
+        attention,
+        batch_invariant_forward,
+        batch_invariant_mode,
+        is_batch_invariant,
+    )
+    from mis_ext.onpolicy.invariance.batch import check_batch_invariance
+    from mis_ext.onpolicy.invariance.report import InvarianceReport
+    from mis_ext.onpolicy.invariance.sequence import check_sequence_invariance
+    from mis_ext.onpolicy.recording.comparison import compare
+    from mis_ext.onpolicy.recording.comparison_result import Comparison
+    from mis_ext.onpolicy.recording.name_map import NameMap
+    from mis_ext.onpolicy.recording.recorder import record
+    from mis_ext.onpolicy.recording.recordings import Recording
+    from mis_ext.onpolicy.recording.rows import Rows
+    from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps
+    from mis_ext.onpolicy.routing.experts import RoutedExperts, routing_disagreement
+    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.layout import RoutingLayout
+    from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "audit.log_probs": ("audit_logprobs",),
+            "audit.report": ("AuditReport", "Verdict"),
+            "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
+            "invariance.batch": ("check_batch_invariance",),
+            "invariance.report": ("InvarianceReport",),
+            "invariance.sequence": ("check_sequence_invariance",),
+            "recording.comparison": ("compare",),
+            "recording.comparison_result": ("Comparison",),
+            "recording.name_map": ("NameMap",),
+            "recording.recorder": ("record",),
+            "recording.recordings": ("Recording",),
+            "recording.rows": ("Rows",),
+            "recording.sglang_dumps": ("read_sglang_dumps",),
+            "routing.experts": ("RoutedExperts", "routing_disagreement"),
+            "routing.hf_routing": ("record_hf_routing",),
+            "routing.layout": ("RoutingLayout",),
+            "routing.replay": ("record_routing", "replay_routing"),
+        },
+    )
 
 __all__ = [
     "AuditReport",

@@ -5,37 +5,74 @@ text: :func:`detect_post_processing`. What a log-prob is of: :func:`define_log_p
 :func:`generate`.
 """
 
-from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
-from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.built import Built
-from mis_ext.rollout.conversations.policies import Policy
-from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
-from mis_ext.rollout.definitions.distribution import Distribution, Truncation
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
-from mis_ext.rollout.definitions.scoring import (
-    BehaviorLogProbs,
-    TrainerLogProbs,
-    behavior_log_probs,
-    trainer_log_probs,
-)
-from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
-from mis_ext.rollout.errors import (
-    AbortedRequest,
-    BoundaryError,
-    Contradiction,
-    CountMismatch,
-    LogProbError,
-    MalformedResponse,
-    RolloutError,
-    UnprovenTokenIds,
-)
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
-from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
-from mis_ext.rollout.training_sample import TrainingSample
+from typing import TYPE_CHECKING
+
+from mis_ext.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
+    from mis_ext.rollout.conversations.builder import build_samples
+    from mis_ext.rollout.conversations.built import Built
+    from mis_ext.rollout.conversations.policies import Policy
+    from mis_ext.rollout.custom_generate.function import generate
+    from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
+    from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+    from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+    from mis_ext.rollout.definitions.scoring import (
+        BehaviorLogProbs,
+        TrainerLogProbs,
+        behavior_log_probs,
+        trainer_log_probs,
+    )
+    from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
+    from mis_ext.rollout.errors import (
+        AbortedRequest,
+        BoundaryError,
+        Contradiction,
+        CountMismatch,
+        LogProbError,
+        MalformedResponse,
+        RolloutError,
+        UnprovenTokenIds,
+    )
+    from mis_ext.rollout.generation import Generation
+    from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
+    from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
+    from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
+    from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+    from mis_ext.rollout.training_sample import TrainingSample
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind"),
+            "conversations.builder": ("build_samples",),
+            "conversations.built": ("Built",),
+            "conversations.policies": ("Policy",),
+            "custom_generate.function": ("generate",),
+            "definitions.definition": ("LogProbDefinition", "define_log_probs"),
+            "definitions.distribution": ("Distribution", "Truncation"),
+            "definitions.sampling_parameters": ("SamplingParameters",),
+            "definitions.scoring": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
+            "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
+            "errors": (
+                "AbortedRequest",
+                "BoundaryError",
+                "Contradiction",
+                "CountMismatch",
+                "LogProbError",
+                "MalformedResponse",
+                "RolloutError",
+                "UnprovenTokenIds",
+            ),
+            "generation": ("Generation",),
+            "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
+            "readers.openai": ("read_openai_chat", "read_openai_completions"),
+            "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
+            "readers.vllm": ("read_vllm_chat", "read_vllm_completions"),
+            "training_sample": ("TrainingSample",),
+        },
+    )
 
 __all__ = [
     "AbortedRequest",

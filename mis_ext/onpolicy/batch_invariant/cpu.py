@@ -74,10 +74,10 @@ class _Tiles(NamedTuple):
     """Tiles of ``TILE_ROWS`` queries of one sequence each, those with the most key blocks first."""
 
     sequence_N: Tensor
-    row_NR: Tensor
-    query_NR: Tensor
-    is_query_NR: Tensor
-    position_NR: Tensor
+    row_NQ: Tensor
+    query_NQ: Tensor
+    is_query_NQ: Tensor
+    position_NQ: Tensor
     first_key_N: Tensor
     num_keys_N: Tensor
     num_blocks_N: Tensor
@@ -98,22 +98,22 @@ def attention_forward(
     num_heads, dtype = query.shape[1], _compute_dtype(query)
     tiles = _make_tiles(cu_seqlens_q, cu_seqlens_k, is_causal=is_causal)
     num_tiles, group = len(tiles.sequence_N), num_heads // key.shape[1]
-    query_NHRD = query[tiles.query_NR].to(dtype).transpose(1, 2).contiguous()
-    maximum = query_NHRD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
+    query_NHQD = query[tiles.query_NQ].to(dtype).transpose(1, 2).contiguous()
+    maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(maximum)
-    output = query_NHRD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
+    output = query_NHQD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
     for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
         live = int((tiles.num_blocks_N > block).sum())
-        key_position_C = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
-        is_key_NC = key_position_C < tiles.num_keys_N[:live, None]
-        key_NC = torch.where(is_key_NC, tiles.first_key_N[:live, None] + key_position_C, 0)
-        seen = is_key_NC[:, None, None, :]
+        key_position_J = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
+        is_key_NJ = key_position_J < tiles.num_keys_N[:live, None]
+        key_NJ = torch.where(is_key_NJ, tiles.first_key_N[:live, None] + key_position_J, 0)
+        seen = is_key_NJ[:, None, None, :]
         if is_causal:
-            seen = seen & (key_position_C <= tiles.position_NR[:live, :, None])[:, None]
+            seen = seen & (key_position_J <= tiles.position_NQ[:live, :, None])[:, None]
         if mask is not None:
-            seen = seen & _mask_tile(mask, tiles, live, key_position_C)
-        keys, values = (_key_block(x, key_NC, is_key_NC, group, dtype) for x in (key, value))
-        scores = torch.matmul(query_NHRD[:live], keys.transpose(-1, -2).contiguous()) * scale
+            seen = seen & _mask_tile(mask, tiles, live, key_position_J)
+        keys, values = (_key_block(x, key_NJ, is_key_NJ, group, dtype) for x in (key, value))
+        scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * scale
         scores = torch.where(seen, scores, -torch.inf)
         new_maximum = torch.maximum(maximum[:live], scores.amax(-1, keepdim=True))
         # A row that has seen nothing yet stays at -inf without computing -inf - -inf.
@@ -126,9 +126,9 @@ def attention_forward(
     log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
     output = torch.where(total > 0, output / total, 0.0)
     packed = query.new_zeros(*query.shape[:2], value.shape[-1])
-    packed[tiles.query_NR[tiles.is_query_NR]] = output.transpose(1, 2)[tiles.is_query_NR].to(query.dtype)
-    lse = query_NHRD.new_zeros(num_heads, query.shape[0])
-    lse[:, tiles.query_NR[tiles.is_query_NR]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NR].t()
+    packed[tiles.query_NQ[tiles.is_query_NQ]] = output.transpose(1, 2)[tiles.is_query_NQ].to(query.dtype)
+    lse = query_NHQD.new_zeros(num_heads, query.shape[0])
+    lse[:, tiles.query_NQ[tiles.is_query_NQ]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NQ].t()
     return packed, lse
 
 
@@ -171,19 +171,19 @@ def _make_tiles(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, is_causal: bool) 
     tiles_S = (num_q_S + TILE_ROWS - 1) // TILE_ROWS
     sequence_N = torch.repeat_interleave(torch.arange(len(tiles_S)), tiles_S)
     tile_of_sequence_N = torch.arange(len(sequence_N)) - (tiles_S.cumsum(0) - tiles_S)[sequence_N]
-    row_NR = tile_of_sequence_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
-    is_query_NR = row_NR < num_q_S[sequence_N, None]
-    query_NR = torch.where(is_query_NR, cu_seqlens_q.long()[sequence_N, None] + row_NR, 0)
-    position_NR = row_NR + (num_k_S - num_q_S)[sequence_N, None]
-    last_N = torch.where(is_query_NR, position_NR, -1).amax(1) + 1 if len(sequence_N) else sequence_N
+    row_NQ = tile_of_sequence_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
+    is_query_NQ = row_NQ < num_q_S[sequence_N, None]
+    query_NQ = torch.where(is_query_NQ, cu_seqlens_q.long()[sequence_N, None] + row_NQ, 0)
+    position_NQ = row_NQ + (num_k_S - num_q_S)[sequence_N, None]
+    last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(sequence_N) else sequence_N
     num_keys_N = num_k_S[sequence_N]
     num_blocks_N = ((last_N if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
     tiles = _Tiles(
         sequence_N=sequence_N,
-        row_NR=row_NR,
-        query_NR=query_NR,
-        is_query_NR=is_query_NR,
-        position_NR=position_NR,
+        row_NQ=row_NQ,
+        query_NQ=query_NQ,
+        is_query_NQ=is_query_NQ,
+        position_NQ=position_NQ,
         first_key_N=cu_seqlens_k.long()[sequence_N],
         num_keys_N=num_keys_N,
         num_blocks_N=num_blocks_N,
@@ -192,17 +192,17 @@ def _make_tiles(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, is_causal: bool) 
     return _Tiles._make(part[order_N] for part in tiles)
 
 
-def _key_block(x: Tensor, key_NC: Tensor, is_key_NC: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+def _key_block(x: Tensor, key_NJ: Tensor, is_key_NJ: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """``[N, H, KEY_BLOCK, D]``; zeros beyond the end of a sequence, where another one may hold anything."""
-    block = torch.where(is_key_NC[:, :, None, None], x[key_NC].to(dtype), 0.0)
+    block = torch.where(is_key_NJ[:, :, None, None], x[key_NJ].to(dtype), 0.0)
     return block.transpose(1, 2).repeat_interleave(group, dim=1)
 
 
-def _mask_tile(mask: Tensor, tiles: _Tiles, live: int, key_position_C: Tensor) -> Tensor:
+def _mask_tile(mask: Tensor, tiles: _Tiles, live: int, key_position_J: Tensor) -> Tensor:
     """``[N, 1 or H, TILE_ROWS, KEY_BLOCK]``; what lies beyond the mask's edges is no query and no key."""
-    row_NR = tiles.row_NR[:live].clamp(max=mask.shape[2] - 1)
-    key_C = key_position_C.clamp(max=mask.shape[3] - 1)
-    return mask[tiles.sequence_N[:live, None, None], :, row_NR[:, :, None], key_C].movedim(-1, 1)
+    row_NQ = tiles.row_NQ[:live].clamp(max=mask.shape[2] - 1)
+    key_C = key_position_J.clamp(max=mask.shape[3] - 1)
+    return mask[tiles.sequence_N[:live, None, None], :, row_NQ[:, :, None], key_C].movedim(-1, 1)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

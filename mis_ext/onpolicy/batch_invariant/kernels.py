@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mis_ext.backend import triton_obstacle
+from mis_ext.correction.backend import triton_obstacle
 from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.onpolicy.batch_invariant.packing import Packing
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from mis_ext.backend import triton_obstacle
+from mis_ext.correction.backend import triton_obstacle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IS_HIP = torch.version.hip is not None

@@ -7,7 +7,7 @@ lanes are spread over threads.
 
 import triton.language as tl
 
-from mis_ext.kernels.launch import kernel
+from mis_ext.correction.triton.launch import kernel
 
 
 @kernel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.kernels.launch import BoundKernel, dtypes_of
+from mis_ext.correction.triton.launch import BoundKernel, dtypes_of
 from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors, launching_on
 from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
     rms_norm_kernel,

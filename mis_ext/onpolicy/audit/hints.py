@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mis_ext.guards import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS, MIN_SHIFT_TOKENS, SHIFT_FACTOR
-from mis_ext.onpolicy.audit_report import Provenance
-from mis_ext.onpolicy.audit_sample import Facts
+from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS, MIN_SHIFT_TOKENS, SHIFT_FACTOR
+from mis_ext.onpolicy.audit.report import Provenance
+from mis_ext.onpolicy.audit.sample import Facts
 
 MAX_KERNEL_MEAN = 0.1
 MAX_KERNEL_DIFF = 1.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mis_ext.onpolicy.routing import RoutedExperts
+from mis_ext.onpolicy.routing.experts import RoutedExperts
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from mis_ext.checks import check_choice, did_you_mean
-from mis_ext.onpolicy.activations import positional_parameters, tensors_in
 from mis_ext.onpolicy.backward import is_in_backward
-from mis_ext.onpolicy.recording import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
-from mis_ext.onpolicy.rows import LAYOUTS, Layout, Rows, place_rows
+from mis_ext.onpolicy.recording.activations import positional_parameters, tensors_in
+from mis_ext.onpolicy.recording.recordings import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
+from mis_ext.onpolicy.recording.rows import LAYOUTS, Layout, Rows, place_rows
 
 NotPlaced = Literal["none"]
 RowsOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Rows | None]

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from mis_ext.onpolicy.backward import is_in_backward
-from mis_ext.onpolicy.megatron_routers import Layer, Occupant, Routers, TopK
-from mis_ext.onpolicy.routing import NOT_RECORDED
-from mis_ext.onpolicy.routing_layout import LocalRouting
-from mis_ext.onpolicy.routing_passes import ForwardPass, ForwardPasses, running_node
+from mis_ext.onpolicy.routing.experts import NOT_RECORDED
+from mis_ext.onpolicy.routing.layout import LocalRouting
+from mis_ext.onpolicy.routing.megatron_routers import Layer, Occupant, Routers, TopK
+from mis_ext.onpolicy.routing.passes import ForwardPass, ForwardPasses, running_node
 
 
 @contextmanager

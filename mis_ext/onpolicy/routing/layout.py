@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks import check_choice
-from mis_ext.onpolicy.routing import NOT_RECORDED, RoutedExperts
+from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.onpolicy.routing.experts import NOT_RECORDED, RoutedExperts
 
 MissingPolicy = Literal["error", "own"]
 
@@ -72,7 +73,7 @@ class RoutingLayout:
         Raises:
             ValueError: A rank or length is illegal, or the rows do not divide among the tensor-parallel ranks.
         """
-        parts = [_zigzag(length, cp_rank=cp_rank, cp_size=cp_size) for length in _checked(lengths)]
+        parts = [_local_positions(length, cp_rank=cp_rank, cp_size=cp_size) for length in _checked(lengths)]
         position_T = torch.cat(parts)
         sample_T = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
         if num_local_tokens is not None:
@@ -109,7 +110,7 @@ class RoutingLayout:
         """
         if max(_checked(lengths)) > padded_length:
             raise ValueError(f"padded_length = {padded_length} is less than the longest sample, {max(lengths)}")
-        local = _zigzag(padded_length, cp_rank=cp_rank, cp_size=cp_size)
+        local = _local_positions(padded_length, cp_rank=cp_rank, cp_size=cp_size)
         if len(local) % tp_size:
             raise ValueError(f"{len(local)} positions do not divide among tp_size = {tp_size} ranks")
         sample_T = torch.arange(len(lengths)).repeat(len(local))
@@ -205,11 +206,8 @@ def _check_rank(name: str, rank: int, size: int) -> None:
         raise ValueError(f"{name}_rank must be in [0, {name}_size = {size}), got {rank}")
 
 
-def _zigzag(length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+def _local_positions(length: int, *, cp_rank: int, cp_size: int) -> Tensor:
     """The positions of one sequence that a context-parallel rank holds."""
     _check_rank("cp", cp_rank, cp_size)
-    if cp_size == 1:
-        return torch.arange(length)
-    chunk = -(-length // (2 * cp_size))
-    starts = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank]) * chunk
-    return (starts[:, None] + torch.arange(chunk)).flatten()
+    runs = owned_chunks(cp_rank=cp_rank, cp_size=cp_size).ranges(length)
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])

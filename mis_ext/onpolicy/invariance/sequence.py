@@ -8,8 +8,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.invariance_report import InvarianceReport
-from mis_ext.onpolicy.probes import Body, Piece, Probing, call_rows
+from mis_ext.onpolicy.invariance.probes import Body, Piece, Probing, call_rows
+from mis_ext.onpolicy.invariance.report import InvarianceReport
 
 _CHUNK_SIZES = (2, 3, 16, 64, 256, 1024)
 # Odd, so that blocks of a kernel that starts counting at the padding never line up with those of the reference.
@@ -21,7 +21,7 @@ SequenceFunction = Callable[[Tensor], Tensor]
 
 
 class PaddedFunction(Protocol):
-    """``[B, L, ...]`` to ``[B, L, ...]``; row ``b`` holds ``lengths_B[b]`` tokens and padding on one side."""
+    """``[B, T, ...]`` to ``[B, T, ...]``; row ``b`` holds ``lengths_B[b]`` tokens and padding on one side."""
 
     def __call__(self, batch: Tensor, lengths_B: Tensor, side: Side) -> Tensor:
         """Outputs of all ``L`` positions; ``side`` is where the padding is, whose outputs are ignored."""
@@ -39,8 +39,8 @@ def check_sequence_invariance(
     The reference is ``fn(sequence)``, one forward over all of it. Probed are: repeated runs, shorter prefixes, decoding
     token by token, chunked prefill with several chunk sizes, half a prefill and then decoding, and a batch of three
     lengths padded on the left or right with tokens of the sequence. Kinds are those of
-    :func:`~mis_ext.onpolicy.invariance.check_batch_invariance`; "batch-dependent" is an output that truly depends on
-    later tokens, on padding, or on where a chunk ends.
+    :func:`~mis_ext.onpolicy.invariance.batch.check_batch_invariance`; "batch-dependent" is an output that truly depends
+    on later tokens, on padding, or on where a chunk ends.
 
     A transformers model, with ids as the sequence::
 
@@ -55,8 +55,8 @@ def check_sequence_invariance(
         sequence: ``[T, ...]`` with ``T`` at least 2; more tokens try more lengths.
         make_decoder: Starts a decoder with an empty cache: called with the next tokens, it returns their outputs and
             remembers them. Without it, decoding and chunked prefill are listed as not run.
-        padded: ``padded(batch, lengths_B, side)`` is a mask-aware forward over ``[B, L, ...]`` that returns
-            ``[B, L, ...]``. Without it, padding is listed as not run.
+        padded: ``padded(batch, lengths_B, side)`` is a mask-aware forward over ``[B, T, ...]`` that returns
+            ``[B, T, ...]``. Without it, padding is listed as not run.
 
     Raises:
         ValueError: The sequence has fewer than two tokens.

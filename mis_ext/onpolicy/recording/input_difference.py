@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.recording import Entry
-from mis_ext.onpolicy.row_difference import row_difference, row_size
+from mis_ext.onpolicy.recording.recordings import Entry
+from mis_ext.onpolicy.recording.row_difference import row_difference, row_size
 
 
 class InputState(NamedTuple):

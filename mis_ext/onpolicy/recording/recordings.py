@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_ext.checks import check_choice
 from mis_ext.onpolicy.bits import same_bits
-from mis_ext.onpolicy.rows import PlacedRows
+from mis_ext.onpolicy.recording.rows import PlacedRows
 
 Kind = Literal["inputs", "outputs"]
 Repeated = Literal["error", "first", "last"]

@@ -79,18 +79,18 @@ class RoutedExperts:
         return self.experts_TLK[:, 0, 0] != NOT_RECORDED
 
     @classmethod
-    def from_rows(cls, rows_RLK: Tensor, *, num_tokens: int, num_experts: int, start: int = 0) -> RoutedExperts:
+    def from_rows(cls, rows_NLK: Tensor, *, num_tokens: int, num_experts: int, start: int = 0) -> RoutedExperts:
         """A sample of ``num_tokens`` tokens of which the ``R`` from position ``start`` on are recorded.
 
         Raises:
             TypeError: See the class.
             ValueError: The rows do not fit in, or see the class.
         """
-        _check_tensor("rows_RLK", rows_RLK)
-        if not 0 <= start <= start + len(rows_RLK) <= num_tokens:
-            raise ValueError(f"{len(rows_RLK)} rows from position {start} on do not fit into {num_tokens} tokens")
-        experts_TLK = rows_RLK.new_full((num_tokens, *rows_RLK.shape[1:]), NOT_RECORDED)
-        experts_TLK[start : start + len(rows_RLK)] = rows_RLK
+        _check_tensor("rows_NLK", rows_NLK)
+        if not 0 <= start <= start + len(rows_NLK) <= num_tokens:
+            raise ValueError(f"{len(rows_NLK)} rows from position {start} on do not fit into {num_tokens} tokens")
+        experts_TLK = rows_NLK.new_full((num_tokens, *rows_NLK.shape[1:]), NOT_RECORDED)
+        experts_TLK[start : start + len(rows_NLK)] = rows_NLK
         return cls(experts_TLK=experts_TLK, num_experts=num_experts)
 
     @classmethod
@@ -140,12 +140,12 @@ class RoutedExperts:
                 f"{len(values) / (num_layers * topk):g} rows from position {start} on, and num_tokens = {num_tokens} "
                 f"needs {num_tokens - 1 - start}"
             )
-        rows_RLK = values.view(rows, num_layers, topk)
+        rows_NLK = values.view(rows, num_layers, topk)
         if moe_layers is not None:
-            rows_RLK = rows_RLK[:, list(moe_layers)]
-        if rows and not rows_RLK.any():
+            rows_NLK = rows_NLK[:, list(moe_layers)]
+        if rows and not rows_NLK.any():
             raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
-        return cls.from_rows(rows_RLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
+        return cls.from_rows(rows_NLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
 
 
 class RoutingDisagreement(NamedTuple):

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.checks import check_choice
-from mis_ext.collectives import gather_objects
-from mis_ext.onpolicy.audit_checks import Sample
-from mis_ext.onpolicy.audit_hints import cautions, likely_cause
-from mis_ext.onpolicy.audit_report import PROVENANCES, AuditReport, DecileRow, Problem, Provenance, Verdict
-from mis_ext.onpolicy.audit_sample import NUM_DECILES, Facts, examine
+from mis_ext.correction.collectives import gather_objects
+from mis_ext.onpolicy.audit.checks import Sample
+from mis_ext.onpolicy.audit.hints import cautions, likely_cause
+from mis_ext.onpolicy.audit.report import PROVENANCES, AuditReport, DecileRow, Problem, Provenance, Verdict
+from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts, examine
 
 Version = str | int
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mis_ext.onpolicy.row_difference import Row
+from mis_ext.onpolicy.recording.row_difference import Row
 
 Verdict = Literal["EXACT", "DIFFERENT", "INVALID"]
 
@@ -73,7 +73,7 @@ class ModuleDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What :func:`mis_ext.onpolicy.comparison.compare` found.
+    """What :func:`mis_ext.onpolicy.recording.comparison.compare` found.
 
     Attributes:
         modules: Every output that was compared, in a's order of execution.

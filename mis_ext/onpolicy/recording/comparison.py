@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mis_ext.onpolicy.comparison_result import Comparison, ModuleDifference
-from mis_ext.onpolicy.input_difference import InputDifference, InputState
-from mis_ext.onpolicy.name_map import NameMap, Parts
-from mis_ext.onpolicy.recording import Entry, Recording, describe
-from mis_ext.onpolicy.row_difference import Row, RowDifference, row_difference, row_size
+from mis_ext.onpolicy.recording.comparison_result import Comparison, ModuleDifference
+from mis_ext.onpolicy.recording.input_difference import InputDifference, InputState
+from mis_ext.onpolicy.recording.name_map import NameMap, Parts
+from mis_ext.onpolicy.recording.recordings import Entry, Recording, describe
+from mis_ext.onpolicy.recording.row_difference import Row, RowDifference, row_difference, row_size
 
 
 def compare(
@@ -29,11 +29,11 @@ def compare(
     """Compare two recordings of the same tokens bit for bit.
 
     Outputs of a pair of modules are paired by label, and the first with the first: a tensor, a tuple and a named result
-    can stand for each other; so are inputs, with limits (:class:`mis_ext.onpolicy.input_difference.InputDifference`).
-    Equal inputs mean equal in the same sequence up to and including the row, which is all that a causal model may look
-    at. An input that only one side has, as engines hand tables of positions or a residual to other modules, is not
-    compared: the inputs are not called equal then, but the module can still be a culprit by those that both have, and
-    the message names the others.
+    can stand for each other; so are inputs, with limits
+    (:class:`mis_ext.onpolicy.recording.input_difference.InputDifference`). Equal inputs mean equal in the same sequence
+    up to and including the row, which is all that a causal model may look at. An input that only one side has, as
+    engines hand tables of positions or a residual to other modules, is not compared: the inputs are not called equal
+    then, but the module can still be a culprit by those that both have, and the message names the others.
 
     Args:
         a: One recording; its order of execution counts.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
-from mis_ext.onpolicy.recording import Entry
+from mis_ext.onpolicy.recording.recordings import Entry
 
 # Elements compared at a time, each of which takes some 50 bytes meanwhile.
 _CHUNK = 2**20

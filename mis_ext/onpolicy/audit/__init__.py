@@ -1,0 +1,1 @@
+"""Are the log-probs of both engines the same bits?"""

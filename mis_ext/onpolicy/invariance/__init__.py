@@ -1,0 +1,1 @@
+"""Does a result depend on what else is in the batch, or on how the sequence was fed?"""

@@ -1,0 +1,1 @@
+"""What every module computed in both engines, and where they part."""

@@ -1,0 +1,1 @@
+"""The experts that the rollout engine chose, in the trainer."""

@@ -1,0 +1,121 @@
+"""The samples in the hosts' dump files: one file of all ranks, a file per rank, JSON lines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mis_ext.cli import main
+from mis_ext.dumps import read_dumps
+
+
+def one_file_of_all_ranks(path: Path, *, order: tuple[int, ...] = (0, 1, 2), **more: object) -> Path:
+    """As slime writes it with two data-parallel ranks: the samples, and who trained them when."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = [-3.0 * torch.rand(length, generator=generator) for length in (3, 1, 6)]
+    samples = [
+        {
+            "data_parallel_rank": index % 2,
+            "sample_index": index,
+            "rollout_position": index,
+            "tokens": torch.arange(len(x) + 4) + 100 * index,
+            "total_lengths": len(x) + 4,
+            "response_lengths": len(x),
+            "loss_masks": torch.tensor([0] + [1] * (len(x) - 1)),
+            "log_probs": x,
+            "rollout_log_probs": x - 0.5,
+            "advantages": torch.zeros(len(x)),
+            "rewards": 1.0,
+            "weight_versions": [str(index)],
+        }
+        for index, x in enumerate(log_probs)
+    ]
+    shards = [
+        {"rank": rank, "data_parallel_rank": rank, "partition": [rank], "num_microbatches": [1]} for rank in (0, 1)
+    ]
+    content = {"format_version": 2, "rollout_id": 7, "rank": 0, "samples": [samples[i] for i in order]}
+    torch.save(content | {"dp_shards": shards, "raw_reward": [1.0, 1.0, 1.0]} | more, path)
+    return path
+
+
+def test_one_file_of_all_ranks_gives_whole_samples_in_its_order(tmp_path) -> None:
+    path = one_file_of_all_ranks(tmp_path / "train_7.pt")
+    samples = read_dumps([path])
+    assert [sample.response_length for sample in samples] == [3, 1, 6]
+    assert [sample.token_ids[0] for sample in samples] == [0, 100, 200]
+    assert [sample.response_ids.tolist() for sample in samples][:2] == [[4, 5, 6], [104]]
+    assert [sample.response_mask.tolist() for sample in samples][:2] == [[0, 1, 1], [0]]
+    assert [sample.behavior_weight_versions for sample in samples] == [["0"], ["1"], ["2"]]
+    assert {(sample.rollout_id, sample.proximal_weight_version, sample.sampled_ids) for sample in samples} == {
+        (7, None, None)
+    }
+    assert samples[2].name == f"{path}, its sample 2"
+    for sample in samples:
+        assert torch.equal(sample.behavior_log_probs, sample.proximal_log_probs - 0.5)
+        assert len(sample.proximal_log_probs) == sample.response_length
+
+
+def test_a_sample_that_lacks_what_others_have_lacks_it_alone(tmp_path) -> None:
+    path = one_file_of_all_ranks(tmp_path / "7.pt")
+    content = torch.load(path)
+    del content["samples"][1]["rollout_log_probs"], content["samples"][2]["loss_masks"]
+    torch.save(content, path)
+    samples = read_dumps([path])
+    assert [sample.behavior_log_probs is None for sample in samples] == [False, True, False]
+    assert samples[2].response_mask.tolist() == [1] * 6
+
+
+def test_the_same_samples_are_read_from_every_format(tmp_path) -> None:
+    whole = one_file_of_all_ranks(tmp_path / "whole.pt")
+    rows = torch.load(whole)["samples"]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    torch.save({"rollout_id": 7, "rank": 3, "rollout_data": columns}, tmp_path / "7_3.pt")
+    # What Miles adds.
+    layout = {"cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}
+    torch.save({"rollout_id": 7, "rank": 3, "rollout_data": columns} | layout, tmp_path / "miles.pt")
+    torch.save(columns, tmp_path / "bare.pt")
+    plain = [{key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in row.items()} for row in rows]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, plain)))
+    expected = read_dumps([whole])
+    for name in ("7_3.pt", "miles.pt", "bare.pt", "lines.jsonl"):
+        samples = read_dumps([tmp_path / name])
+        assert [sample.rollout_id for sample in samples] == [7 if name in ("7_3.pt", "miles.pt") else None] * 3
+        for sample, other in zip(samples, expected, strict=True):
+            assert torch.equal(sample.proximal_log_probs, other.proximal_log_probs)
+            assert torch.equal(sample.behavior_log_probs, other.behavior_log_probs)
+            for field in ("response_mask", "token_ids", "response_ids"):
+                assert torch.equal(torch.as_tensor(getattr(sample, field)), getattr(other, field))
+            assert sample.behavior_weight_versions == other.behavior_weight_versions
+
+
+def test_files_are_read_one_after_the_other(tmp_path) -> None:
+    first = one_file_of_all_ranks(tmp_path / "7.pt")
+    second = one_file_of_all_ranks(tmp_path / "8.pt", order=(2, 0), rollout_id=8)
+    found = [(sample.rollout_id, sample.response_length) for sample in read_dumps([second, str(first)])]
+    assert found == [(8, 6), (8, 3), (7, 3), (7, 1), (7, 6)]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"format_version": 3}, "format_version is 3; known are 2 and files without one"),
+        ({"samples": {"log_probs": []}}, "its samples are not a list of dicts"),
+        ({"samples": [[1.0]]}, "its samples are not a list of dicts"),
+    ],
+)
+def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, reason) -> None:
+    path = one_file_of_all_ranks(tmp_path / "7.pt", **content)
+    with pytest.raises(ValueError, match=rf"7\.pt: {reason}"):
+        read_dumps([path])
+
+
+def test_the_audit_finds_a_difference_in_one_file_of_all_ranks(tmp_path) -> None:
+    pytest.importorskip("rich")
+    path = one_file_of_all_ranks(tmp_path / "7.pt")
+    assert main(["audit", str(path), "--json", str(tmp_path / "report.json")]) == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"], report["num_samples"], report["num_active_tokens"]) == ("DIFFERENT", 3, 7)
+    first = report["first_divergence"]
+    assert (first["sample"], first["position"], first["token_id"]) == (0, 1, 5)
+    assert report["rollout_weight_versions"] == ["0", "2"]
