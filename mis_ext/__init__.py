@@ -1,29 +1,79 @@
 """Importance-sampling correction of the mismatch between inference and training engines in LLM RL.
 
-Start reading at :mod:`mis_ext.correction`, the pipeline, or at :mod:`mis_ext.hosts.hook`, what the hosts call.
+Start reading at :mod:`mis_ext.correction.pipeline`, or at :mod:`mis_ext.hosts.slime_miles.hook`, what the hosts call.
 """
 
-from mis_ext.config import Band, CorrectionConfig, GateFactor, WeightFactor
-from mis_ext.correction import Correction, compute_correction
-from mis_ext.guards import MismatchWarning
-from mis_ext.hosts.hook import compute_mis_weights, compute_mis_weights_with_cp
-from mis_ext.layout import PackedLayout
-from mis_ext.normalization import WeightScale
-from mis_ext.presets import list_presets, load_config, preset
+from typing import TYPE_CHECKING
+
+from mis_ext.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mis_ext.correction.bounds import BOUNDS
+    from mis_ext.correction.config import CorrectionConfig
+    from mis_ext.correction.gates import Gate
+    from mis_ext.correction.layout import PackedLayout
+    from mis_ext.correction.metric_row import Mean
+    from mis_ext.correction.normalization import WeightScale
+    from mis_ext.correction.pipeline import Correction, compute_correction
+    from mis_ext.correction.statistics import STATISTICS
+    from mis_ext.correction.weights import Weight
+    from mis_ext.hosts.groups import Groups
+    from mis_ext.hosts.guards import MismatchWarning
+    from mis_ext.hosts.packing import PackedStreams
+    from mis_ext.hosts.padded import correct_padded
+    from mis_ext.hosts.samples import compute_mis_weights
+    from mis_ext.hosts.session import Session
+    from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+    from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+    from mis_ext.hosts.slime_miles.rollout import prepare_rollout
+    from mis_ext.presets import list_presets, load_config, preset
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "correction.bounds": ("BOUNDS",),
+            "correction.config": ("CorrectionConfig",),
+            "correction.gates": ("Gate",),
+            "correction.layout": ("PackedLayout",),
+            "correction.metric_row": ("Mean",),
+            "correction.normalization": ("WeightScale",),
+            "correction.pipeline": ("Correction", "compute_correction"),
+            "correction.statistics": ("STATISTICS",),
+            "correction.weights": ("Weight",),
+            "hosts.groups": ("Groups",),
+            "hosts.guards": ("MismatchWarning",),
+            "hosts.packing": ("PackedStreams",),
+            "hosts.padded": ("correct_padded",),
+            "hosts.samples": ("compute_mis_weights",),
+            "hosts.session": ("Session",),
+            "hosts.slime_miles.flat_keys": ("config_from_mapping",),
+            "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
+            "hosts.slime_miles.rollout": ("prepare_rollout",),
+            "presets": ("list_presets", "load_config", "preset"),
+        },
+    )
 
 __all__ = [
-    "Band",
+    "BOUNDS",
+    "STATISTICS",
     "Correction",
     "CorrectionConfig",
-    "GateFactor",
+    "Gate",
+    "Groups",
+    "Mean",
     "MismatchWarning",
     "PackedLayout",
-    "WeightFactor",
+    "PackedStreams",
+    "Session",
+    "Weight",
     "WeightScale",
     "compute_correction",
     "compute_mis_weights",
     "compute_mis_weights_with_cp",
+    "config_from_mapping",
+    "correct_padded",
     "list_presets",
     "load_config",
+    "prepare_rollout",
     "preset",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from mis_ext.checks import did_you_mean
-from mis_ext.config import CorrectionConfig
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
 
 _PRESETS = Path(__file__).parent / "_presets"
 
@@ -27,7 +28,7 @@ def load_config(path: str | Path) -> CorrectionConfig:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
     try:
-        return CorrectionConfig.from_mapping(content)
+        return config_from_mapping(content)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from None
 

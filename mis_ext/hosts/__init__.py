@@ -1,1 +1,1 @@
-"""Where the hosts plug in. They are told apart by the keywords they pass and are never imported."""
+"""What frameworks need from the correction. A host adapter knows its framework; nothing else does."""

@@ -1,15 +1,18 @@
-"""The host's context- and data-parallel groups."""
+"""The ranks that share sequences, and those that share the batch."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
-from mis_ext.collectives import Group
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group
 
 
 class Groups(NamedTuple):
-    """This rank's place; a group of one rank is None."""
+    """This rank's place; a group of one rank is None. The data-parallel group is without context parallelism."""
 
     cp_rank: int = 0
     cp_size: int = 1
@@ -18,40 +21,78 @@ class Groups(NamedTuple):
     dp_size: int = 1
     dp_group: Group | None = None
 
+    @classmethod
+    def of_process_groups(cls, *, cp_group: Group | None = None, dp_group: Group | None = None) -> Groups:
+        """From ``torch.distributed`` process groups; None is a group of one."""
+        cp_rank, cp_size = _place(cp_group)
+        dp_rank, dp_size = _place(dp_group)
+        return cls.of_places(cp_rank, cp_size, cp_group, dp_rank, dp_size, dp_group)
 
-def find_groups(parallel_state: Any = None) -> Groups:
-    """Miles' ``parallel_state`` when it is passed, else Megatron-Core's when it is initialised, else a single rank.
+    @classmethod
+    def of_device_mesh(cls, mesh: Any, *, cp: str | None = "cp", dp: str | None = "dp") -> Groups:
+        """From a ``torch.distributed.DeviceMesh`` and the names of two of its dimensions; None is a group of one.
 
-    The data-parallel group is the one without context parallelism; in Miles' fault-tolerant mode it spans replicas.
-    """
-    if parallel_state is not None:
-        cp, dp = parallel_state.cp, getattr(parallel_state, "effective_dp", None) or parallel_state.intra_dp
-        return _groups(cp.rank, cp.size, cp.group, dp.rank, dp.size, dp.group)
-    megatron = initialized_megatron()
-    if megatron is None:
-        return Groups()
-    return _groups(
-        megatron.get_context_parallel_rank(),
-        megatron.get_context_parallel_world_size(),
-        megatron.get_context_parallel_group(),
-        megatron.get_data_parallel_rank(),
-        megatron.get_data_parallel_world_size(),
-        megatron.get_data_parallel_group(),
-    )
+        Raises:
+            ValueError: The mesh has no such dimension.
+        """
+        names = mesh.mesh_dim_names or ()
+        for dimension in (cp, dp):
+            if dimension is not None and dimension not in names:
+                raise ValueError(
+                    f"the device mesh has no dimension {dimension!r}, but {', '.join(names) or 'no names'}"
+                )
+        return cls.of_process_groups(
+            cp_group=mesh.get_group(cp) if cp is not None else None,
+            dp_group=mesh.get_group(dp) if dp is not None else None,
+        )
+
+    @classmethod
+    def of_places(
+        cls, cp_rank: int, cp_size: int, cp_group: Group, dp_rank: int, dp_size: int, dp_group: Group
+    ) -> Groups:
+        """From what a host says about itself."""
+        return cls(
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            cp_group=cp_group if cp_size > 1 else None,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            dp_group=dp_group if dp_size > 1 else None,
+        )
+
+    @property
+    def without_data_parallelism(self) -> Groups:
+        """Only the ranks that share sequences."""
+        return self._replace(dp_rank=0, dp_size=1, dp_group=None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank waits for this one."""
+        return self.cp_group is None and self.dp_group is None
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank says what need not be said by all."""
+        return self.cp_rank == 0 and self.dp_rank == 0
 
 
-def initialized_megatron() -> Any:
-    """``megatron.core.parallel_state`` if the host has imported and initialised it, else None."""
-    megatron = sys.modules.get("megatron.core.parallel_state")
-    return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None
+ALONE = Groups()
+"""A single process."""
 
 
-def _groups(cp_rank: int, cp_size: int, cp_group: Group, dp_rank: int, dp_size: int, dp_group: Group) -> Groups:
-    return Groups(
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        cp_group=cp_group if cp_size > 1 else None,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        dp_group=dp_group if dp_size > 1 else None,
-    )
+def global_rank() -> int:
+    """This process among all, for messages."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def device_of(*candidates: Any) -> torch.device:
+    """Where the first tensor among the candidates is; of none, where collectives expect one."""
+    for candidate in candidates:
+        if isinstance(candidate, Tensor):
+            return candidate.device
+    uses_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+
+
+def _place(group: Group | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -3,26 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.layout import PackedLayout
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.passes import Streams
 
 
-def pack(name: str, tensors: list[Tensor], lengths: Sequence[int], *, device: torch.device) -> Tensor:
-    """``[sum of lengths]``: the samples one after the other, on ``device``.
+class PackedStreams(NamedTuple):
+    """One micro-batch, packed.
+
+    Log-probs of the local tokens are ``[T]`` in nats, the mask of whole responses is ``[R]``.
+    """
+
+    proximal_logprobs_T: Tensor
+    behavior_logprobs_T: Tensor
+    response_mask_R: Tensor
+    layout: PackedLayout
+
+    @property
+    def streams(self) -> Streams:
+        """Without the layout."""
+        return Streams(*self[:3])
+
+    @property
+    def tokens(self) -> TokenRatios:
+        """Log-ratios of the local tokens, computed when asked for."""
+        return self.streams.token_ratios(self.layout)
+
+
+def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
+    """``[sum of lengths]``: the samples one after the other, on ``device``; None is no samples.
 
     Raises:
-        ValueError: A sample has more or fewer tokens than ``lengths`` says, or there are more or fewer samples.
+        ValueError: A sample has more or fewer tokens than ``lengths`` says or other than one dimension, the samples are
+            on several devices, or there are more or fewer samples.
+        TypeError: A sample is no tensor, or there is no list of samples.
     """
-    found = tuple(map(Tensor.numel, tensors))
+    samples = [] if samples is None else samples
+    try:
+        found = tuple(map(Tensor.numel, samples))
+        packed = torch.cat(list(samples)) if found else torch.empty(0)
+    except (TypeError, RuntimeError):
+        check_samples(name, samples)
+        raise
+    if packed.dim() != 1:
+        check_samples(name, samples)
     if found != tuple(lengths):
         raise ValueError(f"{name} has samples of {[*found]} tokens on this rank, the lengths say {[*lengths]}")
-    return torch.cat(tensors).to(device, non_blocking=True) if tensors else torch.empty(0, device=device)
+    return packed.to(device, non_blocking=True)
 
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
     """One tensor per sample of whole responses."""
     # Not tracked as views, which is faster; nobody needs to know that a mask and its neighbour share memory.
     return [*torch.unsafe_split_with_sizes(values_R, layout.response_lengths)]
+
+
+def check_samples(name: str, samples: Any) -> None:
+    """Refuse what is no list of 1-D tensors on one device.
+
+    Raises:
+        ValueError: A sample has another shape, or is on another device than the first one.
+        TypeError: A sample is no tensor, or there is no list of samples.
+    """
+    if not isinstance(samples, (Sequence, Tensor)):
+        raise TypeError(f"{name} must be a list of 1-D tensors, got {type(samples).__name__}")
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Tensor):
+            raise TypeError(f"{name}[{index}] must be a 1-D tensor, got {type(sample).__name__}")
+        if sample.dim() != 1:
+            raise ValueError(f"{name}[{index}] must be a 1-D tensor, got shape {list(sample.shape)}")
+        if sample.device != samples[0].device:
+            raise ValueError(f"{name}[{index}] is on {sample.device}, {name}[0] on {samples[0].device}")

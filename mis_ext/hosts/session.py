@@ -1,155 +1,126 @@
-"""What the hook remembers between calls of one ``args``: its configuration, and which checks it has done.
-
-The hosts give a correction function nowhere to keep anything, so it is kept here, beside the ``args`` object and not
-on it: Megatron pickles ``args`` into every checkpoint. Only the rollout's scale, of all this, changes returned numbers.
-"""
+"""One configuration in use: every call of a run, with the checks that the first calls need."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from mis_ext.config import CorrectionConfig, GuardName
-from mis_ext.correction import Correction
-from mis_ext.flat_keys import FLAT_KEYS, NATIVE_KEY
-from mis_ext.guards import MismatchWarning, find_doubts, find_mistakes
-from mis_ext.hosts.groups import Groups
-from mis_ext.layout import PackedLayout
-from mis_ext.normalization import GroupTotals, WeightScale
-
-_READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, "get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
+from mis_ext.correction.config import CorrectionConfig, GuardName
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.normalization import WeightScale
+from mis_ext.correction.pipeline import Correction, check_lengths, compute_correction
+from mis_ext.hosts.groups import ALONE, Groups, global_rank
+from mis_ext.hosts.guards import DataGuards, MismatchWarning
+from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor
+from mis_ext.hosts.packing import PackedStreams
 
 
-_CALLS_PER_LOOK = 8
+class LocalWork:
+    """An error in its ``with`` statement is raised after the other ranks of the call know of it."""
+
+    def __init__(self, session: Session, response_lengths: Sequence[int], groups: Groups, device: torch.device) -> None:
+        self._session, self._response_lengths = session, response_lengths
+        self._groups, self._device = groups, device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception) and not self._groups.is_alone:
+            self._session.neutral(self._response_lengths, groups=self._groups, device=self._device, fails=True)
 
 
 class Session:
-    """Configuration and checks of one ``args``."""
+    """Corrects the micro-batches of one run.
 
-    def __init__(self, args: Any) -> None:
-        mapping: Mapping[str, Any] = vars(args)
-        # A copy, because lists and mappings among the values can be changed in place.
-        self.fingerprint = copy.deepcopy(fingerprint(args))
-        self.config = CorrectionConfig.from_mapping(mapping)
-        self.rejection = RejectionMonitor(self.config.max_reject_fraction)
-        self._is_first_call = True
-        if mapping.get("use_rollout_logprobs") and not self.config.metrics_only:
-            self.report(
-                "double_correction",
-                "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs "
-                "as PPO denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)",
-            )
+    Attributes:
+        config: What is computed.
+        rollout_scale: The scale of the current rollout, for ``scope: rollout``; whoever has seen the rollout sets it.
+    """
+
+    def __init__(self, config: CorrectionConfig) -> None:
+        self.config = config
+        self.rollout_scale: WeightScale | None = None
+        self._guards = DataGuards(config)
+        self._rejection = RejectionMonitor(config.max_reject_fraction)
+        self._status = StatusMonitor()
+
+    def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
+        """:func:`~mis_ext.correction.pipeline.compute_correction`, and checks of its data.
+
+        Raises:
+            ValueError: A guard found a mistake in the data, or an argument is wrong.
+            RuntimeError: Another rank failed.
+        """
+        if self._guards.are_armed or not groups.is_alone:
+            layout = streams.layout
+            with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
+                check_lengths(streams.streams, layout)
+                self._inspect(streams, groups)
+        correction = self.compute(streams, groups=groups, token_metrics=token_metrics)
+        self._watch_status(correction, groups)
+        if not self.config.metrics_only and groups.is_first_rank:
+            self._rejection.observe(correction)
+        return correction
+
+    def measure_nothing(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
+        """Take part in a call without data: no token of this rank counts anywhere.
+
+        Raises:
+            RuntimeError: Another rank failed.
+        """
+        self._watch_status(self.neutral(response_lengths, groups=groups, device=device), groups)
+
+    def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> LocalWork:
+        """What a rank does before the collectives of a call, in a ``with`` statement."""
+        return LocalWork(self, response_lengths, groups, device)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""
         if guard in self.config.warn_only or self.config.metrics_only:
-            warnings.warn(message, MismatchWarning, stacklevel=3)
+            self.warn(message)
         else:
             raise ValueError(f"{message} [to go on with a warning: mis_guard: {{{guard}: warn}}]")
 
-    def check(self, correction: Correction, layout: PackedLayout, groups: Groups) -> None:
-        """Look for mistakes at the first call; watch the share of what is rejected at every call.
+    def warn(self, message: str) -> None:
+        """Say what is legal but probably not meant."""
+        warnings.warn(message, MismatchWarning, stacklevel=4)
 
-        Runs after every collective of the call: a rank that raises leaves no other rank waiting inside the hook.
-        """
-        is_first, self._is_first_call = self._is_first_call, False
-        if is_first:
-            for guard, message in find_mistakes(correction.tokens, layout):
+    def compute(
+        self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False, fails: bool = False
+    ) -> Correction:
+        """The correction without checks; with ``fails`` the other ranks are told that this one has an error."""
+        return compute_correction(
+            proximal_logprobs_T=streams.proximal_logprobs_T,
+            behavior_logprobs_T=streams.behavior_logprobs_T,
+            response_mask_R=streams.response_mask_R,
+            layout=streams.layout,
+            config=self.config,
+            cp_group=groups.cp_group,
+            dp_group=groups.dp_group,
+            rollout_scale=self.rollout_scale,
+            token_metrics=token_metrics,
+            failed_rank=global_rank() if fails else None,
+        )
+
+    def neutral(
+        self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device, fails: bool = False
+    ) -> Correction:
+        """A call to which this rank adds nothing but its presence."""
+        layout = PackedLayout.without_tokens(response_lengths, is_whole=groups.cp_group is None, device=device)
+        nothing_T = torch.empty(0, device=device)
+        mask_R = torch.zeros(layout.num_whole_tokens, device=device)
+        return self.compute(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
+
+    def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
+        for guard, message in self._guards.inspect(streams, groups):
+            if guard is None:
+                self.warn(message)
+            else:
                 self.report(guard, message)
-        if self.config.metrics_only or groups.cp_rank > 0 or groups.dp_rank > 0:
-            return
-        if is_first:
-            in_scope = layout.num_sequences * (groups.dp_size if self.config.scope == "data_parallel" else 1)
-            for doubt in find_doubts(correction.tokens, correction.stats, self.config, num_sequences_in_scope=in_scope):
-                warnings.warn(doubt, MismatchWarning, stacklevel=3)
-        self.rejection.observe(correction)
 
-
-class RejectionMonitor:
-    """Warns, once, when more is rejected than the user thought possible.
-
-    Looks at one call in eight, from the first on, and is a call late: so it never waits for the device.
-    """
-
-    def __init__(self, max_fraction: float) -> None:
-        self._max_fraction = max_fraction
-        self._pending: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._warned = False
-        self._num_calls = 0
-
-    def observe(self, correction: Correction) -> None:
-        """Look at what was sent for if it has arrived, and send for this call's totals if it is their turn."""
-        totals_K = correction.totals_K
-        if self._warned or (totals_K.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        self._num_calls += 1
-        if self._pending is not None:
-            sent_K, copied = self._pending
-            if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
-                return
-            # On the host by now: the event says so, or it never was elsewhere.
-            self._warn_above(dict(zip(GroupTotals._fields, sent_K.tolist(), strict=True)))
-            self._pending = None
-        if self._num_calls % _CALLS_PER_LOOK != 1:
-            return
-        if totals_K.is_cuda:
-            on_host = torch.empty_like(totals_K, device="cpu", pin_memory=True)
-            on_host.copy_(totals_K, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            self._pending = (on_host, copied)
-        else:
-            self._pending = (totals_K, None)
-
-    def _warn_above(self, totals: dict[str, float]) -> None:
-        for what, kept, original in (
-            ("tokens", totals["num_kept"], totals["num_response"]),
-            ("sequences", totals["num_kept_sequences"], totals["num_response_sequences"]),
-        ):
-            share = 1.0 - kept / original if original else 0.0
-            if share > self._max_fraction:
-                self._warned = True
-                warnings.warn(
-                    f"{share:.1%} of the {what} of a micro-batch were rejected, more than mis_max_reject_fraction = "
-                    f"{self._max_fraction:g}: the bounds are too tight for this mismatch (see "
-                    "mis_kept_token_fraction and mis_kept_seq_fraction; said once)",
-                    MismatchWarning,
-                    stacklevel=4,
-                )
-
-
-# Of the last few ``args``: a process has one, a test suite many. Holding them keeps their identity from being reused.
-_sessions: deque[tuple[Any, Session]] = deque(maxlen=8)
-_rollout_scales: dict[CorrectionConfig, WeightScale] = {}
-
-
-def session_for(args: Any) -> Session:
-    """The session of this ``args`` object; a new one when one of our keys has changed."""
-    current = fingerprint(args)
-    for known_args, session in _sessions:
-        if known_args is args and session.fingerprint == current:
-            return session
-    session = Session(args)
-    _sessions.append((args, session))
-    return session
-
-
-def fingerprint(args: Any) -> list[Any]:
-    """Everything in ``args`` that a configuration is made of."""
-    return [*map(vars(args).get, _READ_KEYS)]
-
-
-def store_rollout_scale(config: CorrectionConfig, scale: WeightScale) -> None:
-    """Keep the scale of the rollout that is about to be trained on, in place of the last one's."""
-    _rollout_scales[config] = scale
-
-
-def stored_rollout_scale(config: CorrectionConfig) -> WeightScale | None:
-    """The scale of the current rollout, if somebody computed it."""
-    return _rollout_scales.get(config)
+    def _watch_status(self, correction: Correction, groups: Groups) -> None:
+        if not groups.is_alone:
+            self._status.observe(correction.status)

@@ -1,0 +1,67 @@
+"""The only module that communicates.
+
+Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.
+A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
+called through its own methods; objects are gathered over the former only. None is a group of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Not re-exported by torch.distributed, unlike the options of the other collectives.
+from torch._C._distributed_c10d import AllgatherOptions
+
+Group = Any
+
+
+def gather_rows(row: Tensor, group: Group | None) -> Tensor:
+    """``[W, *row.shape]``: the rows of all ``W`` ranks, in rank order."""
+    if group is None:
+        return row.unsqueeze(0)
+    rows = row.new_empty((_size(group), *row.shape))
+    outputs = list(rows.unbind(0))
+    if _is_wrapped(group):
+        _wait(group.allgather([outputs], [row.contiguous()], AllgatherOptions()))
+    else:
+        dist.all_gather(outputs, row.contiguous(), group=group)
+    return rows
+
+
+def gather_objects(value: Any, group: Group | None) -> list[Any]:
+    """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
+    if group is None:
+        return [value]
+    if _is_wrapped(group):
+        raise TypeError(f"objects are gathered over a torch.distributed process group, got a {type(group).__name__}")
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
+    """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
+    if group is None:
+        return packed
+    merged = packed.clone()
+    if _is_wrapped(group):
+        _wait(group.allreduce([merged], dist.AllreduceOptions()))
+    else:
+        dist.all_reduce(merged, group=group)
+    return merged
+
+
+def _is_wrapped(group: Group) -> bool:
+    return hasattr(group, "_replica_id")
+
+
+def _size(group: Group) -> int:
+    return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
+
+
+def _wait(work: Any) -> None:
+    if not work.wait():
+        raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")

@@ -1,0 +1,160 @@
+"""What is computed: a weight, gates, and how the result is normalised. Frozen, checked at construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, get_args
+
+from mis_ext.checks import check_bool, check_choice, check_known, check_number, did_you_mean
+from mis_ext.correction.gates import Gate, label_gates
+from mis_ext.correction.metric_row import PREFIX, MetricRow
+from mis_ext.correction.metrics import gate_rows, mismatch_rows, outcome_rows, weight_rows
+from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
+from mis_ext.correction.weights import Weight
+
+DEFAULT_WEIGHT = Weight()
+MetricChoice = Literal["core", "all"]
+GuardName = Literal["double_correction", "missing_log_probs", "degenerate_behavior", "shifted_log_probs"]
+
+GUARD_NAMES: tuple[str, ...] = get_args(GuardName)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionConfig:
+    """One point in the space of corrections. Build it by hand, from a mapping, from YAML or from a preset.
+
+    Args:
+        weight: The importance weight, or None: gates without reweighting.
+        gates: All of them must keep a token; each looks at the original response mask.
+        normalize_over: Divide the weights by their mean over kept or over all valid tokens (sequences); None: no.
+        scope: The samples over which that mean, and ``kept`` denominators, are taken.
+        denominator: ``fixed``: rejected terms stay in the host's denominator; ``kept``: survivors are scaled up to
+            what they would weigh if the rejected had left it.
+        per_token_loss: The host averages over tokens instead of over per-sample means.
+        metrics: ``core``, ``all``, or names.
+        metric_max: Largest value one token may add to ``k3_kl`` and one sequence to ``chi2_token`` and ``chi2_seq``.
+        warn_only: Guards that warn instead of raising.
+        max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
+        metrics_only: Measure and change nothing.
+    """
+
+    weight: Weight | None = DEFAULT_WEIGHT
+    gates: tuple[Gate, ...] = ()
+    normalize_over: NormalizeOver | None = None
+    scope: Scope = "data_parallel"
+    denominator: Denominator = "fixed"
+    per_token_loss: bool = False
+    metrics: MetricChoice | tuple[str, ...] = "core"
+    metric_max: float = 10.0
+    warn_only: frozenset[str] = frozenset()
+    max_reject_fraction: float = 0.5
+    metrics_only: bool = False
+    _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.normalize_over is not None:
+            check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
+        check_choice("scope", self.scope, get_args(Scope))
+        check_choice("denominator", self.denominator, get_args(Denominator))
+        check_bool("per_token_loss", self.per_token_loss)
+        check_bool("metrics_only", self.metrics_only)
+        check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
+        check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
+        check_known("guards", self.warn_only, GUARD_NAMES)
+        if self.normalize_over is not None and self.weight is None:
+            raise ValueError("normalize_over has no effect without a weight")
+        if self.metrics_only and (self.weight is not None or self.gates):
+            raise ValueError("metrics_only takes no weight and no gates")
+        if not self.metrics_only and self.weight is None and not self.gates:
+            raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
+        names = [row.name for row in self.available_rows]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
+            )
+        _ = self.selected_rows
+        # A configuration is looked up at every call.
+        values = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.compare)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def labelled_gates(self) -> dict[str, Gate]:
+        """``gates`` by the stem of their metrics."""
+        return label_gates(self.gates)
+
+    @property
+    def all_gates(self) -> tuple[Gate, ...]:
+        """Every gate, with the one that the weight implies."""
+        implied = self.weight.gate if self.weight is not None else None
+        return self.gates if implied is None else (implied, *self.gates)
+
+    @property
+    def rejects_whole_sequences(self) -> bool:
+        """Whether a token without a ratio takes its sequence with it: some statistic of the sequence is unknown."""
+        has_sequence_weight = self.weight is not None and self.weight.level != "token"
+        return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates)
+
+    @property
+    def rejects_single_tokens(self) -> bool:
+        """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
+        gates_tokens = any(gate.reduce == "token" and gate.action == "reject" for gate in self.all_gates)
+        return not self.metrics_only and (gates_tokens or not self.rejects_whole_sequences)
+
+    @property
+    def available_rows(self) -> tuple[MetricRow, ...]:
+        """The metrics that this configuration can emit, in the order of emission."""
+        return tuple(self._rows())
+
+    @property
+    def selected_rows(self) -> tuple[MetricRow, ...]:
+        """The metrics that are emitted, in order."""
+        available = self.available_rows
+        if self.metrics == "all":
+            return available
+        if self.metrics == "core":
+            return tuple(row for row in available if row.is_core)
+        if not isinstance(self.metrics, tuple) or not all(isinstance(name, str) for name in self.metrics):
+            raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
+        by_public_name = {PREFIX + row.name: row for row in available}
+        for name in self.metrics:
+            if name not in by_public_name:
+                raise ValueError(
+                    f"metrics: {name!r} is not emitted by this configuration{did_you_mean(name, by_public_name)}. "
+                    f"Emitted: {', '.join(by_public_name)}"
+                )
+        return tuple(row for name, row in by_public_name.items() if name in self.metrics)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Public names of the metrics that are emitted, in order."""
+        return tuple(PREFIX + row.name for row in self.selected_rows)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether weights are multiplied by a number that belongs to the whole ``scope``."""
+        return self.normalize_over is not None or self.denominator == "kept"
+
+    def replace(self, **changes: Any) -> CorrectionConfig:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def _rows(self) -> Iterator[MetricRow]:
+        yield from mismatch_rows(self.metric_max)
+        if self.metrics_only:
+            return
+        if self.weight is not None:
+            yield from weight_rows(self.weight)
+        yield from chain.from_iterable(gate_rows(name, gate) for name, gate in self.labelled_gates.items())
+        yield from outcome_rows(
+            self.weight,
+            is_normalized=self.normalize_over is not None,
+            has_kept_denominator=self.denominator == "kept",
+        )

@@ -1,0 +1,171 @@
+"""The eager backend: PyTorch operations on any device.
+
+It says what the numbers are, and compiles with ``torch.compile(fullgraph=True)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import Values
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import mask_as_float, zero_outside
+from mis_ext.correction.normalization import WeightScale
+from mis_ext.correction.passes import Outputs, Sequences, Streams, scale_of, scale_values, total_values
+from mis_ext.correction.plan import Column, Plan
+
+_BITS = 8
+
+
+class EagerSequences(NamedTuple):
+    """:class:`~mis_ext.correction.passes.Sequences` as tensors."""
+
+    values: Values
+    totals_A: Tensor
+
+
+class EagerBackend:
+    """See :class:`~mis_ext.correction.passes.Backend`."""
+
+    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan) -> None:
+        self.streams, self.layout, self.plan = streams, layout, plan
+        tokens = streams.token_ratios(layout)
+        given = {
+            "log_ratio": tokens.log_ratio_T,
+            "proximal": tokens.proximal_T,
+            "behavior": tokens.behavior_T,
+            "valid": tokens.valid_mask_T,
+            "response": tokens.response_mask_T,
+        }
+        self._tokens = Values(given, plan.token)
+        self._masks: dict[str, Tensor] = {}
+
+    def token_statistics(self) -> Tensor:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        index, columns, num_sums = self.layout.index, self.plan.columns, self.plan.num_sum_columns
+        sums_FS = index.reduce(map(self._summand, columns[:num_sums]), "sum")
+        status_FS = sums_FS.new_full((1, sums_FS.shape[1]), torch.inf)
+        if num_sums == len(columns):
+            return torch.cat([sums_FS, status_FS])
+        return torch.cat([sums_FS, index.reduce(map(self._candidate, columns[num_sums:]), "min"), status_FS])
+
+    def keep_bits(self) -> Tensor:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        position_T = self.layout.index.position_T
+        assert position_T is not None
+        flags_R = torch.zeros(self.layout.num_whole_tokens, dtype=torch.uint8, device=position_T.device)
+        flags_R = flags_R.index_copy(0, position_T, self._tokens["kept"].to(torch.uint8))
+        padded = torch.nn.functional.pad(flags_R, (0, -len(flags_R) % _BITS))
+        return (padded.view(-1, _BITS) << _bit_numbers(padded.device)).sum(1, dtype=torch.uint8)
+
+    def sequences(self, gathered_WFS: Tensor) -> EagerSequences:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        columns, num_sums = self.plan.columns, self.plan.num_sum_columns
+        sums_FS, minima_FS = gathered_WFS[:, :num_sums].sum(0), gathered_WFS[:, num_sums:].amin(0)
+        rows = [*sums_FS.unbind(), *minima_FS.unbind()]
+        given = {
+            column.name: -row if column.operation == "max" else row
+            for column, row in zip(columns, rows[:-1], strict=True)
+        }
+        values = Values(given, self.plan.sequence)
+        return EagerSequences(values, self._totals(values, failed_S=rows[-1]))
+
+    def merge_totals(self, gathered_WA: Tensor) -> Tensor:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        num_sums = self.plan.num_sum_totals
+        return torch.cat([gathered_WA[:, :num_sums].sum(0), gathered_WA[:, num_sums:].amin(0)])
+
+    def outputs(
+        self,
+        sequences: Sequences,
+        *,
+        over_group_A: Tensor,
+        rollout_scale: WeightScale | None,
+        keep_bits: Tensor | None,
+        token_metrics: bool,
+    ) -> Outputs:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
+        scale = scale_of(plan, totals_A=sequences.totals_A, over_group_A=over_group_A, rollout_scale=rollout_scale)
+        metrics = self._token_metrics(values, over_group_A, scale) if token_metrics else {}
+        if plan.config.metrics_only:
+            return Outputs(None, None, metrics)
+        factor_S = torch.where(
+            values["weighted_sequence"], values["sequence_weight"] * scale_values(scale)["scale_factor"], 0.0
+        )
+        weights_T = self._mask("weighted") * index.to_tokens(factor_S)
+        if "token_weight" in plan.token:
+            weights_T = weights_T * tokens["token_weight"]
+        keep_S = values["keep_sequence"]
+        if self.layout.is_whole:
+            loss_mask_R = self._mask("kept") * index.to_tokens(mask_as_float(keep_S))
+        else:
+            keep_mask_R = self.streams.response_mask_R.bool() & index.to_whole(keep_S)
+            if keep_bits is not None:
+                keep_mask_R = keep_mask_R & _unpack_bits(keep_bits, len(keep_mask_R))
+            loss_mask_R = mask_as_float(keep_mask_R)
+        return Outputs(weights_T, loss_mask_R, metrics)
+
+    def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        weighed_T = values_T * weights_T
+        return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
+
+    def _summand(self, column: Column) -> Tensor:
+        mask_T = self._mask(column.over)
+        if column.token == column.over:
+            return mask_T
+        return zero_outside(mask_T, _as_float(self._tokens[column.token]))
+
+    def _candidate(self, column: Column) -> Tensor:
+        # 0 on tokens that count, else infinity.
+        never_T = self._mask(column.over).reciprocal() - 1.0
+        value_T: Tensor = self._tokens[column.token]
+        return never_T - value_T if column.operation == "max" else never_T + value_T
+
+    def _mask(self, name: str) -> Tensor:
+        if name not in self._masks:
+            self._masks[name] = mask_as_float(self._tokens[name])
+        return self._masks[name]
+
+    def _totals(self, values: Values, *, failed_S: Tensor) -> Tensor:
+        totals, num_sums = self.plan.totals, self.plan.num_sum_totals
+        sums_A = torch.stack([_as_float(values[total.sequence]) for total in totals[:num_sums]]).sum(-1)
+        minima = [
+            torch.where(values["measured"], -value if total.operation == "max" else value, torch.inf)
+            for total, value in ((total, values[total.sequence]) for total in totals[num_sums:])
+        ]
+        # Padded, so that a micro-batch without sequences has extremes too.
+        padded = torch.nn.functional.pad(torch.stack([*minima, failed_S]), (0, 1), value=torch.inf)
+        return torch.cat([sums_A, padded.amin(-1)])
+
+    def _token_metrics(self, values: Values, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
+        plan = self.plan
+        scales = scale_values(scale)
+        of_sequences = Values(scales, {}, others=values)
+        of_group = Values(total_values(plan, over_group_A) | scales, {})
+        # One at a time: on a CPU a tensor of all of them would leave the cache.
+        spread = [
+            of_group.of(row.formula)
+            if row.over == "G"
+            else self.layout.index.to_tokens(of_sequences.of(row.sequence_formula))
+            for row in plan.metrics
+        ]
+        response_T = self._mask("response")
+        spread = [zero_outside(response_T, value) for value in spread]
+        return {name: spread[index] for name, index in plan.metric_index.items()}
+
+
+def _as_float(value: Tensor) -> Tensor:
+    return mask_as_float(value) if value.dtype == torch.bool else value
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    return torch.arange(_BITS, dtype=torch.uint8, device=device)
+
+
+def _unpack_bits(packed: Tensor, length: int) -> Tensor:
+    return ((packed[:, None] >> _bit_numbers(packed.device)) & 1).flatten()[:length].bool()

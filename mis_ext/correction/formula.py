@@ -1,0 +1,110 @@
+"""Formulas: functions whose parameters name what they need, written once and computed by both backends.
+
+A formula is ordinary tensor code of few operations: arithmetic, comparisons, ``& | ~``, the methods ``abs``, ``exp``,
+``expm1``, ``sqrt``, ``square``, ``clamp``, ``minimum`` and ``maximum``, and :func:`where`. The eager backend calls it
+with tensors. The Triton backend calls it with :class:`~mis_ext.correction.triton.symbols.Symbol`, which writes the
+kernel's source. So whatever a formula says is said once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as absurd as any larger one, and finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A function, and the names of its arguments in order."""
+
+    function: Callable[..., Tensor]
+    needs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Tensor]) -> Formula:
+        """The formula that ``function`` is; its parameters are the names."""
+        return cls(function, tuple(inspect.signature(function).parameters))
+
+    @classmethod
+    def named(cls, name: str) -> Formula:
+        """What another name stands for."""
+        return cls(_same, (name,))
+
+    @property
+    def is_name(self) -> bool:
+        """Whether it is another name's value as it is."""
+        return self.function is _same
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+class Values:
+    """Values by name: given, reduced from values of another kind, or computed by a formula when first asked for."""
+
+    def __init__(
+        self, given: Mapping[str, Any], formulas: Mapping[str, Formula], *, others: Values | None = None
+    ) -> None:
+        self._known = dict(given)
+        self._formulas = formulas
+        self._others = others
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._known:
+            formula = self._formulas.get(name)
+            if formula is None and self._others is not None:
+                return self._others[name]
+            if formula is None:
+                raise KeyError(f"nothing is called {name!r}")
+            self._known[name] = self.of(formula)
+        return self._known[name]
+
+    def of(self, formula: Formula) -> Any:
+        """The value of a formula, which is not remembered."""
+        return formula.function(*[self[name] for name in formula.needs])
+
+
+def needed_names(wanted: list[str], formulas: Mapping[str, Formula]) -> list[str]:
+    """Every name that ``wanted`` leads to, formulas after what they need; names without a formula are leaves."""
+    order: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        if name in order:
+            return
+        for other in formulas[name].needs if name in formulas else ():
+            visit(other)
+        order[name] = None
+
+    for name in wanted:
+        visit(name)
+    return list(order)
+
+
+def where(condition: Tensor, value: Tensor | float, otherwise: Tensor | float) -> Tensor:
+    """``torch.where``, of symbols too."""
+    choose = getattr(condition, "choose", None)
+    chosen: Tensor = torch.where(condition, value, otherwise) if choose is None else choose(value, otherwise)
+    return chosen
+
+
+def bounded_exp(log_value: Tensor) -> Tensor:
+    """``exp(clamp(log_value, -20, 20))``, finite for every input but NaN."""
+    return log_value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def bounded_expm1(log_value: Tensor) -> Tensor:
+    """``exp(clamp(log_value, -20, 20)) - 1``, exact near 0."""
+    return log_value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
+
+
+def inside(value: Tensor, low: float, high: float) -> Tensor:
+    """Whether the closed interval contains a value."""
+    return (value >= low) & (value <= high)

@@ -1,0 +1,174 @@
+"""Gates: what leaves the mask, or loses its weight. Each looks at the original mask, so their order does not matter."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from mis_ext.checks import check_choice, check_number
+from mis_ext.correction.formula import Formula, inside
+from mis_ext.correction.statistics import STATISTICS, Reduce, Statistic, reduced
+
+Action = Literal["reject", "zero"]
+
+_FAR_FROM_ONE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """Keep the tokens or sequences whose statistic lies in the closed interval ``[low, high]``.
+
+    Args:
+        statistic: A name of :data:`~mis_ext.correction.statistics.STATISTICS`.
+        reduce: ``token``: each token for itself. ``sum``, ``mean``, ``max``, ``min`` over the tokens of a sequence: the
+            whole sequence. The sum of ratios is their product, the mean their geometric mean.
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+        action: ``reject`` takes what is outside out of the mask. ``zero`` leaves the mask and sets the weight to 0, so
+            that the host's KL and entropy terms keep the token.
+        after: Name of a gate on tokens. The statistic then is that of the tokens which this gate leaves; no longer a
+            likelihood ratio of the sequence.
+        name: Stem of its metrics; by default ``rs_...`` after its place among the gates.
+    """
+
+    statistic: str = "ratio"
+    reduce: Reduce = "token"
+    low: float | None = None
+    high: float | None = None
+    action: Action = "reject"
+    after: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, STATISTICS)
+        check_choice("reduce", self.reduce, get_args(Reduce))
+        check_choice("action", self.action, get_args(Action))
+        self._open_idle_bounds()
+        row = self.row
+        for key, bound in (("low", self.low), ("high", self.high)):
+            if bound is not None:
+                check_number(key, bound, low=row.low, high=self._largest_bound)
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
+        if self.low is None and self.high is None:
+            raise ValueError("a gate needs low or high: an open band rejects nothing")
+        if self.after is not None and self.reduce == "token":
+            raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: token")
+        if self.name is not None and not (
+            isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
+        ):
+            raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
+        self._warn_unusual_bounds()
+
+    @property
+    def row(self) -> Statistic:
+        """The statistic."""
+        return STATISTICS[self.statistic]
+
+    @property
+    def log_low(self) -> float:
+        """Lower bound on the scale of the token formula, ``-inf`` when open."""
+        return -math.inf if self.low is None else self.row.edge(self.low)
+
+    @property
+    def log_high(self) -> float:
+        """Upper bound on that scale, ``inf`` when open."""
+        return math.inf if self.high is None else self.row.edge(self.high)
+
+    @property
+    def is_veto(self) -> bool:
+        """Whether a single token can reject its sequence, and can be named."""
+        return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
+
+    @property
+    def value(self) -> Formula:
+        """What is compared with the bounds: of a token, or of a sequence."""
+        return reduced(self.row.token, self.reduce, over=self.over)
+
+    @property
+    def over(self) -> str:
+        """Name of the mask of the tokens that it looks at."""
+        return "valid" if self.after is None else f"kept_by_{self.after}"
+
+    def passes(self, value: Tensor) -> Tensor:
+        """Whether a value lies between the bounds."""
+        return inside(value, self.log_low, self.log_high)
+
+    @property
+    def _largest_bound(self) -> float:
+        # The product of probabilities is one, but the sum of probability differences is none.
+        return math.inf if self.reduce == "sum" and not self.row.is_log else self.row.high
+
+    def _open_idle_bounds(self) -> None:
+        # A bound at the end of the range says the same as none, and makes no other gate of it.
+        if self.low == self.row.low:
+            object.__setattr__(self, "low", None)
+        if self.high in (self._largest_bound, math.inf):
+            object.__setattr__(self, "high", None)
+
+    def _warn_unusual_bounds(self) -> None:
+        low, high = self.low, self.high
+        center = self.row.on_policy
+        if center is not None and ((low is not None and low > center) or (high is not None and high < center)):
+            warnings.warn(
+                f"a gate on {self.statistic} with bounds {_text(low)} to {_text(high)} rejects what is on-policy "
+                f"(value {center:g})",
+                stacklevel=4,
+            )
+        if self.statistic == "ratio" and self.reduce == "mean":
+            warn_far_from_one("a geometric gate", low, high)
+
+
+def warn_far_from_one(what: str, low: float | None, high: float | None) -> None:
+    """Warn where the bounds of a geometric mean are too wide to do anything."""
+    edges = [edge for edge in (low, high) if edge not in (None, 0.0, math.inf)]
+    if any(abs(edge - 1.0) > _FAR_FROM_ONE for edge in edges if edge is not None):
+        warnings.warn(
+            f"{what} with bounds {_text(low)} to {_text(high)} almost never fires: the geometric mean of a response is "
+            "about exp(-KL per token), so useful bounds are 1 -+ 0.0001 to 0.01",
+            stacklevel=5,
+        )
+
+
+def _text(bound: float | None) -> str:
+    return "none" if bound is None else f"{bound:g}"
+
+
+VETO_NAMES = {
+    ("ratio", "min"): "rs_catastrophic",
+    ("ratio", "max"): "rs_veto_upper",
+    ("proximal_probability", "min"): "rs_veto_probability",
+}
+
+
+def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
+    """The gates by the stem of their metrics: their own name, else one after their kind and place.
+
+    Raises:
+        ValueError: Two gates have one name, or ``after`` names no gate on tokens.
+    """
+    labels: dict[str, Gate] = {}
+    bands = 0
+    for gate in gates:
+        bands += not gate.is_veto
+        band_name = "rs_mask" if bands == 1 else f"rs_gate{bands}"
+        veto_name = VETO_NAMES.get((gate.statistic, gate.reduce), f"rs_veto_{gate.statistic}_{gate.reduce}")
+        name = gate.name or (veto_name if gate.is_veto else band_name)
+        if name in labels and gate.is_veto:
+            raise ValueError(f"two vetoes of the same kind ({name}): the stricter one decides, remove the other")
+        if name in labels:
+            raise ValueError(f"two gates are called {name!r}: give one of them another name")
+        labels[name] = gate
+    on_tokens = [name for name, gate in labels.items() if gate.reduce == "token"]
+    for name, gate in labels.items():
+        if gate.after is not None and gate.after not in on_tokens:
+            raise ValueError(
+                f"{name} looks at what is left after {gate.after!r}, which is no gate on tokens; "
+                f"there are {', '.join(on_tokens) or 'none'}"
+            )
+    return labels

@@ -1,0 +1,290 @@
+"""Metrics, one row each. A new metric is a new row here, and nothing else.
+
+Mismatch metrics look at the original mask alone, whatever the correction does. What they need is said by the names of
+their formulas' parameters, see :mod:`mis_ext.correction.plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from mis_ext.correction.formula import Formula, bounded_exp, bounded_expm1, where
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.metric_row import MetricRow, Population, row
+from mis_ext.correction.weights import Weight
+
+LOG_2 = math.log(2.0)
+
+
+def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tensor:
+    """Kish's effective sample size over the sample size, in (0, 1]; NaN for an empty sample."""
+    # Divided first: the square of a sum of ratios up to e^20 leaves float32.
+    return (total / count * (total / squared_total)).clamp_max(1.0)
+
+
+def _if_any(value: Tensor, total_num_valid: Tensor) -> Tensor:
+    return where(total_num_valid > 0.0, value, math.nan)
+
+
+def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
+    """How far the engines are apart.
+
+    Args:
+        metric_max: Largest value that a token adds to ``k3_kl``, and a sequence to ``chi2_token`` and ``chi2_seq``.
+
+    References:
+        ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling,
+        1965.
+    """
+
+    def sequence(name: str, function: Callable[..., Tensor], text: str) -> MetricRow:
+        return row(name, "S", function, text, stage="sequence")
+
+    def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
+        return row(name, "T", function, text, stage="token", core=core)
+
+    def group(name: str, function: Callable[..., Tensor], text: str, *, core: bool = False) -> MetricRow:
+        return row(name, "G", function, text, stage="group", core=core)
+
+    def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
+        excess = bounded_expm1(sum_log_ratio)
+        return (excess * (excess + 2.0)).clamp_max(metric_max)
+
+    yield sequence("training_log_ppl", lambda proximal_mean: -proximal_mean, "minus the mean proximal log-prob")
+    yield sequence("training_ppl", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`")
+    yield sequence("rollout_log_ppl", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob")
+    yield sequence("rollout_ppl", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`")
+    yield token("kl", lambda log_ratio: -log_ratio, "`-d`: the KL of `k3_kl`, noisier, any sign")
+    yield token(
+        "k3_kl",
+        lambda k3: k3.clamp_max(metric_max),
+        "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative",
+        core=True,
+    )
+    yield sequence("log_ppl_diff", lambda log_ratio_mean: -log_ratio_mean, "`-mean d`")
+    yield sequence("log_ppl_abs_diff", lambda log_ratio_mean: log_ratio_mean.abs(), "`abs mean d`")
+    yield sequence("ppl_ratio", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`")
+    yield group(
+        "log_ppl_diff_min",
+        lambda highest_log_ratio_mean, total_num_valid: _if_any(-highest_log_ratio_mean, total_num_valid),
+        "smallest `-mean d` of a sequence",
+    )
+    yield group(
+        "log_ppl_diff_max",
+        lambda lowest_log_ratio_mean, total_num_valid: _if_any(-lowest_log_ratio_mean, total_num_valid),
+        "largest `-mean d` of a sequence",
+    )
+    yield sequence(
+        "chi2_token",
+        lambda sum_squared_ratio_excess, num_valid: (sum_squared_ratio_excess / num_valid.clamp_min(1.0)).clamp_max(
+            metric_max
+        ),
+        "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
+    )
+    yield sequence("chi2_seq", chi2_seq, "`exp(2 sum d) - 1`, at most `mis_metric_max`")
+    yield token("logprob_abs_diff", Formula.named("abs_log_ratio"), "`abs d`", core=True)
+    yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
+    yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
+    yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")
+    yield group(
+        "ess_ratio_token",
+        lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(
+            total_sum_ratio, total_sum_squared_ratio, total_num_valid
+        ),
+        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
+        core=True,
+    )
+    yield group(
+        "ess_ratio_seq",
+        lambda total_sequence_ratio, total_squared_sequence_ratio, total_measured: effective_share(
+            total_sequence_ratio, total_squared_sequence_ratio, total_measured
+        ),
+        "the same of the products of ratios of sequences",
+        core=True,
+    )
+    yield group(
+        "ratio_max",
+        lambda highest_max_log_ratio, total_num_valid: _if_any(bounded_exp(highest_max_log_ratio), total_num_valid),
+        "largest `exp d`",
+        core=True,
+    )
+    yield group(
+        "ratio_min",
+        lambda lowest_min_log_ratio, total_num_valid: _if_any(bounded_exp(lowest_min_log_ratio), total_num_valid),
+        "smallest `exp d`",
+    )
+    without_ratio = row(
+        "nonfinite_token_fraction",
+        "R",
+        lambda num_response, num_valid: num_response - num_valid,
+        "response tokens without a finite ratio",
+        stage="sequence",
+        core=True,
+    )
+    yield without_ratio
+    yield group(
+        "train_rollout_logprob_abs_diff_max",
+        lambda highest_max_abs_log_ratio, total_num_valid: _if_any(highest_max_abs_log_ratio, total_num_valid),
+        "largest `abs d`",
+    )
+    # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
+    yield token(
+        "train_rollout_logprob_abs_diff_nonzero",
+        lambda log_ratio: log_ratio != 0.0,
+        "tokens whose two log-probs are different float32 numbers (+0 equals -0)",
+    )
+    yield without_ratio.alias(
+        "train_rollout_logprob_abs_diff_invalid", "`nonfinite_token_fraction` under the name that goes with these two"
+    )
+
+
+def weight_rows(weight: Weight) -> Iterator[MetricRow]:
+    """What bounding does to the weights, before normalisation."""
+    over: Population = "T" if weight.level == "token" else "S"
+    stage: Any = "token" if weight.level == "token" else "sequence"
+    log_ratio = weight.log_ratio
+    bounded = Formula.named(f"{stage}_weight")
+
+    def at_level(name: str, formula: Formula, text: str) -> MetricRow:
+        return row(name, over, formula, text, stage=stage)
+
+    def compared(compare: Callable[[Tensor], Tensor]) -> Formula:
+        return Formula(lambda *values: _as_number(compare(log_ratio.function(*values))), log_ratio.needs)
+
+    def below(bound: float) -> Formula:
+        return compared(lambda value: value < bound)
+
+    above = compared(lambda value: value > weight.log_high)
+    yield at_level(
+        "tis_weight_before_bound",
+        Formula(lambda *values: bounded_exp(log_ratio.function(*values)), log_ratio.needs),
+        "the ratio at `tis_level`",
+    )
+    if weight.mode in ("clip", "mask"):
+        yield at_level(f"tis_{weight.mode}_fraction_low", below(weight.log_low), "weights below the lower bound")
+        yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")
+    elif weight.bound.has_high:
+        yield at_level(f"tis_{weight.mode}_fraction", above, "weights above the upper bound")
+        yield at_level(f"tis_{weight.mode}_fraction_low", below(-weight.log_high), "weights below 1 / the upper bound")
+    after = at_level("tis_weight_after_bound", bounded, "the bounded weight")
+    yield after
+    yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
+    moments = ("total_weight_excess", "total_squared_weight_excess", "total_num_weights")
+    yield row(
+        "tis_weight_std",
+        "G",
+        Formula(_standard_deviation, moments),
+        "standard deviation of the bounded weights",
+        stage="group",
+    )
+    yield row(
+        "tis_weight_ess",
+        "G",
+        Formula(effective_share, ("total_weight", "total_squared_weight", "total_num_weights")),
+        "`(sum w)^2 / (n sum w^2)` of the bounded weights",
+        stage="group",
+    )
+
+
+def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
+    """What a gate finds outside its bounds, whatever other gates do."""
+    value = gate.value
+    over: Population = "T" if gate.reduce == "token" else "S"
+    stage: Any = "token" if gate.reduce == "token" else "sequence"
+
+    def flagged(formula: Formula, flag: Callable[[Tensor], Tensor]) -> Formula:
+        return Formula(lambda *values: _as_number(flag(formula.function(*values))), formula.needs)
+
+    if gate.is_veto:
+        # A token that the gate does not look at vetoes nothing.
+        vetoes = Formula(lambda x, looked_at: _as_number(looked_at & ~gate.passes(x)), (gate.row.token, gate.over))
+        yield row(
+            f"{name}_token_fraction",
+            "T",
+            vetoes,
+            "tokens that alone veto their sequence",
+            stage="token",
+        )
+        yield row(
+            f"{name}_seq_fraction",
+            "S",
+            flagged(value, lambda x: ~gate.passes(x)),
+            "sequences with such a token",
+            stage="sequence",
+        )
+    else:
+        low, high = gate.log_low, gate.log_high
+        yield row(f"{name}_fraction_low", over, flagged(value, lambda x: x < low), "below the band", stage=stage)
+        yield row(f"{name}_fraction_high", over, flagged(value, lambda x: x > high), "above the band", stage=stage)
+    yield row(f"{name}_value", over, _shown(gate), "the statistic itself", stage=stage)
+
+
+def _shown(gate: Gate) -> Formula:
+    """The statistic on the scale of its bounds; NaN where the gate looks at no token."""
+    value = gate.value
+
+    def shown(*values: Tensor) -> Tensor:
+        number = value.function(*values[: len(value.needs)])
+        number = bounded_exp(number) if gate.row.is_log else number
+        return number if gate.after is None else where(values[-1] > 0.0, number, math.nan)
+
+    return Formula(shown, value.needs if gate.after is None else (*value.needs, f"num_{gate.over}"))
+
+
+def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
+    """What the weights are in the end, and what the gates left."""
+    if is_normalized:
+        yield row("batch_norm_factor", "G", Formula.named("mean_weight"), "the mean weight divided by", stage="group")
+    if weight is not None:
+        final = {
+            "mean": (True, "bounded and scaled weights, whatever the gates do: their mean over a sequence"),
+            "min": (False, "their smallest"),
+            "max": (False, "their largest"),
+        }
+        for name, (core, text) in final.items():
+            yield row(f"is_ratio_{name}_final", "S", _final_weight(weight, name), text, stage="sequence", core=core)
+    yield row("kept_token_fraction", "R", Formula.named("num_kept"), "what the gates left", stage="sequence", core=True)
+    yield row(
+        "kept_seq_fraction",
+        "C",
+        lambda num_kept: _as_number(num_kept > 0.0),
+        "sequences of which something is left",
+        stage="sequence",
+        core=True,
+    )
+    if has_kept_denominator:
+        yield row(
+            "denominator_factor",
+            "G",
+            Formula.named("denominator_factor"),
+            "the factor of `mis_denominator: kept`",
+            stage="group",
+        )
+
+
+def _final_weight(weight: Weight, reduce: str) -> Formula:
+    if weight.level != "token":
+        return Formula.of(lambda sequence_weight, scale_factor: sequence_weight * scale_factor)
+    if reduce == "mean":
+        return Formula.of(
+            lambda sum_token_weight, num_valid, scale_factor: sum_token_weight / num_valid.clamp_min(1.0) * scale_factor
+        )
+    # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
+    return Formula(
+        lambda log_ratio, scale_factor: weight.bounded(log_ratio) * scale_factor,
+        (f"{reduce}_log_ratio", "scale_factor"),
+    )
+
+
+def _as_number(flag: Tensor) -> Tensor:
+    return where(flag, 1.0, 0.0)
+
+
+def _standard_deviation(excess: Tensor, squared_excess: Tensor, count: Tensor) -> Tensor:
+    # Of what the weights have above 1: weights near 1 keep the digits that a difference of squares loses.
+    mean = excess / count
+    return (squared_excess / count - mean.square()).clamp_min(0.0).sqrt()

@@ -1,0 +1,74 @@
+"""What the weights are scaled by: self-normalisation and denominators, over one call, a group, or a rollout.
+
+Token sums come from per-sequence sums, which are equal on every context-parallel rank: so the data-parallel group,
+without context parallelism, is the right one for every total.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from mis_ext.correction.formula import Formula, where
+from mis_ext.correction.weights import Weight
+
+Scope = Literal["micro_batch", "data_parallel", "rollout"]
+NormalizeOver = Literal["kept", "valid"]
+Denominator = Literal["fixed", "kept"]
+
+
+class WeightScale(NamedTuple):
+    """What the weights are scaled by: divided by ``mean_weight``, multiplied by ``denominator_factor`` (0-dim)."""
+
+    mean_weight: Tensor
+    denominator_factor: Tensor
+
+
+def ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Their ratio, 1 where nothing was counted."""
+    counted = (denominator > 0.0) & (numerator > 0.0)
+    return where(counted, numerator / where(counted, denominator, 1.0), 1.0)
+
+
+SCALE_FORMULAS: dict[str, Formula] = {
+    "mean_weight": Formula(ratio_or_one, ("total_weight_sum", "total_weight_count")),
+    "denominator_factor": Formula(ratio_or_one, ("total_original_terms", "total_kept_terms")),
+}
+
+
+def term_formulas(weight: Weight | None, *, over: NormalizeOver | None, per_token_loss: bool) -> dict[str, Formula]:
+    """Per sequence: its share of the sum of weights and of their count; its terms in the host's mean, all and kept.
+
+    Args:
+        weight: Tokens count one by one at token level, else sequences.
+        over: The weights that count: of kept tokens, or of all that have one.
+        per_token_loss: The host averages over tokens, not over per-sample means.
+    """
+    counted, tokens = ("live_sequence", "live") if over == "kept" else ("usable", "valid")
+    if weight is not None and weight.level == "token":
+        suffix = "" if tokens == "valid" else f"_over_{tokens}"
+        terms = {
+            "weight_sum": Formula(_where_counted, (counted, f"sum_token_weight{suffix}")),
+            "weight_count": Formula(_where_counted, (counted, f"num_{tokens}")),
+        }
+    else:
+        any_counted = (counted, f"num_{tokens}")
+        terms = {
+            "weight_sum": Formula(
+                lambda counted, count, weight: where(counted & (count > 0.0), weight, 0.0),
+                (*any_counted, "sequence_weight"),
+            ),
+            "weight_count": Formula(lambda counted, count: where(counted & (count > 0.0), 1.0, 0.0), any_counted),
+        }
+    if per_token_loss:
+        return terms | {"original_terms": Formula.named("num_response"), "kept_terms": Formula.named("num_kept")}
+    # The host gives every response token of a sequence the weight 1 / num_response.
+    return terms | {
+        "original_terms": Formula.named("has_response"),
+        "kept_terms": Formula.of(lambda num_kept, num_response: num_kept / num_response.clamp_min(1.0)),
+    }
+
+
+def _where_counted(counted: Tensor, value: Tensor) -> Tensor:
+    return where(counted, value, 0.0)

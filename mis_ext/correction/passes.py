@@ -1,0 +1,129 @@
+"""What a backend does between the collectives, and what the pipeline gets from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import Values
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios, compute_log_ratio
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.plan import Plan
+
+
+class Streams(NamedTuple):
+    """What comes in: log-probs of the local tokens ``[T]``, and the mask of whole responses ``[R]``, any dtype."""
+
+    proximal_logprobs_T: Tensor
+    behavior_logprobs_T: Tensor
+    response_mask_R: Tensor
+
+    def token_ratios(self, layout: PackedLayout) -> TokenRatios:
+        """Log-ratios of the local tokens."""
+        return compute_log_ratio(
+            proximal_logprobs_T=self.proximal_logprobs_T,
+            behavior_logprobs_T=self.behavior_logprobs_T,
+            response_mask_T=layout.index.local_part(self.response_mask_R).bool(),
+        )
+
+
+class Sequences(Protocol):
+    """What the pass over sequences found."""
+
+    @property
+    def totals_A(self) -> Tensor:
+        """Totals of this call, in the order of the plan; behind them the status (:mod:`mis_ext.correction.status`)."""
+
+    @property
+    def values(self) -> Values:
+        """Numbers of each sequence ``[S]``, by the names of the plan."""
+
+
+class Outputs(NamedTuple):
+    """What the last pass writes; neither weights nor a mask where nothing is corrected (``metrics_only``).
+
+    ``weights_T``: ``[T]`` float32, 0 where a token has none. ``loss_mask_R``: ``[R]`` float32, 1 where a token of the
+    whole responses stays in the loss, else 0. ``token_metrics``: ``[T]`` by public name.
+    """
+
+    weights_T: Tensor | None
+    loss_mask_R: Tensor | None
+    token_metrics: dict[str, Tensor]
+
+
+class Backend(Protocol):
+    """One call's passes, in this order; between them :mod:`mis_ext.correction.pipeline` communicates."""
+
+    streams: Streams
+    layout: PackedLayout
+    plan: Plan
+
+    def token_statistics(self) -> Tensor:
+        """``[F + 1, S]``, this rank's share of the plan's columns, and a row for the status: ``inf``, no failure."""
+
+    def keep_bits(self) -> Tensor:
+        """uint8, one bit per token of the whole responses: set where a local token passes the gates on tokens."""
+
+    def sequences(self, gathered_WFS: Tensor) -> Sequences:
+        """What follows for sequences from the shares of all context-parallel ranks."""
+
+    def merge_totals(self, gathered_WA: Tensor) -> Tensor:
+        """``[A]`` totals of all data-parallel ranks from those of each."""
+
+    def outputs(
+        self,
+        sequences: Sequences,
+        *,
+        over_group_A: Tensor,
+        rollout_scale: WeightScale | None,
+        keep_bits: Tensor | None,
+        token_metrics: bool,
+    ) -> Outputs:
+        """Weights, masks, and where asked for the metrics of each token's sequence."""
+
+    def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
+        """``[T]`` values times weights, 0 where the weight is 0, whatever the value; the gradient is the weight."""
+
+
+def total_values(plan: Plan, totals_A: Tensor) -> dict[str, Tensor]:
+    """Totals by name, 0-dim; a maximum was stored as the minimum of negated values."""
+    return {
+        total.name: -value if total.operation == "max" else value
+        for total, value in zip(plan.totals, totals_A.unbind()[:-1], strict=True)
+    }
+
+
+def scale_of(plan: Plan, *, totals_A: Tensor, over_group_A: Tensor, rollout_scale: WeightScale | None) -> WeightScale:
+    """What the weights of this call are scaled by; a factor that is not configured is 1."""
+    config = plan.config
+    one = torch.ones_like(totals_A[-1])
+    if not config.is_scaled:
+        return WeightScale(one, one)
+    if config.scope == "rollout" and rollout_scale is not None:
+        found = rollout_scale
+    else:
+        scope_A = over_group_A if config.scope == "data_parallel" else totals_A
+        found = scale_of_totals(plan, scope_A)
+    return WeightScale(
+        mean_weight=found.mean_weight if config.normalize_over is not None else one,
+        denominator_factor=found.denominator_factor if config.denominator == "kept" else one,
+    )
+
+
+def scale_of_totals(plan: Plan, totals_A: Tensor) -> WeightScale:
+    """Mean weight and denominator factor of the sequences that were added up, each 1 where nothing was counted."""
+    totals = Values(total_values(plan, totals_A), {})
+    return WeightScale(*(totals.of(SCALE_FORMULAS[name]) for name in WeightScale._fields))
+
+
+def scale_values(scale: WeightScale) -> dict[str, Tensor]:
+    """The scale under the names that formulas use."""
+    mean_weight, denominator_factor = scale
+    return {
+        "mean_weight": mean_weight,
+        "denominator_factor": denominator_factor,
+        "scale_factor": denominator_factor / mean_weight,
+    }

@@ -1,0 +1,224 @@
+"""The pipeline: from two streams of log-probs to weights, keep masks and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.backend import choose_backend
+from mis_ext.correction.collectives import Group, gather_rows, merge_bits
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import Values
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.metric_row import GroupNumber, Mean, Metric, MetricRow
+from mis_ext.correction.normalization import WeightScale
+from mis_ext.correction.passes import (
+    Backend,
+    Outputs,
+    Sequences,
+    Streams,
+    scale_of,
+    scale_of_totals,
+    scale_values,
+    total_values,
+)
+from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.correction.status import mark_failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """Weights, keep masks and metrics of one call, detached."""
+
+    _backend: Backend
+    _outputs: Outputs
+    _sequences: Sequences
+    _over_group_A: Tensor
+    _rollout_scale: WeightScale | None
+
+    @property
+    def weights_T(self) -> Tensor:
+        """``[T]`` float32, what multiplies the loss of each local token.
+
+        A token that a gate rejects keeps its weight: the mask removes it. A token that cannot have one (masked, or
+        without a finite ratio), or that a gate with ``action: zero`` finds, has 0. With ``metrics_only`` all are 1.
+        """
+        if self._outputs.weights_T is None:
+            return torch.ones_like(self._backend.streams.proximal_logprobs_T, dtype=torch.float32)
+        return self._outputs.weights_T
+
+    @property
+    def keep_mask_T(self) -> Tensor:
+        """``[T]`` bool, local tokens that stay in the loss."""
+        return self._backend.layout.index.local_part(self.keep_mask_R)
+
+    @property
+    def keep_mask_R(self) -> Tensor:
+        """``[R]`` bool, the same for whole responses, equal on all context-parallel ranks.
+
+        With ``metrics_only`` that is the response mask.
+        """
+        return self.loss_mask_R != 0
+
+    @property
+    def loss_mask_R(self) -> Tensor:
+        """``[R]`` float32, :attr:`keep_mask_R` as 1 and 0: what the hosts multiply by."""
+        if self._outputs.loss_mask_R is None:
+            return self._backend.streams.response_mask_R.bool().float()
+        return self._outputs.loss_mask_R
+
+    @property
+    def token_metrics(self) -> dict[str, Tensor]:
+        """``[T]`` per selected metric, the number of the token's sequence; empty unless asked for.
+
+        0 outside the response, NaN in a sequence without a token of the metric's population. Its mean over the response
+        tokens of a sequence, and of that over sequences, is the metric.
+        """
+        return self._outputs.token_metrics
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Selected metrics by public name."""
+        plan, names = self.plan, self.plan.metric_index
+        scale = scale_of(
+            plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
+        )
+        of_sequences = Values(scale_values(scale), {}, others=self._sequences.values)
+        of_group = Values(total_values(plan, self._over_group_A) | scale_values(scale), {})
+        kept = [_kept(row, of_sequences, of_group) for row in plan.metrics]
+        return {name: kept[index] for name, index in names.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """What was computed."""
+        return self._backend.plan
+
+    @property
+    def sequences(self) -> Values:
+        """Numbers of each sequence ``[S]`` by their names in :mod:`mis_ext.correction.plan`."""
+        return self._sequences.values
+
+    @property
+    def totals_A(self) -> Tensor:
+        """``[A]`` float32: sums and extremes over this call's sequences on this data-parallel rank."""
+        return self._sequences.totals_A
+
+    @property
+    def totals(self) -> dict[str, Tensor]:
+        """:attr:`totals_A` by name, 0-dim."""
+        return total_values(self._backend.plan, self.totals_A)
+
+    @property
+    def tokens(self) -> TokenRatios:
+        """Log-ratios of the local tokens, computed when asked for."""
+        return self._backend.streams.token_ratios(self._backend.layout)
+
+    @property
+    def status(self) -> Tensor:
+        """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.status`."""
+        return self._over_group_A[-1]
+
+    def weigh(self, loss_T: Tensor) -> Tensor:
+        """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
+        return self._backend.weigh(loss_T, self.weights_T)
+
+    def scale_of_ranks(self, dp_group: Group | None) -> WeightScale:
+        """The scale of this call's sequences on all data-parallel ranks, for calls that see only some of them."""
+        merged_A = self._backend.merge_totals(gather_rows(self.totals_A, dp_group))
+        return scale_of_totals(self._backend.plan, merged_A)
+
+
+@torch.no_grad()
+def compute_correction(
+    *,
+    proximal_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
+    response_mask_R: Tensor,
+    layout: PackedLayout,
+    config: CorrectionConfig | Plan,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+    rollout_scale: WeightScale | None = None,
+    token_metrics: bool = False,
+    failed_rank: int | None = None,
+) -> Correction:
+    """Correct for the difference between the policy that sampled and the policy that trains.
+
+    Args:
+        proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
+        behavior_logprobs_T: ``[T]``, nats, what the inference engine reported for them.
+        response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
+        layout: Lengths, and where the local tokens lie.
+        config: What to compute. To compile the call with ``torch.compile``, its plan
+            (:func:`~mis_ext.correction.plan.plan_of`): making one is no part of a graph.
+        cp_group: Ranks that hold other parts of the same sequences; None for one rank.
+        dp_group: Ranks that hold other sequences, without context parallelism; None for one rank.
+        rollout_scale: The factors of the whole rollout; needed, and used, with ``scope: rollout`` only.
+        token_metrics: Also write the selected metrics per token.
+        failed_rank: This rank's global number, if it has no data because of a local error: every rank then learns of it
+            from :attr:`Correction.status`.
+
+    Raises:
+        ValueError: Lengths disagree, a rollout scale is missing, or ``MIS_EXT_BACKEND`` cannot be had.
+    """
+    streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
+    check_lengths(streams, layout)
+    plan = config if isinstance(config, Plan) else plan_of(config)
+    _check_scale(plan.config, rollout_scale)
+    backend = choose_backend(proximal_logprobs_T.device)(streams, layout, plan)
+
+    statistics_FS = backend.token_statistics()
+    if failed_rank is not None:
+        mark_failed(statistics_FS, failed_rank)
+    gathered_WFS = gather_rows(statistics_FS, cp_group)
+    others_reject = not layout.is_whole and plan.rejects_single_tokens
+    keep_bits = merge_bits(backend.keep_bits(), cp_group) if others_reject else None
+    sequences = backend.sequences(gathered_WFS)
+    over_group_A = sequences.totals_A
+    if failed_rank is not None:
+        mark_failed(over_group_A, failed_rank)
+    if dp_group is not None and plan.needs_group_totals:
+        over_group_A = backend.merge_totals(gather_rows(sequences.totals_A, dp_group))
+    outputs = backend.outputs(
+        sequences,
+        over_group_A=over_group_A,
+        rollout_scale=rollout_scale,
+        keep_bits=keep_bits,
+        token_metrics=token_metrics,
+    )
+    return Correction(backend, outputs, sequences, over_group_A, rollout_scale)
+
+
+def _kept(row: MetricRow, of_sequences: Values, of_group: Values) -> Metric:
+    if row.over == "G":
+        return GroupNumber(of_group.of(row.formula))
+    total_S, count_S = of_sequences.of(row.total_formula), of_sequences[row.count_name]
+    is_measured_S = count_S > 0
+    if row.over in ("S", "C"):
+        count_S = is_measured_S.float()
+    return Mean(torch.where(is_measured_S, total_S, 0.0).sum(), count_S.sum())
+
+
+def check_lengths(streams: Streams, layout: PackedLayout) -> None:
+    """Refuse streams that do not fit the layout.
+
+    Raises:
+        ValueError: A stream has more or fewer tokens.
+    """
+    expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
+    if tuple(map(Tensor.numel, streams)) == expected:
+        return
+    for name, stream, length in zip(Streams._fields, streams, expected, strict=True):
+        if stream.numel() != length:
+            raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
+
+
+def _check_scale(config: CorrectionConfig, rollout_scale: WeightScale | None) -> None:
+    if config.scope == "rollout" and config.is_scaled and rollout_scale is None:
+        raise ValueError(
+            "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "
+            "mis_ext.prepare_rollout computes before training"
+        )

@@ -1,0 +1,214 @@
+"""What a configuration has to compute: formulas by name, and which reductions they need.
+
+A name tells where its value comes from. Of a sequence ``[S]``:
+
+========================  ==============================================================================
+``num_<mask>``            how many of its tokens are in a mask: ``num_valid``, ``num_response``
+``sum_<token formula>``   sum over its valid tokens; ``sum_<token formula>_over_<mask>`` over others
+``min_...``, ``max_...``  extremes over the same tokens; of none infinite
+========================  ==============================================================================
+
+Of all sequences of this call, or of the data-parallel group (0-dim):
+
+=================================  =====================================================================
+``total_<formula of a sequence>``  sum over sequences
+``lowest_...``, ``highest_...``    extremes over sequences with a valid token
+=================================  =====================================================================
+
+Whatever is none of these is a formula. So what a configuration must reduce follows from the parameters of the formulas
+that it uses; nothing else is computed or communicated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import Formula, bounded_exp, needed_names, where
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.metric_row import PREFIX, MetricRow
+from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
+from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
+
+Operation = Literal["sum", "min", "max"]
+
+DECISIONS = ("weighted_sequence", "keep_sequence", "sequence_weight", "num_kept")
+"""Per sequence, equal on all context-parallel ranks: whether it carries a weight, and whether it stays in the mask; the
+sequence-level part of the weight; how many of its tokens train."""
+
+SCALES = ("mean_weight", "denominator_factor", "scale_factor")
+"""Numbers that follow from the totals of the configured scope."""
+
+WATCHED_TOTALS = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A reduction over the tokens of each sequence; a maximum is stored as the minimum of negated values."""
+
+    name: str
+    operation: Operation
+    token: str
+    over: str
+
+    @classmethod
+    def of(cls, name: str) -> Column:
+        """What a name stands for, see the module."""
+        operation, _, rest = name.partition("_")
+        if operation == "num":
+            return cls(name, "sum", rest, rest)
+        assert operation in ("sum", "min", "max"), f"{name!r} is neither a formula nor a reduction over tokens"
+        token, _, over = rest.partition("_over_")
+        return cls(name, operation, token, over or "valid")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A reduction over sequences; a maximum is stored as the minimum of negated values."""
+
+    name: str
+    operation: Operation
+    sequence: str
+
+    @classmethod
+    def of(cls, name: str) -> Total:
+        """What a name stands for, see the module."""
+        prefix, _, sequence = name.partition("_")
+        operations: dict[str, Operation] = {"total": "sum", "lowest": "min", "highest": "max"}
+        assert prefix in operations, f"{name!r} is neither a formula nor a reduction over sequences"
+        return cls(name, operations[prefix], sequence)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is computed for a configuration.
+
+    Attributes:
+        config: The configuration.
+        token: Formulas of a token, by name.
+        sequence: Formulas of a sequence.
+        columns: Reductions over tokens, sums first.
+        num_sum_columns: How many of the columns are sums.
+        totals: Reductions over sequences, sums first.
+        num_sum_totals: How many of the totals are sums.
+        metrics: Rows whose values are computed, without aliases.
+        metric_index: Public name of each selected metric, and its place in ``metrics``.
+        needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
+        rejects_single_tokens: Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they
+            have no ratio.
+    """
+
+    config: CorrectionConfig
+    token: Mapping[str, Formula]
+    sequence: Mapping[str, Formula]
+    columns: tuple[Column, ...]
+    num_sum_columns: int
+    totals: tuple[Total, ...]
+    num_sum_totals: int
+    metrics: tuple[MetricRow, ...]
+    metric_index: Mapping[str, int]
+    needs_group_totals: bool
+    rejects_single_tokens: bool
+
+
+_Reduction = TypeVar("_Reduction", Column, Total)
+
+
+@functools.lru_cache(maxsize=32)
+def plan_of(config: CorrectionConfig) -> Plan:
+    """The plan of ``config``."""
+    selected = config.selected_rows
+    originals = {row.alias_of or row.name for row in selected}
+    metrics = tuple(row for row in config.available_rows if row.name in originals)
+    place = {row.name: index for index, row in enumerate(metrics)}
+    token, sequence = _token_formulas(config, metrics), _sequence_formulas(config)
+    of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in SCALES]
+    of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
+    totals = _sums_first(Total.of(name) for name in dict.fromkeys([*WATCHED_TOTALS, *of_scale, *of_group]))
+    wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
+    wanted += [name for row in metrics if row.over != "G" for name in row.sequence_formula.needs]
+    leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in SCALES]
+    columns = _sums_first(map(Column.of, leaves))
+    return Plan(
+        config=config,
+        token=token,
+        sequence=sequence,
+        columns=columns,
+        num_sum_columns=_num_sums(columns),
+        totals=totals,
+        num_sum_totals=_num_sums(totals),
+        metrics=metrics,
+        metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
+        rejects_single_tokens=config.rejects_single_tokens,
+        needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
+    )
+
+
+def _sums_first(reductions: Iterable[_Reduction]) -> tuple[_Reduction, ...]:
+    return tuple(sorted(reductions, key=lambda reduction: reduction.operation != "sum"))
+
+
+def _num_sums(reductions: Iterable[Column] | Iterable[Total]) -> int:
+    return sum(reduction.operation == "sum" for reduction in reductions)
+
+
+def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> dict[str, Formula]:
+    formulas = dict(TOKEN_FORMULAS)
+    if config.weight is not None:
+        formulas |= config.weight.token_formulas
+    on_tokens = [gate for gate in config.all_gates if gate.reduce == "token"]
+    formulas["kept"] = _all_pass("valid", [gate for gate in on_tokens if gate.action == "reject"])
+    formulas["weighted"] = _all_pass("valid", [gate for gate in on_tokens if gate.action == "zero"])
+    # What trains: in the mask, and with a weight.
+    formulas["live"] = _all_pass("kept", [gate for gate in on_tokens if gate.action == "zero"])
+    for name, gate in config.labelled_gates.items():
+        if gate.reduce == "token":
+            formulas[f"kept_by_{name}"] = _all_pass("valid", [gate])
+    return formulas | {
+        row.token_name: row.formula for row in metrics if row.stage == "token" and not row.formula.is_name
+    }
+
+
+def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
+    weight = config.weight
+    on_sequences = [gate for gate in config.all_gates if gate.reduce != "token"]
+    is_whole = Formula.of(lambda measured, num_valid, num_response: measured & (num_valid == num_response))
+    one = Formula.of(lambda num_valid: num_valid * 0.0 + 1.0)
+    formulas = {
+        "measured": Formula.of(lambda num_valid: num_valid > 0.0),
+        # A statistic of the sequence needs the ratio of every token.
+        "usable": is_whole if config.rejects_whole_sequences else Formula.named("measured"),
+        "keep_sequence": _all_pass("usable", [gate for gate in on_sequences if gate.action == "reject"]),
+        "weighted_sequence": _all_pass("usable", [gate for gate in on_sequences if gate.action == "zero"]),
+        "live_sequence": _all_pass("keep_sequence", [gate for gate in on_sequences if gate.action == "zero"]),
+        "sequence_weight": one,
+        "num_kept": Formula.of(lambda live_sequence, num_live: where(live_sequence, num_live, 0.0)),
+        "has_kept": Formula.of(lambda num_kept: where(num_kept > 0.0, 1.0, 0.0)),
+        "has_response": Formula.of(lambda num_response: where(num_response > 0.0, 1.0, 0.0)),
+        "log_ratio_mean": reduced("log_ratio", "mean"),
+        "proximal_mean": reduced("proximal", "mean"),
+        "behavior_mean": reduced("behavior", "mean"),
+        "sequence_ratio": Formula.of(lambda measured, sum_log_ratio: where(measured, bounded_exp(sum_log_ratio), 0.0)),
+        "squared_sequence_ratio": Formula.of(lambda sequence_ratio: sequence_ratio.square()),
+    }
+    if weight is not None:
+        formulas |= weight.sequence_formulas
+    return formulas | term_formulas(weight, over=config.normalize_over, per_token_loss=config.per_token_loss)
+
+
+def _all_pass(mask: str, gates: Iterable[Gate]) -> Formula:
+    """A mask without what a gate rejects."""
+    tests = [(gate, gate.value) for gate in gates]
+
+    def passes(kept: Tensor, *values: Tensor) -> Tensor:
+        rest = iter(values)
+        for gate, value in tests:
+            kept = kept & gate.passes(value.function(*[next(rest) for _ in value.needs]))
+        return kept
+
+    return Formula(passes, (mask, *(name for _, value in tests for name in value.needs)))

@@ -1,0 +1,75 @@
+"""The rows of statistics, bounds and metrics as tables, for the documentation and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mis_ext.correction.bounds import BOUNDS
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.metric_row import MetricRow
+from mis_ext.correction.statistics import STATISTICS
+from mis_ext.correction.weights import Weight
+
+
+class Table(NamedTuple):
+    """Column titles, and rows of as many cells."""
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        lines = [self.titles, ("---",) * len(self.titles), *self.rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def statistics_table() -> Table:
+    """What a gate can look at."""
+    return Table(
+        ("statistic", "bounds", "on-policy", "unit", "meaning"),
+        tuple(
+            (
+                f"`{row.name}`",
+                f"[{row.low:g}, {row.high:g}]",
+                "any" if row.on_policy is None else f"{row.on_policy:g}",
+                row.unit,
+                row.text,
+            )
+            for row in STATISTICS.values()
+        ),
+    )
+
+
+def bounds_table() -> Table:
+    """What ``mode`` of a weight can be."""
+    return Table(
+        ("mode", "weight"),
+        tuple((f"`{row.name}`", row.text) for row in BOUNDS.values()),
+    )
+
+
+def metrics_table(configs: Iterable[CorrectionConfig] | None = None) -> Table:
+    """The metrics that configurations can emit, by default one of every kind; core ones carry a star."""
+    rows: dict[str, MetricRow] = {}
+    for config in _one_of_every_kind() if configs is None else configs:
+        for row in config.available_rows:
+            rows.setdefault(row.name, row)
+    return Table(
+        ("name (`mis_` +)", "over", "meaning"),
+        tuple((f"`{row.name}`{' *' * row.is_core}", row.over, row.text) for row in rows.values()),
+    )
+
+
+def _one_of_every_kind() -> Iterable[CorrectionConfig]:
+    vetoes = (
+        Gate(reduce="min", low=1e-4),
+        Gate(reduce="max", high=100.0),
+        Gate(statistic="proximal_probability", reduce="min", low=1e-6),
+    )
+    yield CorrectionConfig(metrics_only=True, weight=None)
+    for mode in BOUNDS:
+        yield CorrectionConfig(
+            weight=Weight(mode=mode), gates=(Gate(high=2.0), *vetoes), normalize_over="kept", denominator="kept"
+        )

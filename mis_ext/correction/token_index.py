@@ -1,0 +1,152 @@
+"""Index tensors of a layout, and what the eager pipeline does with them: reduce tokens to sequences, spread back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+_FAN_IN = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenIndex:
+    """``T`` local tokens of ``S`` sequences with ``R`` tokens in their whole responses.
+
+    Attributes:
+        sequence_T: Sequence of each local token.
+        sequence_R: Sequence of each token of the whole responses.
+        position_T: Index of each local token in the concatenated whole responses; None when ``T`` is ``R``.
+        edge_N: Local tokens that share their block of 64 with another sequence, or with the end of the tokens.
+        tree: Index tensors of a reduction tree from blocks and edges to sequences, see :meth:`reduce`.
+    """
+
+    sequence_T: Tensor
+    sequence_R: Tensor
+    position_T: Tensor | None
+    edge_N: Tensor
+    tree: tuple[Tensor, ...]
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        response_lengths: Sequence[int],
+        local_lengths: Sequence[int],
+        piece_lengths: Sequence[int],
+        piece_whole_starts: Sequence[int] | None,
+        device: torch.device,
+    ) -> TokenIndex:
+        """Build on the host, and copy to ``device``.
+
+        Args:
+            response_lengths: Tokens per whole response.
+            local_lengths: Tokens per response on this rank.
+            piece_lengths: Tokens per contiguous run of local tokens.
+            piece_whole_starts: Where each run begins in the whole responses; None where every token is local.
+            device: Where the results go.
+        """
+        local_S = torch.tensor(local_lengths, dtype=torch.int64)
+        sequence_R = _to_device(_sequence_of(torch.tensor(response_lengths, dtype=torch.int64)), device)
+        if piece_whole_starts is None:
+            sequence_T, position_T = sequence_R, None
+        else:
+            length_P, whole_start_P = torch.tensor([piece_lengths, piece_whole_starts], dtype=torch.int64)
+            sequence_T = _to_device(_sequence_of(local_S), device)
+            position_T = _to_device(_runs(whole_start_P, length_P), device)
+        edge_N, tree = _build_tree(local_S)
+        return cls(
+            sequence_T=sequence_T,
+            sequence_R=sequence_R,
+            position_T=position_T,
+            edge_N=_to_device(edge_N, device),
+            tree=tuple(_to_device(level, device) for level in tree),
+        )
+
+    def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
+        """Reduce ``F`` rows of local tokens to ``[F, S]``; a sequence without local tokens gets the identity of ``op``.
+
+        First blocks of 64 tokens as they lie in memory, whatever their sequences, so that only the edges of sequences
+        are gathered; then groups of at most 32 blocks and edges, level by level: accurate, and the same bits on every
+        run. Rows are taken one after the other, so that a row can be gone before the next is computed.
+        """
+        identity = 0.0 if op == "sum" else torch.inf
+        in_blocks = len(self.sequence_T) // _BLOCK * _BLOCK
+        parts = [
+            (_fold(row_T[:in_blocks].view(-1, _BLOCK), op), row_T.index_select(0, self.edge_N)) for row_T in rows_T
+        ]
+        values = torch.cat([torch.stack(column) for column in zip(*parts, strict=True)], dim=-1)
+        for index in self.tree:
+            padded = torch.nn.functional.pad(values, (0, 1), value=identity)
+            values = _fold(padded.index_select(-1, index).view(len(values), -1, _FAN_IN), op)
+        return values
+
+    def to_tokens(self, values_S: Tensor) -> Tensor:
+        """Give every local token the value of its sequence."""
+        return values_S.index_select(-1, self.sequence_T)
+
+    def to_whole(self, values_S: Tensor) -> Tensor:
+        """Give every token of the whole responses the value of its sequence."""
+        return values_S.index_select(-1, self.sequence_R)
+
+    def local_part(self, values_R: Tensor) -> Tensor:
+        """This rank's tokens out of whole responses."""
+        return values_R if self.position_T is None else values_R.index_select(-1, self.position_T)
+
+
+def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
+    return values.sum(-1) if op == "sum" else values.amin(-1)
+
+
+def _runs(first_P: Tensor, length_P: Tensor) -> Tensor:
+    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run."""
+    total = int(length_P.sum())
+    shift_P = first_P - (length_P.cumsum(0) - length_P)
+    return torch.arange(total) + shift_P.repeat_interleave(length_P, output_size=total)
+
+
+def _sequence_of(length_S: Tensor) -> Tensor:
+    return torch.arange(len(length_S)).repeat_interleave(length_S, output_size=int(length_S.sum()))
+
+
+def _build_tree(length_S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The edges, and one index tensor per level, groups of 32, until one group per sequence is left.
+
+    The first level points into all blocks followed by the edges, every other into the groups before it. A slot without
+    a value points behind the last one, where :meth:`TokenIndex.reduce` puts the identity.
+    """
+    end_S = length_S.cumsum(0)
+    begin_S = end_S - length_S
+    first_block_S = (begin_S + _BLOCK - 1) // _BLOCK
+    blocks_S = (end_S // _BLOCK - first_block_S).clamp_min(0)
+    head_S = (first_block_S * _BLOCK).minimum(end_S) - begin_S
+    tail_S = length_S - head_S - blocks_S * _BLOCK
+    edges_S = head_S + tail_S
+    edge_N = _runs(_interleave(begin_S, end_S - tail_S), _interleave(head_S, tail_S))
+
+    num_blocks = int(length_S.sum()) // _BLOCK
+    first_edge_S = num_blocks + edges_S.cumsum(0) - edges_S
+    values = _runs(_interleave(first_block_S, first_edge_S), _interleave(blocks_S, edges_S))
+    size, count_S = num_blocks + len(edge_N), blocks_S + edges_S
+    tree: list[Tensor] = []
+    while not tree or size > len(count_S):
+        groups_S = ((count_S + _FAN_IN - 1) // _FAN_IN).clamp_min(1)
+        num_groups = int(groups_S.sum())
+        index = torch.full((num_groups * _FAN_IN,), size)
+        index[_runs((groups_S.cumsum(0) - groups_S) * _FAN_IN, count_S)] = values
+        tree.append(index)
+        values, size, count_S = torch.arange(num_groups), num_groups, groups_S
+    return edge_N, tree
+
+
+def _interleave(first_S: Tensor, second_S: Tensor) -> Tensor:
+    return torch.stack([first_S, second_S], dim=1).flatten()
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    # Pinned memory, so that the copy does not wait for the device.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

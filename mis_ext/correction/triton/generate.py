@@ -1,0 +1,195 @@
+"""Device functions written from the formulas of a plan, and kernels that call them."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import triton
+
+from mis_ext.correction.normalization import SCALE_FORMULAS
+from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
+from mis_ext.correction.triton import device, kernels
+from mis_ext.correction.triton.symbols import Program, Symbol
+
+_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response"
+_TOKEN_SYMBOLS = {
+    "log_ratio": Symbol("log_ratio", "float32"),
+    "proximal": Symbol("proximal", "float32"),
+    "behavior": Symbol("behavior", "float32"),
+    "valid": Symbol("valid", "bool"),
+    "response": Symbol("response", "bool"),
+}
+_ONE = "tl.full([], 1.0, tl.float32)"
+_JOINED = 8
+
+
+def row_names(plan: Plan) -> tuple[str, ...]:
+    """What the rows ``[F, S]`` of the decisions kernel are."""
+    return (*(column.name for column in plan.columns), *DECISIONS)
+
+
+def generate_namespace(plan: Plan) -> dict[str, Any]:
+    """Everything that the kernels of a plan can name: what they always call, and what is generated for the plan."""
+    source = generate_source(plan)
+    name = f"<mis_ext kernels {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    # Triton reads the source of a function from its file.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace = dict(vars(kernels))
+    namespace |= {key: value for key, value in vars(device).items() if not key.startswith("__")}
+    namespace |= {"triton": triton, "__name__": f"{__name__}.{name}"}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def specialised(kernel: Callable[..., None], namespace: dict[str, Any]) -> Callable[..., None]:
+    """A kernel whose global names are those of ``namespace``."""
+    bound = types.FunctionType(kernel.__code__, namespace, kernel.__name__, kernel.__defaults__)
+    bound.__annotations__ = kernel.__annotations__
+    bound.__qualname__, bound.__module__ = kernel.__qualname__, kernel.__module__
+    return bound
+
+
+def generate_source(plan: Plan) -> str:
+    """The device functions of a plan."""
+    return "\n\n".join(
+        [
+            _store_columns(plan),
+            _token_outputs(plan),
+            _token_kept(plan),
+            _decide(plan),
+            _load_scale(plan),
+            _store_metrics(plan),
+        ]
+    )
+
+
+def _function(name: str, arguments: str, lines: Iterable[str]) -> str:
+    body = "".join(f"    {line}\n" for line in lines) or "    pass\n"
+    return f"@triton.jit\ndef {name}({arguments}):\n{body}"
+
+
+def _store_columns(plan: Plan) -> str:
+    program = Program(_TOKEN_SYMBOLS, plan.token)
+    sums, minima = plan.columns[: plan.num_sum_columns], plan.columns[plan.num_sum_columns :]
+    summed = [f"tl.where({_mask(program, column)}, {program[column.token].wide}, 0.0)" for column in sums]
+    least = [
+        f"tl.where({_mask(program, column)}, {'-' * (column.operation == 'max')}{program[column.token].wide}, INFINITY)"
+        for column in minima
+    ]
+    lines = [*_reduce("tl.sum", summed, "0.0", first=0), *_reduce("tl.min", least, "INFINITY", first=len(sums))]
+    return _function("store_columns", f"out, stride, {_TOKEN_ARGUMENTS}", program.lines + lines)
+
+
+def _mask(program: Program, column: Column) -> str:
+    return program[column.over].text
+
+
+def _reduce(reduction: str, values: Sequence[str], padding: str, *, first: int, stride: str = "stride") -> list[str]:
+    """Reduce values over the first axis and store the results, up to eight in one reduction."""
+    lines = []
+    for begin in range(0, len(values), _JOINED):
+        chunk = list(values[begin : begin + _JOINED])
+        width = 1 << (len(chunk) - 1).bit_length()
+        filling = [f"tl.full(valid.shape, {padding}, tl.float64)"] * (width - len(chunk))
+        chunk_text = ", ".join(chunk + filling)
+        joined = f"join{width}({chunk_text})" if width > 1 else chunk_text
+        lines.append(
+            f"store{width}(out + {first + begin} * {stride}, {reduction}({joined}, 0), {stride}, {len(chunk)})"
+        )
+    return lines
+
+
+def _token_outputs(plan: Plan) -> str:
+    program = Program(_TOKEN_SYMBOLS, plan.token)
+    weight = program["token_weight"].wide if "token_weight" in plan.token else "tl.full(valid.shape, 1.0, tl.float64)"
+    weighted, kept = program["weighted"].text, program["kept"].text
+    return _function("token_outputs", _TOKEN_ARGUMENTS, [*program.lines, f"return {weight}, {weighted}, {kept}"])
+
+
+def _token_kept(plan: Plan) -> str:
+    program = Program(_TOKEN_SYMBOLS, plan.token)
+    kept = program["kept"].text
+    return _function("token_kept", _TOKEN_ARGUMENTS, [*program.lines, f"return {kept}"])
+
+
+def _decide(plan: Plan) -> str:
+    columns, totals = plan.columns, plan.totals
+    lines = [f"rank_stride = {len(columns) + 1} * num_sequences"]
+    for index, column in enumerate(columns):
+        sign = "-" * (column.operation == "max")
+        merge = "merged_sum" if column.operation == "sum" else "merged_minimum"
+        lines.append(
+            f"{column.name} = {sign}{merge}(gathered + {index} * num_sequences, valid, rank_stride, NUM_RANKS)"
+        )
+    lines.append(f"failed = merged_minimum(gathered + {len(columns)} * num_sequences, valid, rank_stride, NUM_RANKS)")
+    program = Program({column.name: Symbol(column.name, "float32") for column in columns}, plan.sequence)
+    stored = [(name, program[name]) for name in row_names(plan)]
+    sums = [total for total in totals if total.operation == "sum"]
+    # Places behind the last sequence count for nothing.
+    summed = [f"tl.where(valid, {program[total.sequence].wide}, 0.0)" for total in sums]
+    least = [
+        f"tl.where(valid & {program['measured'].text}, "
+        f"{'-' * (total.operation == 'max')}{program[total.sequence].wide}, INFINITY)"
+        for total in totals[len(sums) :]
+    ] + ["tl.where(valid, failed.to(tl.float64), INFINITY)"]
+    lines += program.lines
+    lines += [
+        f"tl.store(rows + {index} * num_sequences, ({value.text}).to(tl.float32), mask=valid)"
+        for index, (_, value) in enumerate(stored)
+    ]
+    lines.append(f"out = block_totals + block * {len(totals) + 1}")
+    lines += _reduce("tl.sum", summed, "0.0", first=0, stride="1")
+    lines += _reduce("tl.min", least, "INFINITY", first=len(sums), stride="1")
+    arguments = "gathered, rows, block_totals, block, valid, num_sequences, NUM_RANKS: tl.constexpr"
+    return _function("decide", arguments, lines)
+
+
+def _load_scale(plan: Plan) -> str:
+    config = plan.config
+    totals = "over_group" if config.scope == "data_parallel" else "totals"
+    program = Program(_total_symbols(plan, totals), SCALE_FORMULAS)
+    results = []
+    for name, is_used in (
+        ("mean_weight", config.normalize_over is not None),
+        ("denominator_factor", config.denominator == "kept"),
+    ):
+        if is_used and config.scope == "rollout":
+            results.append(f"tl.load(rollout_{name})")
+        else:
+            results.append(f"({program[name].text}).to(tl.float32)" if is_used else _ONE)
+    arguments = "totals, over_group, rollout_mean_weight, rollout_denominator_factor"
+    return _function("load_scale", arguments, [*program.lines, f"return {', '.join(results)}"])
+
+
+def _store_metrics(plan: Plan) -> str:
+    scales = {name: Symbol(name, "float64" if name == "scale_factor" else "float32") for name in SCALES}
+    loads = {
+        name: Symbol(f"tl.load(column + {index} * num_sequences)", "float32")
+        for index, name in enumerate(row_names(plan))
+    }
+    masks = {name: Symbol(f"({loads[name].text} != 0)", "bool") for name in ("weighted_sequence", "keep_sequence")}
+    of_sequences = Program(loads | masks | scales, plan.sequence)
+    of_group = Program(_total_symbols(plan, "over_group") | scales, {})
+    lines = []
+    for index, row in enumerate(plan.metrics):
+        value = of_group.of(row.formula) if row.over == "G" else of_sequences.of(row.sequence_formula)
+        lines.append(
+            f"tl.store(metrics + {index} * num_tokens, "
+            f"tl.where(response, ({value.text}).to(tl.float32), 0.0), mask=is_token)"
+        )
+    arguments = (
+        "metrics, num_tokens, is_token, response, column, num_sequences, over_group, "
+        "mean_weight, denominator_factor, scale_factor"
+    )
+    return _function("store_metrics", arguments, [*of_sequences.lines, *lines])
+
+
+def _total_symbols(plan: Plan, pointer: str) -> dict[str, Symbol]:
+    return {
+        total.name: Symbol(f"({'-' * (total.operation == 'max')}tl.load({pointer} + {index}))", "float32")
+        for index, total in enumerate(plan.totals)
+    }

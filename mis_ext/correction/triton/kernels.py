@@ -1,0 +1,219 @@
+"""The kernels: where tokens, sequences and numbers lie. What is computed is generated from the formulas.
+
+A name from ``GENERATED`` is a device function that :mod:`mis_ext.correction.triton.generate` writes for each
+configuration. Sums and ratios are float64 within a kernel: what arrives in float32 is rounded once.
+"""
+
+import triton.language as tl
+
+from mis_ext.correction.triton.device import INFINITY, load_log_probs, locate_tile
+
+GENERATED = ("store_columns", "token_outputs", "token_kept", "decide", "load_scale", "store_metrics")
+store_columns = token_outputs = token_kept = decide = load_scale = store_metrics = None
+
+
+def token_statistics_kernel(
+    proximal, behavior, response_mask, table, partials, num_tiles, num_pieces, TILE: tl.constexpr
+):
+    """Sums and minima of one tile: a column of ``partials``, ``[F, num_tiles]`` float64."""
+    tile = tl.program_id(0)
+    _, begin, whole_begin, length = locate_tile(table, tile, num_tiles, num_pieces, TILE)
+    lane = tl.arange(0, TILE)
+    response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
+    log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + lane, response)
+    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response)
+
+
+def sequence_statistics_kernel(
+    partials,
+    table,
+    statistics,
+    num_tiles,
+    num_sequences,
+    pieces_per_sequence,
+    NUM_SUMS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add up the tiles of one sequence: a column of ``statistics``, ``[F + 1, S]`` float32, whose last row is inf."""
+    sequence = tl.program_id(0)
+    first_tile = table + num_tiles + sequence * pieces_per_sequence
+    begin, end = tl.load(first_tile), tl.load(first_tile + pieces_per_sequence)
+    row = tl.arange(0, ROWS)[:, None]
+    is_sum = row < NUM_SUMS
+    identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([ROWS, BLOCK], tl.float64)
+    total = identity
+    for first in range(begin, end, BLOCK):
+        tile = first + tl.arange(0, BLOCK)[None, :]
+        is_partial = (row < NUM_COLUMNS) & (tile < end)
+        value = tl.load(partials + row * num_tiles + tile, mask=is_partial, other=0.0)
+        value = tl.where(is_partial, value, identity)
+        total = tl.where(is_sum, total + value, tl.minimum(total, value))
+    result = tl.where(tl.arange(0, ROWS) < NUM_SUMS, tl.sum(total, 1), tl.min(total, 1))
+    row = tl.arange(0, ROWS)
+    tl.store(statistics + row * num_sequences + sequence, result.to(tl.float32), mask=row < NUM_COLUMNS + 1)
+
+
+def keep_bits_kernel(
+    proximal,
+    behavior,
+    response_mask,
+    table,
+    whole_table,
+    keep_byte,
+    keep_bits,
+    num_tiles,
+    num_pieces,
+    num_whole_tiles,
+    num_sequences,
+    pieces_per_sequence,
+    TILE: tl.constexpr,
+):
+    """Bits of one tile of a whole response: set where the token is on this rank and passes the gates on tokens."""
+    tile = tl.program_id(0)
+    sequence, whole_begin, _, length = locate_tile(whole_table, tile, num_whole_tiles, num_sequences, TILE)
+    lane = tl.arange(0, TILE)
+    response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
+    start = table + num_tiles + num_pieces + 1
+    whole_start = start + num_pieces + 1
+    keep = lane < 0
+    for part in range(pieces_per_sequence):
+        piece = sequence * pieces_per_sequence + part
+        begin = tl.load(start + piece)
+        within = whole_begin + lane - tl.load(whole_start + piece)
+        local = response & (within >= 0) & (within < tl.load(start + piece + 1) - begin)
+        log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + within, local)
+        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local)
+    bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
+    tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
+    first_byte = keep_bits + tl.load(keep_byte + sequence) + tile_in_sequence * (TILE // 8)
+    byte = tl.arange(0, TILE // 8)
+    tl.store(first_byte + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < length)
+
+
+def decisions_kernel(gathered, rows, block_totals, num_sequences, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns of all ranks ``[W, F + 1, S]`` to columns and decisions ``[F, S]``, and a row of ``block_totals``."""
+    block = tl.program_id(0)
+    sequence = block * BLOCK + tl.arange(0, BLOCK)
+    decide(
+        gathered + sequence, rows + sequence, block_totals, block, sequence < num_sequences, num_sequences, NUM_RANKS
+    )
+
+
+def merge_totals_kernel(
+    rows, totals, num_rows, NUM_SUMS: tl.constexpr, NUM_TOTALS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``[num_rows, K]`` totals of blocks or of ranks to one row, float32."""
+    is_sum = tl.arange(0, COLUMNS)[None, :] < NUM_SUMS
+    identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([BLOCK, COLUMNS], tl.float64)
+    total = identity
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        mask = (row < num_rows) & (column < NUM_TOTALS)
+        value = tl.load(rows + row * NUM_TOTALS + column, mask=mask, other=0.0).to(tl.float64)
+        value = tl.where(mask, value, identity)
+        total = tl.where(is_sum, total + value, tl.minimum(total, value))
+    column = tl.arange(0, COLUMNS)
+    result = tl.where(column < NUM_SUMS, tl.sum(total, 0), tl.min(total, 0))
+    tl.store(totals + column, result.to(tl.float32), mask=column < NUM_TOTALS)
+
+
+def output_kernel(
+    proximal,
+    behavior,
+    response_mask,
+    table,
+    rows,
+    totals,
+    over_group,
+    rollout_mean_weight,
+    rollout_denominator_factor,
+    weights,
+    loss_mask,
+    metrics,
+    num_tiles,
+    num_pieces,
+    num_sequences,
+    num_tokens,
+    pieces_per_sequence,
+    WEIGHTED_ROW: tl.constexpr,
+    KEEP_ROW: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
+    IS_CORRECTED: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Weights, loss mask and metrics ``[M, T]`` of one tile.
+
+    ``totals`` are this call's, ``over_group`` those of the data-parallel group. The loss mask is left to
+    :func:`whole_mask_kernel` where responses are not whole.
+    """
+    tile = tl.program_id(0)
+    piece, begin, whole_begin, length = locate_tile(table, tile, num_tiles, num_pieces, TILE)
+    lane = tl.arange(0, TILE)
+    is_token = lane < length
+    response = tl.load(response_mask + whole_begin + lane, mask=is_token, other=0) != 0
+    column = rows + piece // pieces_per_sequence
+    mean_weight, denominator_factor = load_scale(totals, over_group, rollout_mean_weight, rollout_denominator_factor)
+    scale_factor = denominator_factor.to(tl.float64) / mean_weight
+    token = begin + lane
+    if IS_CORRECTED:
+        log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
+        weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response)
+        # Spread before they are compared: the interpreter cannot spread a bool.
+        in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
+        scaled = weight * (tl.load(column + WEIGHT_ROW * num_sequences) * scale_factor)
+        tl.store(weights + token, tl.where(weighted & in_weighted, scaled, 0.0).to(tl.float32), mask=is_token)
+        if IS_WHOLE:
+            in_kept = tl.full([TILE], tl.load(column + KEEP_ROW * num_sequences), tl.float32) != 0
+            tl.store(loss_mask + token, tl.where(kept & in_kept, 1.0, 0.0), mask=is_token)
+    store_metrics(
+        metrics + token,
+        num_tokens.to(tl.int64),
+        is_token,
+        response,
+        column,
+        num_sequences,
+        over_group,
+        mean_weight,
+        denominator_factor,
+        scale_factor,
+    )
+
+
+def whole_mask_kernel(
+    response_mask,
+    whole_table,
+    keep_byte,
+    keep_bits,
+    keep_S,
+    loss_mask,
+    num_whole_tiles,
+    num_sequences,
+    HAS_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Loss mask of one tile of a whole response, whose tokens may lie on other ranks."""
+    tile = tl.program_id(0)
+    sequence, begin, _, length = locate_tile(whole_table, tile, num_whole_tiles, num_sequences, TILE)
+    lane = tl.arange(0, TILE)
+    is_token = lane < length
+    keep = tl.load(response_mask + begin + lane, mask=is_token, other=0) != 0
+    keep = keep & (tl.full([TILE], tl.load(keep_S + sequence), tl.float32) != 0)
+    if HAS_BITS:
+        tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
+        first_byte = keep_bits + tl.load(keep_byte + sequence) + tile_in_sequence * (TILE // 8)
+        bits = tl.load(first_byte + lane // 8, mask=is_token, other=0).to(tl.int32)
+        keep = keep & (((bits >> (lane % 8)) & 1) != 0)
+    tl.store(loss_mask + begin + lane, keep.to(tl.float32), mask=is_token)
+
+
+def weigh_kernel(values, weights, weighed, num_tokens, BLOCK: tl.constexpr):
+    """Values times weights, 0 where the weight is 0, whatever the value."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < num_tokens
+    weight = tl.load(weights + token, mask=mask, other=0.0)
+    value = tl.load(values + token, mask=mask, other=0.0)
+    tl.store(weighed + token, tl.where(weight != 0, value * weight, 0.0), mask=mask)

@@ -1,0 +1,184 @@
+"""What a formula is called with to write it down as Triton source.
+
+A symbol is an expression and its type. Exponentials, roots, quotients and absolute values are float64 (the absolute
+value of a float32 would flush subnormal numbers); all else has the type of its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from torch import Tensor
+
+from mis_ext.correction.formula import Formula, needed_names
+
+Type = Literal["bool", "float32", "float64"]
+
+
+def literal(number: float) -> str:
+    """A number as Triton source."""
+    if math.isnan(number):
+        return "NAN"
+    if math.isinf(number):
+        return "INFINITY" if number > 0 else "(-INFINITY)"
+    return f"({float(number)!r})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Symbol:
+    """A Triton expression that takes the place of a tensor."""
+
+    text: str
+    type: Type
+
+    @property
+    def wide(self) -> str:
+        """The expression as float64, a mask as 1 and 0."""
+        return self.text if self.type == "float64" else f"({self.text}).to(tl.float64)"
+
+    def _binary(self, operator: str, other: Symbol | float, *, reverse: bool = False) -> Symbol:
+        right, kind = _operand(other, self.type)
+        left, right = (right, self.text) if reverse else (self.text, right)
+        return Symbol(f"({left} {operator} {right})", kind)
+
+    def __add__(self, other: Symbol | float) -> Symbol:
+        return self._binary("+", other)
+
+    def __radd__(self, other: float) -> Symbol:
+        return self._binary("+", other, reverse=True)
+
+    def __sub__(self, other: Symbol | float) -> Symbol:
+        return self._binary("-", other)
+
+    def __rsub__(self, other: float) -> Symbol:
+        return self._binary("-", other, reverse=True)
+
+    def __mul__(self, other: Symbol | float) -> Symbol:
+        return self._binary("*", other)
+
+    def __rmul__(self, other: float) -> Symbol:
+        return self._binary("*", other, reverse=True)
+
+    def __neg__(self) -> Symbol:
+        return Symbol(f"(-{self.text})", self.type)
+
+    def __truediv__(self, other: Symbol | float) -> Symbol:
+        right = other.wide if isinstance(other, Symbol) else literal(other)
+        return Symbol(f"({self.wide} / {right})", "float64")
+
+    def _compare(self, operator: str, other: Symbol | float) -> Symbol:
+        return Symbol(f"({self.text} {operator} {_operand(other, self.type)[0]})", "bool")
+
+    def __lt__(self, other: Symbol | float) -> Symbol:
+        return self._compare("<", other)
+
+    def __le__(self, other: Symbol | float) -> Symbol:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Symbol | float) -> Symbol:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Symbol | float) -> Symbol:
+        return self._compare(">=", other)
+
+    def __eq__(self, other: object) -> Symbol:  # type: ignore[override]
+        return self._compare("==", cast("Symbol | float", other))
+
+    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
+        return self._compare("!=", cast("Symbol | float", other))
+
+    def __and__(self, other: Symbol) -> Symbol:
+        return Symbol(f"({self.text} & {other.text})", "bool")
+
+    def __or__(self, other: Symbol) -> Symbol:
+        return Symbol(f"({self.text} | {other.text})", "bool")
+
+    def __invert__(self) -> Symbol:
+        return Symbol(f"(~{self.text})", "bool")
+
+    def exp(self) -> Symbol:
+        """``e**x``."""
+        return Symbol(f"tl.exp({self.wide})", "float64")
+
+    def expm1(self) -> Symbol:
+        """``e**x - 1``."""
+        return Symbol(f"(tl.exp({self.wide}) - 1.0)", "float64")
+
+    def sqrt(self) -> Symbol:
+        """The square root."""
+        return Symbol(f"tl.sqrt({self.wide})", "float64")
+
+    def abs(self) -> Symbol:
+        """The absolute value."""
+        return Symbol(f"tl.abs({self.wide})", "float64")
+
+    def square(self) -> Symbol:
+        """The square."""
+        return self * self
+
+    def clamp(self, low: float, high: float) -> Symbol:
+        """The nearest value in a closed interval."""
+        text = self.text
+        if high < math.inf:
+            text = f"tl.minimum({text}, {literal(high)})"
+        if low > -math.inf:
+            text = f"tl.maximum({text}, {literal(low)})"
+        return Symbol(text, self.type)
+
+    def clamp_min(self, low: float) -> Symbol:
+        """The larger of the two."""
+        return self.clamp(low, math.inf)
+
+    def clamp_max(self, high: float) -> Symbol:
+        """The smaller of the two."""
+        return self.clamp(-math.inf, high)
+
+    def minimum(self, other: Symbol) -> Symbol:
+        """The smaller of the two."""
+        return Symbol(f"tl.minimum({self.text}, {other.text})", _wider(self.type, other.type))
+
+    def maximum(self, other: Symbol) -> Symbol:
+        """The larger of the two."""
+        return Symbol(f"tl.maximum({self.text}, {other.text})", _wider(self.type, other.type))
+
+    def choose(self, value: Symbol | float, otherwise: Symbol | float) -> Symbol:
+        """``value`` where this is true."""
+        kinds: list[Type] = [x.type for x in (value, otherwise) if isinstance(x, Symbol)]
+        kind: Type = "float64" if "float64" in kinds else "float32"
+        first, second = (x.text if isinstance(x, Symbol) else literal(x) for x in (value, otherwise))
+        return Symbol(f"tl.where({self.text}, {first}, {second})", kind)
+
+
+def _wider(first: Type, second: Type) -> Type:
+    return "float64" if "float64" in (first, second) else "float32"
+
+
+def _operand(other: Symbol | float, kind: Type) -> tuple[str, Type]:
+    if isinstance(other, Symbol):
+        return other.text, _wider(kind, other.type)
+    return literal(other), kind
+
+
+class Program:
+    """Lines of source that compute formulas by name, each once."""
+
+    def __init__(self, given: Mapping[str, Symbol], formulas: Mapping[str, Formula]) -> None:
+        self.lines: list[str] = []
+        self._known = dict(given)
+        self._formulas = {name: formula for name, formula in formulas.items() if name not in given}
+
+    def __getitem__(self, name: str) -> Symbol:
+        for needed in needed_names([name], self._formulas):
+            if needed not in self._known:
+                value = self.of(self._formulas[needed])
+                self.lines.append(f"{needed} = {value.text}")
+                self._known[needed] = Symbol(needed, value.type)
+        return self._known[name]
+
+    def of(self, formula: Formula) -> Symbol:
+        """The expression of a formula; lines for what it needs."""
+        symbols = cast(list[Tensor], [self[name] for name in formula.needs])
+        return cast(Symbol, formula.function(*symbols))

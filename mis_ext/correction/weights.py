@@ -1,0 +1,180 @@
+"""Importance weights: the ratio of a token or of its sequence, bounded."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from mis_ext.checks import check_choice, check_number
+from mis_ext.correction.bounds import BOUNDS, Bound
+from mis_ext.correction.formula import Formula, bounded_exp, where
+from mis_ext.correction.gates import Gate, warn_far_from_one
+from mis_ext.correction.statistics import Reduce, reduced
+
+Level = Literal["token", "sequence", "geometric"]
+
+DEFAULT_UPPER_BOUND = 2.0
+REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """Importance weight: the ratio at ``level``, bounded as ``mode`` says.
+
+    The token ratio is the right weight of the next action in the wrong distribution of states. The product over the
+    sequence is its unbiased weight, with variance exponential in its length. The geometric mean is the weight of
+    nothing, and has no such trap.
+
+    Args:
+        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean).
+        mode: A name of :data:`~mis_ext.correction.bounds.BOUNDS`.
+        low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
+        high: Upper bound of the ratio, for modes that have one.
+        only_outside: A gate on sequences whose action is not used: the bound acts only where a sequence's statistic is
+            outside its band, and the weight elsewhere is the plain ratio.
+
+    Attributes:
+        gate: The gate that the mode implies.
+
+    References:
+        Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
+        Li et al., When Speed Kills Stability, 2025. Geometric: Zheng et al., Group Sequence Policy Optimization,
+        arXiv:2507.18071.
+    """
+
+    level: Level = "token"
+    mode: str = "truncate"
+    low: float | None = None
+    high: float | None = None
+    only_outside: Gate | None = None
+    gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        check_choice("level", self.level, get_args(Level))
+        check_choice("mode", self.mode, BOUNDS)
+        bound = self.bound
+        self._open_unused_bounds(bound)
+        if not bound.has_high and (self.low, self.high) != (None, None):
+            raise ValueError(f"mode: {self.mode} takes no bounds, got low={self.low} and high={self.high}")
+        if not bound.has_low and self.low is not None:
+            raise ValueError(f"mode: {self.mode} has no low bound, got low={self.low}; write mode: clip")
+        if bound.has_high:
+            self._fill_bounds(bound)
+        if self.only_outside is not None:
+            self._check_condition(self.only_outside)
+        if bound.rejects:
+            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=self.low, high=self.high))
+        else:
+            self._warn_unusual_bounds(bound)
+
+    def _open_unused_bounds(self, bound: Bound) -> None:
+        # The open ends of a band say the same as no bound.
+        if not bound.has_low and self.low == 0.0:
+            object.__setattr__(self, "low", None)
+        if not bound.has_high and self.high == math.inf:
+            object.__setattr__(self, "high", None)
+
+    def _fill_bounds(self, bound: Bound) -> None:
+        high = DEFAULT_UPPER_BOUND if self.high is None else self.high
+        if check_number("high", high, low=0.0, high=math.inf, open_low=True) == math.inf:
+            raise ValueError(f"mode: {self.mode} needs a finite high; write mode: unbounded for none")
+        object.__setattr__(self, "high", float(high))
+        if bound.has_low:
+            default, low = ("", self.low) if self.low is not None else (" (1 / high by default)", 1.0 / high)
+            object.__setattr__(self, "low", check_number("low", low, low=0.0, high=math.inf))
+            if not low < high:
+                raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
+
+    def _check_condition(self, condition: Gate) -> None:
+        if self.level == "token" or condition.reduce == "token":
+            raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
+        if not self.bound.has_high or self.bound.rejects:
+            raise ValueError(f"only_outside has no effect with mode: {self.mode}")
+        if (condition.action, condition.after, condition.name) != ("reject", None, None):
+            raise ValueError(
+                "only_outside takes statistic, reduce, low and high; action, after and name have no effect"
+            )
+
+    def _warn_unusual_bounds(self, bound: Bound) -> None:
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        if not low <= 1.0 <= high:
+            warnings.warn(
+                f"the bounds {low:g} to {high:g} of the weight change what is on-policy (ratio 1)", stacklevel=4
+            )
+        if self.level == "geometric" and bound.has_low:
+            warn_far_from_one(f"a geometric weight with mode: {self.mode}", self.low, self.high)
+
+    @property
+    def bound(self) -> Bound:
+        """The row of ``mode``."""
+        return BOUNDS[self.mode]
+
+    @property
+    def log_low(self) -> float:
+        """Log of the low edge, ``-inf`` without one."""
+        return math.log(self.low) if self.low else -math.inf
+
+    @property
+    def log_high(self) -> float:
+        """Log of the high edge, ``inf`` without one."""
+        return math.log(self.high) if self.high is not None else math.inf
+
+    @property
+    def log_ratio(self) -> Formula:
+        """The log-ratio at the level of the weight."""
+        return reduced("log_ratio", REDUCTIONS[self.level])
+
+    def bounded(self, log_ratio: Tensor) -> Tensor:
+        """The weight of a log-ratio."""
+        return self.bound.weight(log_ratio, self.log_low, self.log_high)
+
+    @property
+    def formula(self) -> Formula:
+        """The weight, of a token or of a sequence."""
+        ratio = self.log_ratio
+        condition = self.only_outside
+        if condition is None:
+            return Formula(lambda *values: self.bounded(ratio.function(*values)), ratio.needs)
+        statistic = condition.value
+        split = len(ratio.needs)
+
+        def weight(*values: Tensor) -> Tensor:
+            log_ratio = ratio.function(*values[:split])
+            is_inside = condition.passes(statistic.function(*values[split:]))
+            return where(is_inside, bounded_exp(log_ratio), self.bounded(log_ratio))
+
+        return Formula(weight, ratio.needs + statistic.needs)
+
+    @property
+    def token_formulas(self) -> dict[str, Formula]:
+        """Of a token: its weight, if that is its own, and what moments are made of."""
+        if self.level != "token":
+            return {}
+        return {
+            "token_weight": self.formula,
+            "squared_token_weight": Formula.of(lambda token_weight: token_weight.square()),
+            "token_weight_excess": Formula.of(lambda token_weight: token_weight - 1.0),
+            "squared_token_weight_excess": Formula.of(lambda token_weight_excess: token_weight_excess.square()),
+        }
+
+    @property
+    def sequence_formulas(self) -> dict[str, Formula]:
+        """Of a sequence: how many weights it has, and the sums of the weight, of ``weight - 1`` and of both squares."""
+        if self.level == "token":
+            sums = ("weight", "squared_weight", "weight_excess", "squared_weight_excess")
+            of_tokens = {name: name.replace("weight", "token_weight") for name in sums}
+            return {"num_weights": Formula.named("num_valid")} | {
+                name: Formula.named(f"sum_{token}") for name, token in of_tokens.items()
+            }
+        return {
+            "sequence_weight": self.formula,
+            "num_weights": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
+            "weight": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight, 0.0)),
+            "squared_weight": Formula.of(lambda weight: weight.square()),
+            "weight_excess": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight - 1.0, 0.0)),
+            "squared_weight_excess": Formula.of(lambda weight_excess: weight_excess.square()),
+        }

@@ -1,0 +1,45 @@
+"""Whole responses on one rank, for tests, notebooks and analysis."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.pipeline import compute_correction
+from mis_ext.hosts.groups import device_of
+from mis_ext.hosts.packing import check_samples, pack, unpack
+
+
+def compute_mis_weights(
+    config: CorrectionConfig,
+    *,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope.
+
+    Args:
+        config: What to compute.
+        train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
+        rollout_log_probs: The same as reported by the inference engine (behavior).
+        loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
+
+    Returns:
+        Per sample the weights (float32, 0 where a token has none) and the keep mask (1.0 or 0.0); and every metric as a
+        0-dim tensor, a mean over what its row in the README's glossary says.
+    """
+    check_samples("loss_masks", loss_masks)
+    lengths = [mask.numel() for mask in loss_masks]
+    device = device_of(*loss_masks)
+    layout = PackedLayout.whole(lengths, device=device)
+    correction = compute_correction(
+        proximal_logprobs_T=pack("train_log_probs", train_log_probs, lengths, device=device),
+        behavior_logprobs_T=pack("rollout_log_probs", rollout_log_probs, lengths, device=device),
+        response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
+        layout=layout,
+        config=config.replace(scope="micro_batch"),
+    )
+    metrics = {name: metric.value() for name, metric in correction.metrics.items()}
+    return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics

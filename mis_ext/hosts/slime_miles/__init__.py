@@ -1,0 +1,1 @@
+"""slime and Miles: their arguments, their keys, and how they call."""

@@ -1,0 +1,195 @@
+"""The hosts' flat keys, and the choice between them and the native ``mis:`` mapping."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from mis_ext.checks import check_bool, check_choice, check_known, check_mapping, check_number
+from mis_ext.correction.bounds import BOUNDS
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
+from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
+from mis_ext.hosts.slime_miles.native_keys import (
+    NATIVE_KEY,
+    checked_config,
+    config_from_native_keys,
+    native_gates,
+    refuse_idle,
+    reporting,
+)
+from mis_ext.hosts.slime_miles.near_misses import refuse_near_misses
+
+PREFIXES = ("tis_", "rs_", "mis_")
+HOST_FLAGS = frozenset({"tis_clip", "tis_clip_low"})
+"""Flags of the hosts' built-in correction: present on every ``args``, and not ours."""
+
+SWITCHES = ("use_tis", "use_rs")
+WEIGHT_KEYS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound")
+GATE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
+VETOES = ("rs_veto_threshold", "rs_veto_upper_threshold", "rs_veto_probability")
+NORMALIZE_KEYS = ("tis_batch_normalize", "tis_normalize_scope", "tis_normalize_over", "mis_denominator")
+REPORT_KEYS = ("mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
+FLAT_KEYS = (*SWITCHES, *WEIGHT_KEYS, *GATE_KEYS, *VETOES, "rs_veto_requires_rs", *NORMALIZE_KEYS, *REPORT_KEYS)
+HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
+READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
+"""Every key that is read; the names of all others are only compared with ours."""
+
+_INSTEAD_OF_NULL = {
+    "tis_level": "tis_level: none for no weight",
+    "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
+    "rs_level": "use_rs: false for no gate",
+}
+
+_Mapping = Mapping[str, Any]
+
+
+def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
+    """The configuration that ``mapping`` spells in flat keys, or under ``mis:`` in the native form.
+
+    A key with value None counts as unset. Keys outside our prefixes belong to the host and are ignored, but for
+    ``HOST_SWITCHES``.
+
+    Raises:
+        ValueError: A key is unknown, a near miss of ours or without effect, or its value is out of range.
+        TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
+    """
+    every = check_mapping("the configuration", mapping)
+    _check_names(every)
+    given = {key: value for key, value in every.items() if value is not None}
+    host = {key: check_bool(key, given.get(key, False)) for key in HOST_SWITCHES}
+    per_token_loss = host["calculate_per_token_loss"]
+    measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
+    ours = {key: given[key] for key in FLAT_KEYS if key in given}
+    if NATIVE_KEY in every:
+        mixed = sorted(set(ours) - {"use_tis"})
+        if mixed:
+            raise ValueError(f"{NATIVE_KEY}: and flat keys ({', '.join(mixed)}) are two spellings; use one of them")
+        return config_from_native_keys(every[NATIVE_KEY], measure_only=measure_only, per_token_loss=per_token_loss)
+    if not any(key in given for key in VETOES) and any(key in every for key in VETOES):
+        ours.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
+    weight = _weight(ours)
+    return checked_config(
+        weight=weight,
+        gates=(*_band_gates(ours), *_vetoes(ours)),
+        scaling=_scaling(ours, weight=weight),
+        reporting={**reporting(ours, prefix="mis_"), "per_token_loss": per_token_loss},
+        measure_only=measure_only,
+    )
+
+
+def _check_names(mapping: _Mapping) -> None:
+    with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_FLAGS]
+    check_known("keys", with_prefix, FLAT_KEYS)
+    others = [key for key in mapping if not key.startswith(PREFIXES) and key not in READ_KEYS]
+    refuse_near_misses(others, keys=(*FLAT_KEYS, NATIVE_KEY))
+    for key, instead in _INSTEAD_OF_NULL.items():
+        if key in mapping and mapping[key] is None:
+            raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
+
+
+def _weight(keys: _Mapping) -> Weight | None:
+    # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
+    level = check_choice("tis_level", keys.get("tis_level", "token"), (*get_args(Level), "none"))
+    mode = check_choice("tis_mode", keys.get("tis_mode", "truncate"), BOUNDS)
+    low, high = _weight_bounds(keys)
+    bound = BOUNDS[mode]
+    has_rs = check_bool("use_rs", keys.get("use_rs", False))
+    is_inherited = has_rs and not {"rs_lower_bound", "rs_upper_bound"} <= set(keys)
+    idle_bounds = [] if is_inherited else ["tis_lower_bound", "tis_upper_bound"]
+    if level == "none":
+        refuse_idle(keys, ["tis_mode", *idle_bounds], because="tis_level is none")
+        return None
+    if not bound.has_high:
+        refuse_idle(keys, idle_bounds, because=f"tis_mode is {mode}")
+        return Weight(level=level, mode=mode)
+    if high == math.inf:
+        raise ValueError("tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound")
+    if bound.has_low:
+        _check_order(keys, "tis", low, high)
+        return Weight(level=level, mode=mode, low=low, high=high)
+    if "tis_lower_bound" in keys and not is_inherited:
+        # Existing files carry this pair: the lower bound never had an effect there.
+        warnings.warn(
+            f"tis_lower_bound={low:g} has no effect with tis_mode: {mode}; remove it or use tis_mode: clip",
+            stacklevel=4,
+        )
+    return Weight(level=level, mode=mode, high=high)
+
+
+def _weight_bounds(keys: _Mapping) -> tuple[float, float]:
+    high = _upper_bound(keys, "tis", DEFAULT_UPPER_BOUND)
+    return _lower_bound(keys, "tis", 1.0 / high), high
+
+
+def _lower_bound(keys: _Mapping, prefix: str, default: float) -> float:
+    key = f"{prefix}_lower_bound"
+    return check_number(key, keys[key], low=0.0, high=math.inf, open_high=True) if key in keys else default
+
+
+def _upper_bound(keys: _Mapping, prefix: str, default: float) -> float:
+    key = f"{prefix}_upper_bound"
+    return check_number(key, keys[key], low=0.0, high=math.inf, open_low=True) if key in keys else default
+
+
+def _check_order(keys: _Mapping, prefix: str, low: float, high: float) -> None:
+    if low < high:
+        return
+    default = "" if f"{prefix}_lower_bound" in keys else " (from tis_lower_bound, by default 1 / tis_upper_bound)"
+    raise ValueError(f"{prefix}_lower_bound must be below {prefix}_upper_bound, got {low!r}{default} and {high!r}")
+
+
+def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
+    level = check_choice("rs_level", keys.get("rs_level", "token"), get_args(Level))
+    tis_low, tis_high = _weight_bounds(keys)
+    low, high = _lower_bound(keys, "rs", tis_low), _upper_bound(keys, "rs", tis_high)
+    further = native_gates("rs_gates", keys.get("rs_gates", []))
+    if not keys.get("use_rs", False):
+        if "use_rs" not in keys:
+            refuse_idle(keys, GATE_KEYS, because="use_rs is not set")
+        return ()
+    _check_order(keys, "rs", low, high)
+    if low == 0.0 and high == math.inf:
+        raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
+    inherited = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
+    if level == "geometric" and inherited and keys.get("tis_level", "token") != "geometric":
+        warnings.warn(
+            f"{' and '.join(inherited)} of the geometric gate come from the {keys.get('tis_level', 'token')}-level "
+            f"tis bounds [{tis_low:g}, {tis_high:g}]; a geometric band is much narrower: set them, e.g. 0.99 and 1.001",
+            stacklevel=4,
+        )
+    return (Gate(reduce=REDUCTIONS[level], low=low, high=high), *further)
+
+
+def _vetoes(keys: _Mapping) -> tuple[Gate, ...]:
+    gates: list[Gate] = []
+    if "rs_veto_threshold" in keys:
+        low = check_number("rs_veto_threshold", keys["rs_veto_threshold"], low=0.0, high=1.0, open_low=True)
+        gates.append(Gate(reduce="min", low=low))
+    if "rs_veto_upper_threshold" in keys:
+        value = keys["rs_veto_upper_threshold"]
+        high = check_number("rs_veto_upper_threshold", value, low=1.0, high=math.inf, open_high=True)
+        gates.append(Gate(reduce="max", high=high))
+    if "rs_veto_probability" in keys:
+        low = check_number("rs_veto_probability", keys["rs_veto_probability"], low=0.0, high=1.0, open_low=True)
+        gates.append(Gate(statistic="proximal_probability", reduce="min", low=low))
+    requires_rs = check_bool("rs_veto_requires_rs", keys.get("rs_veto_requires_rs", False))
+    if requires_rs and not gates:
+        refuse_idle(keys, ["rs_veto_requires_rs"], because="no veto is set")
+    return () if requires_rs and not keys.get("use_rs", False) else tuple(gates)
+
+
+def _scaling(keys: _Mapping, *, weight: Weight | None) -> dict[str, Any]:
+    enabled = check_bool("tis_batch_normalize", keys.get("tis_batch_normalize", False))
+    over = check_choice("tis_normalize_over", keys.get("tis_normalize_over", "kept"), get_args(NormalizeOver))
+    scope = check_choice("tis_normalize_scope", keys.get("tis_normalize_scope", "data_parallel"), get_args(Scope))
+    denominator = check_choice("mis_denominator", keys.get("mis_denominator", "fixed"), get_args(Denominator))
+    if enabled and weight is None:
+        raise ValueError("tis_batch_normalize: true has no effect with tis_level: none; remove one of them")
+    if "tis_batch_normalize" not in keys:
+        idle = ["tis_normalize_over"] if denominator == "kept" else ["tis_normalize_over", "tis_normalize_scope"]
+        refuse_idle(keys, idle, because="tis_batch_normalize is not set")
+    return {"normalize_over": over if enabled else None, "scope": scope, "denominator": denominator}

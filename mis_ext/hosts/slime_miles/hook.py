@@ -1,0 +1,126 @@
+"""The correction function that slime and Miles call inside their policy loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.groups import Groups, device_of
+from mis_ext.hosts.packing import PackedStreams, pack, unpack
+from mis_ext.hosts.session import Session
+from mis_ext.hosts.slime_miles.arguments import read_argument
+from mis_ext.hosts.slime_miles.groups import find_groups
+from mis_ext.hosts.slime_miles.sessions import session_for
+
+
+def compute_mis_weights_with_cp(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor] | None,
+    rollout_log_probs: list[Tensor] | None,
+    loss_masks: list[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Weigh the policy loss by importance weights, reject what a gate rejects, and measure the mismatch.
+
+    For ``--custom-tis-function-path mis_ext.compute_mis_weights_with_cp``. Called once per micro-batch by both hosts.
+
+    The hosts do not say which samples share a rollout, and so a denominator. Where some do, ``mis_denominator: kept``
+    restores the right total only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout` over the rollout.
+
+    Args:
+        args: The host's arguments with our keys among them, see the README.
+        pg_loss: ``[T]``, this rank's response tokens of the micro-batch; may carry gradient.
+        train_log_probs: Per sample, this rank's tokens: nats, scored by the trainer before the update (proximal).
+        rollout_log_probs: The same as reported by the inference engine (behavior).
+        loss_masks: Per sample, the whole response; nonzero on tokens that the policy generated.
+        total_lengths: Per sample, prompt and response tokens.
+        response_lengths: Per sample, response tokens.
+        **kwargs: ``parallel_state`` and ``max_seq_lens`` from Miles; anything else is ignored.
+
+    Returns:
+        The weighted ``pg_loss``, whose gradient with respect to the given one is the weight; one mask per sample over
+        the whole response, 1.0 where kept, equal on all context-parallel ranks; and detached metrics ``[T]``, each the
+        number of the token's sequence, for the host's reduction with the original masks. With
+        ``get_mismatch_metrics`` and without ``use_tis`` the given ``pg_loss`` and ``loss_masks`` themselves come back.
+
+    Raises:
+        ValueError: A key, a length or the data of the first calls is wrong; the message says what to change.
+        TypeError: A key or a sample has the wrong type.
+        RuntimeError: Another rank failed; it is named, and its own error says why.
+    """
+    session = session_for(args)
+    groups = find_groups(kwargs.get("parallel_state"))
+    device = device_of(pg_loss)
+    streams = None
+    with session.local_work(response_lengths, groups=groups, device=device):
+        layout = _layout(args, groups, total_lengths, response_lengths, kwargs.get("max_seq_lens"), device)
+        _check_loss(pg_loss, layout, groups)
+        mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
+        if layout.num_sequences > 0 and (_is_absent(train_log_probs) or _is_absent(rollout_log_probs)):
+            _report_missing(session, is_rollout_missing=_is_absent(rollout_log_probs))
+        else:
+            proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=device)
+            behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)
+            streams = PackedStreams(proximal_T, behavior_T, mask_R, layout)
+    if streams is None:
+        session.measure_nothing(response_lengths, groups=groups, device=device)
+        not_measured_T = torch.where(layout.index.local_part(mask_R) != 0, torch.nan, 0.0)
+        return pg_loss, loss_masks, dict.fromkeys(session.config.metric_names, not_measured_T)
+    correction = session.correct(streams, groups=groups, token_metrics=True)
+    if session.config.metrics_only:
+        return pg_loss, loss_masks, correction.token_metrics
+    return correction.weigh(pg_loss), unpack(correction.loss_mask_R, layout), correction.token_metrics
+
+
+def _is_absent(samples: Sequence[Tensor] | None) -> bool:
+    # Not the truth of a tensor, which would be read from the device.
+    return samples is None or (isinstance(samples, (list, tuple)) and not samples)
+
+
+def _check_loss(pg_loss: Tensor, layout: PackedLayout, groups: Groups) -> None:
+    if not isinstance(pg_loss, Tensor):
+        raise TypeError(f"pg_loss must be a 1-D tensor, got {type(pg_loss).__name__}")
+    if pg_loss.shape != (layout.num_local_tokens,):
+        raise ValueError(
+            f"pg_loss has shape {list(pg_loss.shape)} on context-parallel rank {groups.cp_rank} of {groups.cp_size}, "
+            f"the lengths say [{layout.num_local_tokens}]"
+        )
+
+
+def _layout(
+    args: Any,
+    groups: Groups,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+    device: torch.device,
+) -> PackedLayout:
+    is_padded = read_argument(args, "qkv_format") == "bshd"
+    if is_padded and groups.cp_size > 1 and max_seq_lens is None:
+        raise ValueError("qkv_format: bshd with context parallelism needs max_seq_lens")
+    return PackedLayout.context_parallel(
+        response_lengths,
+        total_lengths=total_lengths,
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+        padded_lengths=max_seq_lens if is_padded else None,
+        device=device,
+    )
+
+
+def _report_missing(session: Session, *, is_rollout_missing: bool) -> None:
+    if session.config.metrics_only:
+        return  # The hosts may measure without log-probs: the metrics then say so by being NaN.
+    if is_rollout_missing:
+        message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
+    else:
+        message = "train_log_probs are missing: the host must score the rollout with the trainer before training"
+    session.report("missing_log_probs", message)

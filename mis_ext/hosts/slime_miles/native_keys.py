@@ -1,0 +1,143 @@
+"""The native spelling: a weight, gates and their settings as they are in :class:`~mis_ext.CorrectionConfig`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+from mis_ext.checks import check_choice, check_known, check_list, check_mapping, check_number
+from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
+from mis_ext.correction.statistics import Reduce
+from mis_ext.correction.weights import REDUCTIONS, Weight
+
+NATIVE_KEY = "mis"
+LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max": "max"}
+"""What the hosts' word for a level says about the tokens of a sequence."""
+
+_SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
+_REPORTING_KEYS = ("metrics", "metric_max", "guard", "max_reject_fraction")
+_WEIGHT_KEYS = ("level", "mode", "low", "high", "only_outside")
+_GATE_KEYS = ("statistic", "reduce", "level", "low", "high", "action", "after", "name")
+
+_Mapping = Mapping[str, Any]
+
+
+def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss: bool) -> CorrectionConfig:
+    """The configuration that the mapping under ``mis:`` spells; a key with value None counts as unset."""
+    if mapping is None or mapping == {}:
+        raise ValueError(
+            f"{NATIVE_KEY}: is empty; remove it, or write what to compute, e.g. "
+            f"{NATIVE_KEY}: {{weight: {{level: token, mode: truncate, high: 2.0}}}}"
+        )
+    keys = {key: value for key, value in check_mapping(NATIVE_KEY, mapping).items() if value is not None}
+    check_known(f"keys of {NATIVE_KEY}:", keys, ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS))
+    weight = native_weight("weight", keys["weight"]) if "weight" in keys else None
+    scaling = {
+        key: check_choice(key, keys[key], get_args(choices)) for key, choices in _SCALING_CHOICES.items() if key in keys
+    }
+    if "normalize_over" not in keys and scaling.get("denominator", "fixed") == "fixed":
+        refuse_idle(keys, ["scope"], because="there is neither normalize_over nor denominator: kept")
+    return checked_config(
+        weight=weight,
+        gates=native_gates("gates", keys.get("gates", [])),
+        scaling=scaling,
+        reporting={**reporting(keys, prefix=""), "per_token_loss": per_token_loss},
+        measure_only=measure_only,
+    )
+
+
+def checked_config(
+    *, weight: Weight | None, gates: tuple[Gate, ...], scaling: _Mapping, reporting: _Mapping, measure_only: bool
+) -> CorrectionConfig:
+    """The configuration of these parts; what is switched off is checked as if it were on."""
+    if not measure_only:
+        return CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
+    if weight is not None or gates:
+        CorrectionConfig(weight=weight, gates=gates, **scaling)
+    return CorrectionConfig(weight=None, metrics_only=True, **reporting)
+
+
+def native_weight(key: str, value: Any) -> Weight:
+    """The weight that a mapping spells."""
+    fields = _fields(key, value, _WEIGHT_KEYS)
+    if fields.get("only_outside") is not None:
+        fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
+    with _errors_of(key):
+        return Weight(**fields)
+
+
+def native_gates(key: str, value: Any) -> tuple[Gate, ...]:
+    """The gates that a list of mappings spells."""
+    return tuple(native_gate(f"{key}[{i}]", gate) for i, gate in enumerate(check_list(key, value)))
+
+
+def native_gate(key: str, value: Any) -> Gate:
+    """The gate that a mapping spells; ``level`` is another spelling of ``reduce``."""
+    fields = _fields(key, value, _GATE_KEYS)
+    if "level" in fields and "reduce" in fields:
+        raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
+    if "level" not in fields and "reduce" not in fields:
+        raise ValueError(f"{key} needs reduce: one of {' | '.join(get_args(Reduce))}")
+    with _errors_of(key):
+        if "level" in fields:
+            fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
+        return Gate(**fields)
+
+
+def reporting(keys: _Mapping, *, prefix: str) -> dict[str, Any]:
+    """What is measured and watched, whatever is corrected."""
+    given: dict[str, Any] = {"warn_only": _warn_only(f"{prefix}guard", keys.get(f"{prefix}guard", "error"))}
+    if f"{prefix}metrics" in keys:
+        given["metrics"] = _metrics(f"{prefix}metrics", keys[f"{prefix}metrics"])
+    for name, high in (("metric_max", math.inf), ("max_reject_fraction", 1.0)):
+        if prefix + name in keys:
+            given[name] = check_number(prefix + name, keys[prefix + name], low=0.0, high=high)
+    return given
+
+
+def refuse_idle(keys: _Mapping, names: Sequence[str], *, because: str) -> None:
+    """Refuse those of ``names`` that are set."""
+    idle = [f"{name}={keys[name]!r}" for name in names if name in keys]
+    if idle:
+        raise ValueError(f"{', '.join(idle)}: no effect, because {because}")
+
+
+def _fields(key: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+    fields = check_mapping(key, value)
+    check_known(f"keys of {key}:", fields, known)
+    return fields
+
+
+def _metrics(key: str, value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str) and value in get_args(MetricChoice):
+        return value
+    legal = f"{key} must be all, core or a list of names"
+    if isinstance(value, str):
+        raise ValueError(f"{legal}, got {value!r}")
+    if isinstance(value, Mapping):
+        raise TypeError(f"{legal}, got the mapping {value!r}: list the names that you want")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{legal}, got {value!r}")
+    return tuple(value)
+
+
+def _warn_only(key: str, value: Any) -> frozenset[str]:
+    if not isinstance(value, Mapping):
+        return frozenset(GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
+    per_guard = check_mapping(key, value)
+    check_known(f"guards in {key}", per_guard, GUARD_NAMES)
+    choices = {name: check_choice(f"{key}.{name}", choice, ("error", "warn")) for name, choice in per_guard.items()}
+    return frozenset(name for name, choice in choices.items() if choice == "warn")
+
+
+@contextmanager
+def _errors_of(key: str) -> Iterator[None]:
+    """Say in which mapping an error is."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{key}: {error}") from None

@@ -1,0 +1,131 @@
+"""slime's other hook: the whole rollout before it is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.normalization import WeightScale, ratio_or_one
+from mis_ext.correction.pipeline import Correction
+from mis_ext.hosts.groups import Groups, device_of
+from mis_ext.hosts.monitor import raise_if_failed
+from mis_ext.hosts.packing import PackedStreams, check_samples, pack
+from mis_ext.hosts.session import Session
+from mis_ext.hosts.slime_miles.groups import find_groups, initialized_megatron
+from mis_ext.hosts.slime_miles.sessions import session_for
+
+_STREAMS = ("log_probs", "rollout_log_probs")
+
+
+def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
+    """Compute the normaliser of the whole rollout over all ranks, for ``tis_normalize_scope: rollout``.
+
+    For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. Every micro-batch of the rollout is then scaled by
+    the same two numbers, however the rollout is cut into micro-batches and ranks. With ``mis_denominator: kept``,
+    samples that share a rollout share its denominator, as in the host's reducer.
+
+    Args:
+        args: The host's arguments.
+        rollout_id: Number of the rollout, for messages.
+        rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
+            ``response_lengths``, and ``rollout_mask_sums`` where the host has them.
+
+    Raises:
+        ValueError: The host gives no rollout data (Miles), has not scored the rollout before training, or lets samples
+            share denominators that ``mis_denominator: kept`` cannot know in another scope.
+        RuntimeError: Another rank failed; it is named, and its own error says why.
+    """
+    session = session_for(args)
+    session.rollout_scale = None
+    config = session.config
+    is_over_rollout = config.scope == "rollout"
+    if config.metrics_only or not config.is_scaled or not (is_over_rollout or config.denominator == "kept"):
+        return
+    if rollout_data is None:
+        if is_over_rollout:
+            raise ValueError("tis_normalize_scope: rollout: this host passes no rollout data; use data_parallel")
+        return
+    megatron = initialized_megatron()
+    if megatron is not None and not megatron.is_pipeline_last_stage():
+        return
+    over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
+    groups = find_groups()
+    of_sequences = groups.without_data_parallelism
+    lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
+    denominator_S = streams = None
+    try:
+        if config.denominator == "kept" and not config.per_token_loss:
+            denominator_S = _shared_denominators(rollout_data, device)
+        if not is_over_rollout and denominator_S is not None:
+            raise ValueError(
+                "mis_denominator: kept: several samples of this rollout share a denominator, which is known to "
+                "tis_normalize_scope: rollout only; use that, or mis_denominator: fixed"
+            )
+        if is_over_rollout:
+            streams = _pack(rollout_data, groups, rollout_id, device)
+    except Exception:
+        gather_rows(
+            _terms(over_rollout.neutral(lengths, groups=of_sequences, device=device, fails=True)), groups.dp_group
+        )
+        raise
+    if streams is None:
+        correction = over_rollout.neutral(lengths, groups=of_sequences, device=device)
+    else:
+        correction = over_rollout.compute(streams, groups=of_sequences)
+    terms_W5 = gather_rows(_terms(correction, denominator_S), groups.dp_group)
+    raise_if_failed(float(terms_W5[:, -1].amin()))
+    if is_over_rollout:
+        weight_sum, weight_count, original_terms, kept_terms, _ = terms_W5.sum(0).unbind()
+        session.rollout_scale = WeightScale(
+            mean_weight=ratio_or_one(weight_sum, weight_count),
+            denominator_factor=ratio_or_one(original_terms, kept_terms),
+        )
+
+
+def _pack(rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None, device: torch.device) -> PackedStreams:
+    missing = [key for key in _STREAMS if not rollout_data.get(key)]
+    if missing and rollout_data["response_lengths"]:
+        raise ValueError(
+            f"tis_normalize_scope: rollout: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the "
+            "separate scoring pass with one optimiser step per rollout: use tis_normalize_scope: data_parallel there"
+        )
+    layout = PackedLayout.context_parallel(
+        rollout_data["response_lengths"],
+        total_lengths=rollout_data["total_lengths"],
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+        device=device,
+    )
+    proximal_T, behavior_T = (pack(key, rollout_data.get(key), layout.local_lengths, device=device) for key in _STREAMS)
+    mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
+    return PackedStreams(proximal_T, behavior_T, mask_R, layout)
+
+
+def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> Tensor | None:
+    """``[S]``, what the host divides each sample's sum by, if that is not its own number of tokens."""
+    given = rollout_data.get("rollout_mask_sums")
+    if given is None:
+        return None
+    masks = rollout_data["loss_masks"]
+    check_samples("loss_masks", masks)
+    shared_S = torch.as_tensor(given, dtype=torch.float32, device=device)
+    own_S = torch.stack([mask.sum() for mask in masks]).float() if masks else shared_S.new_zeros(0)
+    if shared_S.shape != own_S.shape:
+        raise ValueError(f"rollout_mask_sums has shape {list(shared_S.shape)}, there are {len(masks)} loss_masks")
+    # A sample without trainable tokens adds nothing, whatever it is divided by.
+    is_own = bool(((shared_S == own_S) | (own_S == 0.0)).all())
+    return None if is_own else shared_S.clamp_min(1.0)
+
+
+def _terms(correction: Correction, denominator_S: Tensor | None = None) -> Tensor:
+    """``[5]``: sum and number of weights; terms of the host's mean, all and kept; the status."""
+    names = ("weight_sum", "weight_count", "original_terms", "kept_terms")
+    terms = [correction.totals[f"total_{name}"] for name in names]
+    if denominator_S is not None:
+        # Samples of one rollout share a denominator, whichever micro-batch they are in.
+        terms[2:] = [(correction.sequences[count] / denominator_S).sum() for count in ("num_response", "num_kept")]
+    return torch.stack([*terms, correction.status])
