@@ -5,8 +5,8 @@ data-parallel rank passes to one hook call. `correct` takes the calls that all d
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,14 +36,41 @@ class Samples:
         return Samples(self.train + other.train, self.rollout + other.rollout, self.masks + other.masks)
 
 
+# Statistics of a token from its log ratio and both log-probs; the bounds of the first ones are compared as logs.
+LOG_STATISTICS: dict[str, Callable[[float, float, float], float]] = {
+    "ratio": lambda d, train, rollout: d,
+    "proximal_probability": lambda d, train, rollout: train,
+    "behavior_probability": lambda d, train, rollout: rollout,
+}
+STATISTICS = LOG_STATISTICS | {
+    "abs_log_ratio": lambda d, train, rollout: abs(d),
+    "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
+    "k3": lambda d, train, rollout: math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT),
+    "probability_difference": lambda d, train, rollout: abs(bounded_exp(train) - bounded_exp(rollout)),
+}
+
+
 @dataclass(frozen=True)
 class Gate:
-    """Keep what lies in [low, high] at `level`; `name` is the stem of its two metrics."""
+    """Keep what lies in [low, high] at `level` (token, sequence, geometric, max, min); metrics begin with `name`.
+
+    With `action` zero what is outside loses its weight and stays in the mask. `after` names a gate on tokens: then only
+    the tokens that it leaves are looked at.
+    """
 
     name: str
     level: str
     low: float
     high: float
+    statistic: str = "ratio"
+    action: str = "reject"
+    after: str | None = None
+
+    @property
+    def is_veto(self) -> bool:
+        """One token can reject the sequence."""
+        open_below = self.low == (0.0 if self.statistic in LOG_STATISTICS else -math.inf)
+        return (self.level == "min" and self.high == math.inf) or (self.level == "max" and open_below)
 
 
 @dataclass(frozen=True)
@@ -56,14 +83,12 @@ class Rules:
     low: float
     high: float
     gates: list[Gate]
-    veto_low: float | None
-    veto_high: float | None
-    veto_probability: float | None
     normalize: bool
     scope: str
     over: str
     denominator: str
     metric_max: float
+    only_outside: Gate | None = None
 
     @classmethod
     def from_keys(cls, keys: Mapping) -> "Rules":
@@ -84,7 +109,8 @@ class Rules:
         # The gate of the flat keys is the first one.
         for index, extra in enumerate(keys.get("rs_gates") or [], start=2):
             gates.append(Gate(f"rs_gate{index}", extra["level"], extra["low"], extra["high"]))
-        veto = use_rs or not keys.get("rs_veto_requires_rs", False)
+        if use_rs or not keys.get("rs_veto_requires_rs", False):
+            gates += vetoes_of(keys)
         return cls(
             use_tis=bool(keys.get("use_tis", False)),
             level=level,
@@ -92,15 +118,25 @@ class Rules:
             low=low,
             high=high,
             gates=gates,
-            veto_low=keys.get("rs_veto_threshold") if veto else None,
-            veto_high=keys.get("rs_veto_upper_threshold") if veto else None,
-            veto_probability=keys.get("rs_veto_probability") if veto else None,
             normalize=bool(keys.get("tis_batch_normalize", False)) and level != "none",
             scope=keys.get("tis_normalize_scope", "data_parallel"),
             over=keys.get("tis_normalize_over", "kept"),
             denominator=keys.get("mis_denominator", "fixed"),
             metric_max=keys.get("mis_metric_max", 10.0),
         )
+
+
+def vetoes_of(keys: Mapping) -> list[Gate]:
+    """The vetoes among the flat keys."""
+    vetoes = []
+    if keys.get("rs_veto_threshold") is not None:
+        vetoes.append(Gate("rs_catastrophic", "min", keys["rs_veto_threshold"], math.inf))
+    if keys.get("rs_veto_upper_threshold") is not None:
+        vetoes.append(Gate("rs_veto_upper", "max", 0.0, keys["rs_veto_upper_threshold"]))
+    if keys.get("rs_veto_probability") is not None:
+        low = keys["rs_veto_probability"]
+        vetoes.append(Gate("rs_veto_probability", "min", low, math.inf, statistic="proximal_probability"))
+    return vetoes
 
 
 @dataclass(frozen=True)
@@ -160,69 +196,97 @@ class Response:
     def __len__(self) -> int:
         return len(self.response)
 
-    def statistic(self, level: str) -> list[float]:
-        """The log ratio at a level, once per token."""
+    def statistic(self, level: str, name: str = "ratio", *, of: list[bool] | None = None) -> list[float]:
+        """A statistic at a level, once per token; `of` says which tokens count, valid ones by default."""
+        tokens = zip(self.valid, self.d, self.train, self.rollout, strict=True)
+        values = [STATISTICS[name](d, t, r) if v else 0.0 for v, d, t, r in tokens]
         if level == "token":
-            return self.d
-        total = math.fsum(self.valid_d)
-        if level == "geometric" and self.valid_d:
-            total /= len(self.valid_d)
-        return [total] * len(self)
+            return values
+        chosen = [x for x, c in zip(values, self.valid if of is None else of, strict=True) if c]
+        reduced = {
+            "sequence": lambda: math.fsum(chosen),
+            "geometric": lambda: mean(chosen),
+            "max": lambda: max(chosen, default=-math.inf),
+            "min": lambda: min(chosen, default=math.inf),
+        }[level]()
+        return [reduced] * len(self)
 
-    def below(self, x: float, bound: float) -> bool:
+    def below(self, x: float, bound: float, *, is_log: bool = True) -> bool:
         """x < log(bound), with a note of how close it was. Bounds of 1 are exact on exact data."""
-        self._note(x, bound)
-        return x < log(bound)
+        self._note(x, bound, is_log=is_log)
+        return x < (log(bound) if is_log else bound)
 
-    def above(self, x: float, bound: float) -> bool:
+    def above(self, x: float, bound: float, *, is_log: bool = True) -> bool:
         """x > log(bound)."""
-        self._note(x, bound)
-        return x > log(bound)
+        self._note(x, bound, is_log=is_log)
+        return x > (log(bound) if is_log else bound)
 
-    def _note(self, x: float, bound: float) -> None:
-        if bound != 1.0:
-            self.margins.append(abs(x - log(bound)))
+    def _note(self, x: float, bound: float, *, is_log: bool = True) -> None:
+        edge = log(bound) if is_log else bound
+        if not (is_log and bound == 1.0) and math.isfinite(edge) and math.isfinite(x):
+            self.margins.append(abs(x - edge))
+
+    def looked_at(self, gate: Gate) -> list[bool]:
+        """The tokens whose statistic a gate reduces."""
+        if gate.after is None:
+            return self.valid
+        (other,) = (other for other in self.rules.gates if other.name == gate.after)
+        return [v and not gone for v, gone in zip(self.valid, self.outside(other), strict=True)]
+
+    def value(self, gate: Gate) -> list[float]:
+        """What a gate compares with its bounds, once per token."""
+        return self.statistic(gate.level, gate.statistic, of=self.looked_at(gate))
+
+    def sides(self, gate: Gate, values: list[float]) -> tuple[list[bool], list[bool]]:
+        """Per token whether its value is below the band, and whether it is above."""
+        is_log = gate.statistic in LOG_STATISTICS
+        pairs = list(zip(values, self.valid, strict=True))
+        too_low = [v and self.below(x, gate.low, is_log=is_log) for x, v in pairs]
+        return too_low, [v and self.above(x, gate.high, is_log=is_log) for x, v in pairs]
+
+    def outside(self, gate: Gate) -> list[bool]:
+        """Per token whether it, or its sequence, is outside the band."""
+        return [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
 
     def _reject(self) -> None:
-        rules = self.rules
-        self.too_low, self.too_high = {}, {}
-        keep = list(self.usable)
-        for gate in rules.gates:
-            x = self.statistic(gate.level)
-            self.too_low[gate.name] = [v and self.below(xi, gate.low) for xi, v in zip(x, self.valid, strict=True)]
-            self.too_high[gate.name] = [v and self.above(xi, gate.high) for xi, v in zip(x, self.valid, strict=True)]
-            outside = zip(self.too_low[gate.name], self.too_high[gate.name], strict=True)
-            keep = [k and not (lo or hi) for k, (lo, hi) in zip(keep, outside, strict=True)]
-        self.vetoes = {}
-        pairs = list(zip(self.valid, self.d, strict=True))
-        if rules.veto_low is not None:
-            self.vetoes["rs_catastrophic"] = [v and self.below(d, rules.veto_low) for v, d in pairs]
-        if rules.veto_high is not None:
-            self.vetoes["rs_veto_upper"] = [v and self.above(d, rules.veto_high) for v, d in pairs]
-        if rules.veto_probability is not None:
-            scored = zip(self.valid, self.train, strict=True)
-            self.vetoes["rs_veto_probability"] = [v and self.below(t, rules.veto_probability) for v, t in scored]
-        if any(any(hits) for hits in self.vetoes.values()):
-            keep = [False] * len(self)
-        self.kept = keep
+        self.too_low, self.too_high, self.hits = {}, {}, {}
+        self.masked, self.weighted = list(self.usable), list(self.usable)
+        for gate in self.rules.gates:
+            self.too_low[gate.name], self.too_high[gate.name] = self.sides(gate, self.value(gate))
+            if gate.is_veto:
+                alone = self.outside(replace(gate, level="token", after=None))
+                self.hits[gate.name] = [hit and seen for hit, seen in zip(alone, self.looked_at(gate), strict=True)]
+            left = self.masked if gate.action == "reject" else self.weighted
+            left[:] = [k and not gone for k, gone in zip(left, self.outside(gate), strict=True)]
+        # What trains.
+        self.kept = [m and w for m, w in zip(self.masked, self.weighted, strict=True)]
 
     def _weigh(self) -> None:
         rules = self.rules
         if rules.level == "none":
-            self.ratio = [float(u) for u in self.usable]
-            self.weight = list(self.ratio)
+            self.ratio = [float(v) for v in self.valid]
+            self.bounded = list(self.ratio)
+            self.weight = [float(u) for u in self.usable]
             return
+        acts = [True] * len(self)
+        if rules.only_outside is not None:
+            acts = self.outside(rules.only_outside)
         x = self.statistic(rules.level)
-        self.beyond_low = [u and self.below(xi, rules.low) for xi, u in zip(x, self.usable, strict=True)]
-        self.beyond_high = [u and self.above(xi, rules.high) for xi, u in zip(x, self.usable, strict=True)]
-        self.ratio = [bounded_exp(xi) if u else 0.0 for xi, u in zip(x, self.usable, strict=True)]
+        self.beyond_low = [v and self.below(xi, rules.low) for xi, v in zip(x, self.valid, strict=True)]
+        self.beyond_high = [v and self.above(xi, rules.high) for xi, v in zip(x, self.valid, strict=True)]
+        self.ratio = [bounded_exp(xi) if v else 0.0 for xi, v in zip(x, self.valid, strict=True)]
+        if rules.mode == "truncate":
+            for xi in self.statistic(rules.level):
+                self._note(xi, 1.0 / rules.high)
         bounded = {
             "truncate": lambda w: min(w, rules.high),
             "clip": lambda w: min(max(w, rules.low), rules.high),
             "mask": lambda w: w,
             "unbounded": lambda w: w,
         }[rules.mode]
-        self.weight = [bounded(w) if u else 0.0 for w, u in zip(self.ratio, self.usable, strict=True)]
+        ratios = zip(self.ratio, self.valid, acts, strict=True)
+        self.bounded = [(bounded(w) if act else w) if v else 0.0 for w, v, act in ratios]
+        self.weight = [w if u else 0.0 for w, u in zip(self.bounded, self.usable, strict=True)]
 
 
 def read(samples: Samples, rules: Rules) -> list[Response]:
@@ -255,13 +319,13 @@ def survivor_scale(responses: Sequence[Response], *, per_token_loss: bool) -> fl
 
 def correct(
     calls: Sequence[Samples],
-    keys: Mapping,
+    keys: Mapping | Rules,
     *,
     per_token_loss: bool = False,
     rollout: Sequence[Samples] | None = None,
 ) -> list[Corrected]:
     """Judge the calls that all data-parallel ranks make together; `rollout` lists every call of the whole rollout."""
-    rules = Rules.from_keys(keys)
+    rules = keys if isinstance(keys, Rules) else Rules.from_keys(keys)
     ranks = [read(samples, rules) for samples in calls]
     group = [response for responses in ranks for response in responses]
     if rules.scope == "rollout":
@@ -277,9 +341,12 @@ def correct(
         if rules.use_tis:
             m = mean_weight(scope, rules) if rules.normalize else 1.0
             g = survivor_scale(scope, per_token_loss=per_token_loss) if rules.denominator == "kept" else 1.0
-            weights = [[w / m * g for w in response.weight] for response in responses]
-            masks = [[float(k) for k in response.kept] for response in responses]
-            add_correction_metrics(record, weights, rules)
+            weights = [
+                [w / m * g if weighted else 0.0 for w, weighted in zip(r.weight, r.weighted, strict=True)]
+                for r in responses
+            ]
+            masks = [[float(m) for m in response.masked] for response in responses]
+            add_correction_metrics(record, group, g / m, rules)
             if rules.normalize:
                 record.constant("batch_norm_factor", m)
             if rules.denominator == "kept":
@@ -298,37 +365,32 @@ class Record:
         self.values: dict[str, float] = {}
 
     def per_token(self, name: str, values: list[list[float]], *, over: str) -> None:
-        """Kind T and R: a mean over the tokens of `over` ("valid", "usable" or "response")."""
+        """Kind T and R: a mean over the tokens of `over` ("valid" or "response"); the host sees each sequence's."""
         measured = [getattr(response, over) for response in self.responses]
         chosen = [v for vs, ms in zip(values, measured, strict=True) for v, m in zip(vs, ms, strict=True) if m]
         self.values[f"mis_{name}"] = math.fsum(chosen) / len(chosen) if chosen else math.nan
-        scale = self._sequences_scale(over)
-        spread = []
-        for response, vs, ms in zip(self.responses, values, measured, strict=True):
-            factor = scale * sum(response.response) / sum(ms) if any(ms) else 0.0
-            spread.append([v * factor if m else 0.0 for v, m in zip(vs, ms, strict=True)])
-        self.tokens[f"mis_{name}"] = spread
+        of_sequences = [
+            math.fsum(v for v, m in zip(vs, ms, strict=True) if m) / sum(ms) if any(ms) else math.nan
+            for vs, ms in zip(values, measured, strict=True)
+        ]
+        self._spread(name, of_sequences)
 
     def per_sequence(self, name: str, values: list[float], *, over: str) -> None:
         """Kind S: a mean over the sequences with at least one token of `over`."""
         measured = [any(getattr(response, over)) for response in self.responses]
         chosen = [v for v, m in zip(values, measured, strict=True) if m]
         self.values[f"mis_{name}"] = math.fsum(chosen) / len(chosen) if chosen else math.nan
-        scale = self._sequences_scale(over)
-        self.tokens[f"mis_{name}"] = [
-            [v * scale if m else 0.0] * len(response)
-            for response, v, m in zip(self.responses, values, measured, strict=True)
-        ]
+        self._spread(name, [v if m else math.nan for v, m in zip(values, measured, strict=True)])
 
     def constant(self, name: str, value: float) -> None:
         """Kind G: one number of the whole group."""
         self.values[f"mis_{name}"] = value
         self.tokens[f"mis_{name}"] = [[value] * len(response) for response in self.responses]
 
-    def _sequences_scale(self, over: str) -> float:
-        with_response = sum(any(response.response) for response in self.responses)
-        measured = sum(any(getattr(response, over)) for response in self.responses)
-        return with_response / measured if measured else 0.0
+    def _spread(self, name: str, of_sequences: list[float]) -> None:
+        self.tokens[f"mis_{name}"] = [
+            [value] * len(response) for response, value in zip(self.responses, of_sequences, strict=True)
+        ]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -342,7 +404,9 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     cap = rules.metric_max
     token_values: dict[str, list[list[float]]] = {
         "kl": [[-d for d in r.d] for r in record.responses],
-        "k3_kl": [[min(math.exp(clamped(d)) - 1 - d, cap) for d in r.d] for r in record.responses],
+        "k3_kl": [
+            [min(math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT), cap) for d in r.d] for r in record.responses
+        ],
         "logprob_abs_diff": [[abs(d) for d in r.d] for r in record.responses],
         "train_rollout_logprob_abs_diff_nonzero": [
             [float(t != b) for t, b in zip(r.train, r.rollout, strict=True)] for r in record.responses
@@ -381,6 +445,9 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]
     record.per_token("nonfinite_token_fraction", broken, over="response")
     record.per_token("train_rollout_logprob_abs_diff_invalid", broken, over="response")
+    shifts = [mean(-d for d in response.valid_d) for response in group if response.valid_d]
+    record.constant("log_ppl_diff_min", min(shifts, default=math.nan))
+    record.constant("log_ppl_diff_max", max(shifts, default=math.nan))
     differences = [abs(d) for response in group for d in response.valid_d]
     record.constant("train_rollout_logprob_abs_diff_max", max(differences, default=math.nan))
 
@@ -392,8 +459,8 @@ def effective_share(ratios: list[float]) -> float:
     return math.fsum(ratios) ** 2 / (len(ratios) * math.fsum(r * r for r in ratios))
 
 
-def add_correction_metrics(record: Record, weights: list[list[float]], rules: Rules) -> None:
-    """What the correction did."""
+def add_correction_metrics(record: Record, group: list[Response], scale: float, rules: Rules) -> None:
+    """What the correction did; `scale` multiplies every weight, `group` are the responses of all ranks."""
     responses = record.responses
 
     def at_level(name: str, level: str, values: list[list[float]], *, over: str) -> None:
@@ -409,34 +476,53 @@ def add_correction_metrics(record: Record, weights: list[list[float]], rules: Ru
         return [[float(x) for x in xs] for xs in flags]
 
     if rules.level != "none":
-        at_level("tis_weight_before_bound", rules.level, [r.ratio for r in responses], over="usable")
-        at_level("tis_weight_after_bound", rules.level, [r.weight for r in responses], over="usable")
-        at_level("is_ratio_mean_after_tis_rs", rules.level, [r.weight for r in responses], over="usable")
+        at_level("tis_weight_before_bound", rules.level, [r.ratio for r in responses], over="valid")
+        at_level("tis_weight_after_bound", rules.level, [r.bounded for r in responses], over="valid")
+        at_level("is_ratio_mean_after_tis_rs", rules.level, [r.bounded for r in responses], over="valid")
+        add_spread_of_weights(record, group, rules)
         lows, highs = floats([r.beyond_low for r in responses]), floats([r.beyond_high for r in responses])
         if rules.mode == "truncate":
-            at_level("tis_truncate_fraction", rules.level, highs, over="usable")
+            at_level("tis_truncate_fraction", rules.level, highs, over="valid")
+            tiny = floats(
+                [
+                    [v and x < -log(rules.high) for x, v in zip(r.statistic(rules.level), r.valid, strict=True)]
+                    for r in responses
+                ]
+            )
+            at_level("tis_truncate_fraction_low", rules.level, tiny, over="valid")
         if rules.mode in ("clip", "mask"):
-            at_level(f"tis_{rules.mode}_fraction_low", rules.level, lows, over="usable")
-            at_level(f"tis_{rules.mode}_fraction_high", rules.level, highs, over="usable")
+            at_level(f"tis_{rules.mode}_fraction_low", rules.level, lows, over="valid")
+            at_level(f"tis_{rules.mode}_fraction_high", rules.level, highs, over="valid")
         reducers = {"mean": mean, "min": lambda w: min(w, default=0.0), "max": lambda w: max(w, default=0.0)}
         for name, reduce in reducers.items():
-            final = [
-                reduce([w for w, u in zip(ws, r.usable, strict=True) if u])
-                for ws, r in zip(weights, responses, strict=True)
-            ]
-            record.per_sequence(f"is_ratio_{name}_final", final, over="usable")
+            final = [reduce([w * scale for w, v in zip(r.bounded, r.valid, strict=True) if v]) for r in responses]
+            record.per_sequence(f"is_ratio_{name}_final", final, over="valid")
     for gate in rules.gates:
         if gate.name == "tis_mask":
             continue
-        lows = floats([r.too_low[gate.name] for r in responses])
-        highs = floats([r.too_high[gate.name] for r in responses])
-        at_level(f"{gate.name}_fraction_low", gate.level, lows, over="valid")
-        at_level(f"{gate.name}_fraction_high", gate.level, highs, over="valid")
-    for name in ("rs_catastrophic", "rs_veto_upper", "rs_veto_probability"):
-        if responses and name not in responses[0].vetoes:
-            continue
-        hits = [r.vetoes[name] for r in responses]
-        record.per_token(f"{name}_token_fraction", floats(hits), over="valid")
-        record.per_sequence(f"{name}_seq_fraction", [float(any(h)) for h in hits], over="valid")
+        if gate.is_veto:
+            hits = [r.hits[gate.name] for r in responses]
+            record.per_token(f"{gate.name}_token_fraction", floats(hits), over="valid")
+            record.per_sequence(f"{gate.name}_seq_fraction", [float(any(h)) for h in hits], over="valid")
+        else:
+            lows = floats([r.too_low[gate.name] for r in responses])
+            highs = floats([r.too_high[gate.name] for r in responses])
+            at_level(f"{gate.name}_fraction_low", gate.level, lows, over="valid")
+            at_level(f"{gate.name}_fraction_high", gate.level, highs, over="valid")
+        shown = bounded_exp if gate.statistic in LOG_STATISTICS else float
+        values = [[shown(x) if any(r.looked_at(gate)) else math.nan for x in r.value(gate)] for r in responses]
+        at_level(f"{gate.name}_value", gate.level, values, over="valid")
     record.per_token("kept_token_fraction", floats([r.kept for r in responses]), over="response")
     record.per_sequence("kept_seq_fraction", [float(any(r.kept)) for r in responses], over="response")
+
+
+def add_spread_of_weights(record: Record, group: list[Response], rules: Rules) -> None:
+    """Standard deviation and effective sample size of the bounded weights of all ranks."""
+    weights = []
+    for response in group:
+        chosen = [w for w, v in zip(response.bounded, response.valid, strict=True) if v]
+        weights += chosen if rules.level == "token" else chosen[:1]
+    average = mean(weights)
+    variance = math.fsum((w - average) ** 2 for w in weights) / len(weights) if weights else math.nan
+    record.constant("tis_weight_std", math.sqrt(variance))
+    record.constant("tis_weight_ess", effective_share(weights))

@@ -10,9 +10,10 @@ from cases import correction_keys, random_samples
 from reference import Samples
 
 import mis_ext
-from mis_ext import backend
-from mis_ext.backend import choose_backend
-from mis_ext.passes import EagerBackend
+from mis_ext.correction import backend
+from mis_ext.correction.backend import choose_backend
+from mis_ext.correction.eager import EagerBackend
+from mis_ext.correction.plan import plan_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 needs_triton = pytest.mark.skipif(triton_support.OBSTACLE is not None, reason=str(triton_support.OBSTACLE))
@@ -28,7 +29,7 @@ def choose_anew(monkeypatch):
 
 @needs_triton
 def test_triton_is_chosen_on_a_gpu_and_eager_on_a_cpu() -> None:
-    from mis_ext.kernels import TritonBackend
+    from mis_ext.correction.triton.backend import TritonBackend
 
     assert choose_backend(CUDA) is TritonBackend
     assert choose_backend(CPU) is EagerBackend
@@ -36,7 +37,7 @@ def test_triton_is_chosen_on_a_gpu_and_eager_on_a_cpu() -> None:
 
 @needs_triton
 def test_the_variable_decides(monkeypatch) -> None:
-    from mis_ext.kernels import TritonBackend
+    from mis_ext.correction.triton.backend import TritonBackend
 
     monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
     assert choose_backend(CUDA) is EagerBackend
@@ -82,7 +83,7 @@ def test_an_old_triton_counts_as_none(monkeypatch) -> None:
 CORRECTIONS = [
     correction_keys(("token", "mask"), gate="geometric gate", veto="all vetoes", normalizer="kept"),
     correction_keys(("sequence", "clip"), gate="token gate", normalizer="valid", mis_denominator="kept"),
-    {"use_tis": False, "get_mismatch_metrics": True},
+    {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"},
 ]
 
 
@@ -98,7 +99,7 @@ def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank) -> None
         layout = mis_ext.PackedLayout.whole(lengths)
     else:
         layout = mis_ext.PackedLayout.context_parallel(lengths, total_lengths=totals, cp_rank=cp_rank, cp_size=2)
-    config = mis_ext.CorrectionConfig.from_mapping(keys)
+    plan = plan_of(mis_ext.config_from_mapping(keys))
 
     def correct(proximal_T, behavior_T, mask_R) -> list[torch.Tensor]:
         correction = mis_ext.compute_correction(
@@ -106,10 +107,12 @@ def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank) -> None
             behavior_logprobs_T=behavior_T,
             response_mask_R=mask_R,
             layout=layout,
-            config=config,
-            host_metrics=True,
+            config=plan,
+            token_metrics=True,
         )
-        return [correction.weights_T, correction.keep_mask_R, correction.totals_K, *correction.host_metrics.values()]
+        metrics = [metric.value() for metric in correction.metrics.values()]
+        outputs = [correction.weights_T, correction.keep_mask_R, correction.totals_A, *metrics]
+        return [*outputs, *correction.token_metrics.values()]
 
     local = layout.index.local_part
     inputs = local(torch.cat(samples.train)), local(torch.cat(samples.rollout)), torch.cat(samples.masks)

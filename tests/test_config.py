@@ -4,30 +4,34 @@ import argparse
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import mis_ext
-from mis_ext import Band, CorrectionConfig, GateFactor, WeightFactor, list_presets, load_config, preset
-from mis_ext.config import GUARD_NAMES
-from mis_ext.flat_keys import FLAT_KEYS
+from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, list_presets, load_config, preset
+from mis_ext.correction.config import GUARD_NAMES
+from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
 
 REPOSITORY = Path(__file__).parents[1]
 PRESETS = sorted((REPOSITORY / "yaml").glob("*.yaml"))
 
 
 def from_yaml(text: str) -> CorrectionConfig:
-    return CorrectionConfig.from_mapping(yaml.safe_load(text))
+    return config_from_mapping(yaml.safe_load(text))
 
 
 def test_defaults_are_those_that_users_know() -> None:
-    config = CorrectionConfig.from_mapping({"use_tis": True})
+    config = config_from_mapping({"use_tis": True})
     assert config == CorrectionConfig()
-    assert config.weight == WeightFactor(level="token", mode="truncate", band=Band(high=2.0))
+    assert config.weight == Weight(level="token", mode="truncate", high=2.0)
     assert config.gates == ()
     assert config.normalize_over is None
     assert config.denominator == "fixed"
+    assert config.metrics == "core"
+    assert config.warn_only == frozenset()
+    assert config.max_reject_fraction == 0.5
 
 
 def test_an_existing_file_that_only_says_batch_normalize_gets_data_parallel_over_kept() -> None:
@@ -37,19 +41,60 @@ def test_an_existing_file_that_only_says_batch_normalize_gets_data_parallel_over
 
 def test_unset_bounds_are_inherited_as_in_the_reference() -> None:
     config = from_yaml("{use_tis: true, tis_mode: clip, tis_upper_bound: 4.0, use_rs: true, rs_level: sequence}")
-    assert config.weight is not None
-    assert config.weight.band == Band(low=0.25, high=4.0)
-    assert config.gates == (GateFactor(level="sequence", band=Band(low=0.25, high=4.0)),)
+    assert config.weight == Weight(mode="clip", low=0.25, high=4.0)
+    assert config.gates == (Gate(reduce="sum", low=0.25, high=4.0),)
 
 
 def test_a_cap_of_one_is_legal_for_truncation() -> None:
-    config = from_yaml("{use_tis: true, tis_upper_bound: 1.0}")
-    assert config.weight is not None
-    assert config.weight.band == Band(high=1.0)
+    assert from_yaml("{use_tis: true, tis_upper_bound: 1.0}").weight == Weight(high=1.0)
+
+
+OFF_POLICY_BANDS = {
+    "{use_tis: true, tis_upper_bound: 0.8}": {"weight": {"high": 0.8}},
+    "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5, tis_upper_bound: 3.0}": {
+        "weight": {"mode": "clip", "low": 1.5, "high": 3.0}
+    },
+    "{use_tis: true, tis_mode: mask, tis_lower_bound: 0.2, tis_upper_bound: 0.9}": {
+        "weight": {"mode": "mask", "low": 0.2, "high": 0.9}
+    },
+    "{use_tis: true, use_rs: true, rs_lower_bound: 0.2, rs_upper_bound: 0.9}": {
+        "weight": {},
+        "gates": [{"reduce": "token", "low": 0.2, "high": 0.9}],
+    },
+}
+
+
+@pytest.mark.parametrize(("flat", "native"), OFF_POLICY_BANDS.items(), ids=OFF_POLICY_BANDS)
+def test_a_band_without_the_on_policy_value_is_legal_and_warns_once(flat: str, native: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="on-policy") as from_flat:
+        config = from_yaml(flat)
+    _ = config.all_gates  # A warning here is an error.
+    with pytest.warns(UserWarning, match="on-policy"):
+        assert config == config_from_mapping({"mis": native})
+    assert len(from_flat) == 1
+
+
+def test_the_default_of_an_unused_lower_bound_is_no_contradiction() -> None:
+    with pytest.warns(UserWarning, match="on-policy"):
+        assert from_yaml("{use_tis: true, tis_upper_bound: 0.5}").weight.high == 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("extra", ["tis_mode: clip", "tis_mode: mask", "use_rs: true"])
+@pytest.mark.filterwarnings("ignore:the bounds 0 to 0.8")
+def test_a_used_lower_bound_whose_default_is_above_the_cap_says_where_it_comes_from(extra: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"got 1\.25 \(from tis_lower_bound, by default 1 / tis_upper_bound\) and 0\.8"
+    ):
+        from_yaml(f"{{use_tis: true, tis_upper_bound: 0.8, {extra}}}")
 
 
 def test_null_means_unset() -> None:
-    assert from_yaml("{use_tis: true, tis_upper_bound: null, rs_lower_bound: null}") == CorrectionConfig()
+    text = "{use_tis: true, tis_upper_bound: null, rs_lower_bound: null, use_rs: null, get_mismatch_metrics: null}"
+    assert from_yaml(text) == CorrectionConfig()
+    native = (
+        "mis: {weight: {low: null, high: null, only_outside: null}, gates: null, normalize_over: null, metrics: null}"
+    )
+    assert from_yaml(native) == CorrectionConfig()
 
 
 NATIVE_AND_FLAT = {
@@ -61,8 +106,7 @@ NATIVE_AND_FLAT = {
         """mis:
              weight: {level: token, high: 2.0}
              gates: [{level: geometric, low: 0.99, high: 1.01}, {level: sequence_min, low: 1.0e-4}]
-             normalize_over: kept
-             metrics: core""",
+             normalize_over: kept""",
         (REPOSITORY / "yaml" / "mis.yaml").read_text(),
     ),
     "every veto, no weight": (
@@ -85,6 +129,20 @@ NATIVE_AND_FLAT = {
         "mis: {weight: {level: sequence, mode: mask, low: 0.5, high: 2.0}}",
         "{use_tis: true, tis_level: sequence, tis_mode: mask, tis_lower_bound: 0.5, tis_upper_bound: 2.0}",
     ),
+    "open ends": (
+        """mis:
+             weight: {mode: unbounded, low: 0.0, high: .inf}
+             gates: [{level: token, low: 0.5, high: .inf}, {level: sequence_min, low: 1.0e-4, high: .inf}]""",
+        """{use_tis: true, tis_mode: unbounded, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: .inf,
+            rs_veto_threshold: 1.0e-4}""",
+    ),
+    "further gates": (
+        """mis:
+             weight: {}
+             gates: [{reduce: token, low: 0.5, high: 2.0}, {statistic: k3, reduce: sum, high: 0.1, action: zero}]""",
+        """{use_tis: true, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 2.0,
+            rs_gates: [{statistic: k3, level: sequence, high: 0.1, action: zero}]}""",
+    ),
     "measure": ("{use_tis: false, mis: {metrics: core}}", "{use_tis: false, mis_metrics: core}"),
 }
 
@@ -95,6 +153,47 @@ def test_native_and_flat_spellings_give_the_same_object(native: str, flat: str) 
     assert hash(from_yaml(native)) == hash(from_yaml(flat))
 
 
+GATES = {
+    "{level: token, high: 2.0}": Gate(reduce="token", high=2.0),
+    "{level: sequence, high: 2.0}": Gate(reduce="sum", high=2.0),
+    "{level: geometric, high: 1.01}": Gate(reduce="mean", high=1.01),
+    "{level: sequence_min, low: 0.1}": Gate(reduce="min", low=0.1),
+    "{level: sequence_max, high: 9.0}": Gate(reduce="max", high=9.0),
+    "{level: sequence_min, low: 0.1, statistic: proximal_probability}": Gate(
+        statistic="proximal_probability", reduce="min", low=0.1
+    ),
+    "{reduce: sum, statistic: k2, low: 0.0, high: 0.5}": Gate(statistic="k2", reduce="sum", high=0.5),
+    "{level: sequence_min, low: 0.1, high: .inf, statistic: proximal_probability}": Gate(
+        statistic="proximal_probability", reduce="min", low=0.1
+    ),
+    "{reduce: max, low: 0.1, high: 9.0}": Gate(reduce="max", low=0.1, high=9.0),
+    "{reduce: token, high: 2.0, action: zero, name: mild}": Gate(reduce="token", high=2.0, action="zero", name="mild"),
+    "{reduce: token, high: 2.0, after: null, name: null, low: null}": Gate(reduce="token", high=2.0),
+}
+
+
+@pytest.mark.parametrize(("text", "gate"), GATES.items(), ids=GATES)
+def test_a_gate_is_spelled_by_reduce_or_by_level(text: str, gate: Gate) -> None:
+    assert from_yaml(f"mis: {{gates: [{text}]}}").gates == (gate,)
+    flat = f"{{use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 3.0, rs_gates: [{text}]}}"
+    assert from_yaml(flat).gates[1:] == (gate,)
+
+
+def test_a_gate_may_look_at_what_another_one_leaves() -> None:
+    first, second = "{reduce: token, high: 5.0, name: outliers}", "{reduce: mean, high: 1.01, after: outliers}"
+    gates = from_yaml(f"mis: {{gates: [{first}, {second}]}}").gates
+    assert gates == (
+        Gate(reduce="token", high=5.0, name="outliers"),
+        Gate(reduce="mean", high=1.01, after="outliers"),
+    )
+
+
+def test_a_weight_may_be_bounded_only_outside_a_gate() -> None:
+    text = "mis: {weight: {level: geometric, high: 1.01, only_outside: {level: sequence, low: 0.5, high: 2.0}}}"
+    expected = Weight(level="geometric", high=1.01, only_outside=Gate(reduce="sum", low=0.5, high=2.0))
+    assert from_yaml(text).weight == expected
+
+
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
     "{use_tis: true, mis_metric: all}": r"mis_metric.*did you mean 'mis_metric",
@@ -102,13 +201,18 @@ REFUSED = {
     "{use_tis: false, tis_level: tokn}": r"tis_level",
     "{use_tis: true, rs_level: mean}": r"rs_level",
     "{use_tis: true, tis_mode: cap}": r"tis_mode must be one of truncate \| clip",
-    "{use_tis: true, tis_upper_bound: 0.5}": r"tis_upper_bound must be in \[1, inf\], got 0.5",
-    "{use_tis: true, tis_upper_bound: .inf}": r"mode: unbounded",
-    "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5}": r"tis_lower_bound must be in \[0, 1\], got 1.5",
+    "{use_tis: true, tis_upper_bound: 0.0}": r"tis_upper_bound must be in \(0, inf\], got 0.0",
+    "{use_tis: true, tis_lower_bound: -0.5}": r"tis_lower_bound must be in \[0, inf\), got -0.5",
+    "{use_tis: true, tis_lower_bound: .inf}": r"tis_lower_bound must be in \[0, inf\), got inf",
+    "{use_tis: true, use_rs: true, rs_upper_bound: 0.0}": r"rs_upper_bound must be in \(0, inf\], got 0.0",
+    "{use_tis: true, use_rs: false, rs_lower_bound: -1.0}": r"rs_lower_bound must be in \[0, inf\), got -1.0",
+    "{use_tis: true, use_rs: true, rs_lower_bound: 0.0, rs_upper_bound: .inf}": r"rs_upper_bound=inf reject nothing",
+    "{use_tis: true, tis_mode: clip, tis_lower_bound: 3.0}": r"tis_lower_bound must be below tis_upper_bound, got 3\.0",
+    "{use_tis: true, tis_upper_bound: .inf}": r"tis_upper_bound must be in .* got inf; write tis_mode: unbounded",
     "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_lower_bound must be below tis_upper_bound",
     "{use_tis: true, use_rs: true, rs_upper_bound: 1.0, rs_lower_bound: 1.0}": r"rs_lower_bound must be below",
-    "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold",
-    "{use_tis: true, rs_veto_upper_threshold: 0.5}": r"rs_veto_upper_threshold",
+    "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold must be in \(0, 1\], got 0.0",
+    "{use_tis: true, rs_veto_upper_threshold: 0.5}": r"rs_veto_upper_threshold must be in \[1, inf\), got 0.5",
     "{use_tis: true, rs_veto_probability: 2.0}": r"rs_veto_probability",
     "{use_tis: true, tis_batch_normalize: true, tis_normalize_scope: batch}": r"tis_normalize_scope",
     "{use_tis: true, tis_batch_normalize: true, tis_normalize_over: all}": r"tis_normalize_over",
@@ -116,7 +220,7 @@ REFUSED = {
     "{use_tis: true, mis_max_reject_fraction: 1.5}": r"mis_max_reject_fraction must be in \[0, 1\]",
     "{use_tis: true, mis_guard: off}": r"mis_guard",
     "{use_tis: true, mis_guard: {shifted_logprobs: warn}}": r"did you mean 'shifted_log_probs'",
-    "{use_tis: true, mis_metrics: most}": r"metrics must be all, core or a list",
+    "{use_tis: true, mis_metrics: most}": r"mis_metrics must be all, core or a list of names, got 'most'",
     "{use_tis: true, mis_metrics: [mis_k4_kl]}": r"'mis_k4_kl'.*did you mean 'mis_k3_kl'",
     "{use_tis: true, mis_metrics: [mis_tis_clip_fraction_low]}": r"not emitted by this configuration",
     # Keys without effect.
@@ -133,15 +237,51 @@ REFUSED = {
     "mis: {wight: {level: token}}": r"'wight' \(did you mean 'weight'\?\)",
     "mis: {weight: {level: token}, scope: rollout}": r"scope='rollout': no effect",
     "mis: {weight: {levle: token}}": r"did you mean 'level'",
-    "mis: {gates: [{level: token}]}": r"gates\[0\]\.a gate needs low or high",
-    "mis: {gates: [{low: 0.5}]}": r"gates\[0\] needs a level",
-    "mis: {gates: [{level: sequence_min, high: 2.0}]}": r"sequence_min needs low",
-    "mis: {gates: [{level: sequence_max, low: 0.5}]}": r"sequence_max needs a finite high",
-    "mis: {gates: [{level: token, low: 0.5, statistic: proximal_probability}]}": r"needs level: sequence_min",
+    "mis: {gates: [{level: token}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{level: token, low: 0.0, high: .inf}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{reduce: max, statistic: k3, low: 0.0}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{reduce: max, statistic: probability_difference, high: 1.0}]}": r"a gate needs low or high",
+    "mis: {gates: [{low: 0.5}]}": r"gates\[0\] needs reduce: one of token \| sum",
+    "mis: {gates: [{level: token, reduce: token, low: 0.5}]}": r"gates\[0\]: level and reduce are two spellings",
+    "mis: {gates: [{level: mean, low: 0.5}]}": r"gates\[0\]: level must be one of token \| sequence \| geometric",
+    "mis: {gates: [{reduce: geometric, low: 0.5}]}": r"gates\[0\]: reduce must be one of token \| sum",
+    "mis: {gates: [{reduce: token, low: 2.0, high: 0.5}]}": r"gates\[0\]: low must be below high",
+    "mis: {gates: [{reduce: token, low: 0.5, action: drop}]}": r"gates\[0\]: action must be one of reject \| zero",
+    "mis: {gates: [{reduce: token, low: 0.5, name: 5}]}": r"gates\[0\]: name must be made of letters.*got 5",
+    "mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}": r"'nobody', which is no gate on tokens",
+    "mis: {weight: {mode: mask}, gates: [{reduce: token, low: 0.5, name: tis_mask}]}": r"two metrics one name \(tis_m",
+    "{use_rs: true, rs_lower_bound: 0.5, rs_gates: [{low: 0.5}]}": r"rs_gates\[0\] needs reduce",
+    "mis: {weight: {mode: clip, low: 3.0}}": r"weight: low must be below high, got low=3.0 and high=2.0",
+    "mis: {weight: {mode: clip, high: 0.5}}": r"weight: low must be below high, got low=2.0 \(1 / high by default\)",
+    "mis: {weight: {high: 0.0}}": r"weight: high must be in \(0, inf\], got 0.0",
+    "mis: {weight: {level: sequence, only_outside: {low: 0.5}}}": r"weight.only_outside needs reduce",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, name: x}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, after: x}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, action: zero}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, mode: mask, only_outside: {reduce: max, high: 2.0}}}": r"no effect with mode: m",
+    "mis: {weight: {level: null}}": r"weight: level must be one of token .* got None",
+    # Also where nothing is corrected.
+    "{use_tis: false, mis: {weight: {levle: token}}}": r"did you mean 'level'",
+    "{use_tis: false, mis: {weight: {high: -1.0}}}": r"weight: high must be in",
+    "{use_tis: false, mis: {gates: [{reduce: token, low: 3.0, high: 2.0}]}}": r"low must be below high",
+    "{use_tis: false, mis: {weight: {}, scope: everywhere, denominator: kept}}": r"scope must be one of micro_batch",
+    "{use_tis: false, mis: {denominator: survivors}}": r"denominator must be one of fixed \| kept",
+    "{use_tis: false, mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}}": r"'nobody', which is no gate on tokens",
     "mis: {weight: {mode: unbounded, high: 3.0}}": r"unbounded takes no bounds",
     "mis: {weight: {mode: truncate, low: 0.5}}": r"truncate has no low bound",
     "{mis: {weight: {level: token}}, tis_level: token}": r"two spellings",
     "mis: {gates: [{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}]}": r"two vetoes of the same kind",
+    # Nothing where something is meant.
+    "mis:": r"mis: is empty; remove it, or write what to compute",
+    "mis: {}": r"mis: is empty; remove it",
+    "{use_tis: false, mis: {}}": r"mis: is empty; remove it",
+    "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none .*, or remove the key",
+    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded .*, or remove the key",
+    "{use_tis: true, rs_level: null}": r"rs_level: null .* write use_rs: false .*, or remove the key",
+    # Homoglyphs are shown as what they are.
+    "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level'\?\)",
+    "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
+    "{use_tis: true, tis_level: TOKEN}": r"did you mean 'token'",
 }
 
 
@@ -162,7 +302,25 @@ WRONG_TYPES = {
     "{use_tis: true, tis_batch_normalize: 1}": r"tis_batch_normalize must be true or false",
     "{use_tis: true, use_rs: true, rs_gates: {level: token}}": r"rs_gates must be a list",
     "mis: [weight]": r"mis must be a mapping",
-    "mis: {gates: [{level: token, high: '2'}]}": r"gates\[0\]\.high must be a number",
+    "mis: {gates: [{level: token, high: '2'}]}": r"gates\[0\]: high must be a number",
+    "mis: {gates: [[token]]}": r"gates\[0\] must be a mapping, got \['token'\]",
+    "{use_tis: true, use_rs: true, rs_gates: [[token]]}": r"rs_gates\[0\] must be a mapping, got \['token'\]",
+    "mis: {weight: token}": r"weight must be a mapping, got 'token'",
+    # The hosts' flags that we read.
+    "{get_mismatch_metrics: 'false'}": r"get_mismatch_metrics must be true or false, got 'false' \(remove the quotes\)",
+    "{calculate_per_token_loss: 'False'}": r"calculate_per_token_loss must be true .* \(remove the quotes\)",
+    "{use_rollout_logprobs: 'true'}": r"use_rollout_logprobs must be true or false, got 'true' \(remove the quotes\)",
+    # A selection is a list of names.
+    "{use_tis: true, mis_metrics: {mis_kl: false}}": r"mis_metrics must be all, core or a list .*: list the names",
+    "mis: {weight: {}, metrics: {mis_kl: true}}": r"metrics must be all, core or a list .* list the names",
+    "{use_tis: true, mis_metrics: [[mis_kl]]}": r"mis_metrics must be all, .* got \[\['mis_kl'\]\]",
+    "{use_tis: true, mis_metrics: true}": r"mis_metrics must be all, core or a list of names, got True",
+    # Keys that YAML does not read as text.
+    "{1: 2, use_tis: true}": r"keys of the configuration must be strings, got 1$",
+    "{on: 2, use_tis: true}": r"must be strings, got True \(YAML reads yes, no, on and off",
+    "mis: {1: 2}": r"keys of mis must be strings, got 1",
+    "mis: {gates: [{1: 2}]}": r"keys of gates\[0\] must be strings, got 1",
+    "{mis_guard: {1: warn}}": r"keys of mis_guard must be strings, got 1",
 }
 
 
@@ -172,14 +330,111 @@ def test_wrong_types_are_refused_and_the_message_names_the_fix(text: str, messag
         from_yaml(text)
 
 
+NEAR_MISSES = {
+    "tis-level": "tis_level",
+    "tis level": "tis_level",
+    "TIS_LEVEL": "tis_level",
+    "tisLevel": "tis_level",
+    "is_level": "tis_level",
+    "tsi_upper_bound": "tis_upper_bound",
+    "USE_TIS": "use_tis",
+    "useTis": "use_tis",
+    "usetis": "use_tis",
+    "use_tsi": "use_tis",
+    "use_ts": "use_tis",
+    "use_tis ": "use_tis",
+    "use-rs": "use_rs",
+    "useRS": "use_rs",
+    "user_rs": "use_rs",
+    "RS_VETO_TRESHOLD": "rs_veto_threshold",
+    "ts_uper_bound": "tis_upper_bound",
+    "Mis": "mis",
+    "MIS": "mis",
+    " mis": "mis",
+    # Cyrillic letters, a full-width one, and a space without width.
+    "use_t\u0456s": "use_tis",
+    "us\u0435_rs": "use_rs",
+    "m\u0456s": "mis",
+    "\u0442is_mode": "tis_mode",
+    "\uff54is_level": "tis_level",
+    "\uff4d\uff49\uff53": "mis",
+    "use_rs\u200b": "use_rs",
+}
+
+
+@pytest.mark.parametrize("value", [True, None, {"weight": {}}], ids=["true", "null", "a mapping"])
+@pytest.mark.parametrize(("name", "key"), NEAR_MISSES.items(), ids=map(ascii, NEAR_MISSES))
+def test_a_near_miss_of_our_keys_is_no_key_of_the_host(name: str, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{key}'") as refused:
+        config_from_mapping({"use_tis": True, "lr": 1e-6, name: value})
+    assert ascii(name) in str(refused.value)
+
+
+def test_all_near_misses_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"'user_rs' \(did you mean 'use_rs'\?\); 'tis-level' \(did you mean"):
+        config_from_mapping({"user_rs": True, "tis-level": "token"})
+
+
+# Of slime, Miles and Megatron-LM, and words that somebody's own key may be.
+LOOK_ALIKES = """
+    use_r3 use_te use_ref use_opd use_opsm use_kl_loss use_tiling use_wandb use_mup use_rollout_entropy use_unbiased_kl
+    tis_clip tis_clip_low tis-clip TIS_CLIP custom_tis_function_path custom_pg_loss_reducer_function_path enable_mis
+    lower_bound upper_bound test_mode train_mode mode list dist limit tito_model tito_allowed_append_roles
+    timing_log_level ci_train_rollout_logprob_abs_diff_threshold true_on_policy_mode calculate_entropy loss_type
+    qkv_format miles_router_timeout mimo_encoder_prefetch mid_level_dataset_surplus min_lr mscale misc mismatch
+    mismatch_threshold misc_metrics misc_guard vis_mode log_level users use_sr use_rms use_irs use_bias rs ts is m mi
+    miss sim reset_position_ids normalization batch_normalize veto_threshold metrics guard denominator
+    max_reject_fraction gr\u00f6\u00dfe
+"""
+
+
+def test_names_of_the_hosts_are_not_near_misses() -> None:
+    others = dict.fromkeys(LOOK_ALIKES.split(), 1)
+    assert config_from_mapping({"use_tis": True, **others}) == CorrectionConfig()
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_numbers_beyond_floats_are_refused_as_out_of_range(value: int) -> None:
+    for mapping in ({"tis_upper_bound": value}, {"mis": {"weight": {"high": value}}}, {"mis_metric_max": value}):
+        with pytest.raises(
+            ValueError, match=r"(upper_bound|high|metric_max) must be in .* got an integer beyond 1.8e\+308"
+        ):
+            config_from_mapping({"use_tis": True, **mapping})
+
+
+def test_metrics_that_are_no_tuple_of_names_are_refused_in_python_too() -> None:
+    for metrics in ({"mis_kl": False}, ["mis_kl"], (["mis_kl"],)):
+        with pytest.raises(ValueError, match="metrics must be all, core or a tuple of names"):
+            CorrectionConfig(metrics=metrics)  # type: ignore[arg-type]
+
+
+def test_guards_and_limits_are_checked_in_python_too() -> None:
+    with pytest.raises(ValueError, match="did you mean 'shifted_log_probs'"):
+        CorrectionConfig(warn_only=frozenset({"shifted_logprobs"}))
+    with pytest.raises(ValueError, match=r"max_reject_fraction must be in \[0, 1\], got 1.5"):
+        CorrectionConfig(max_reject_fraction=1.5)
+    with pytest.raises(TypeError, match="metrics_only must be true or false, got 1"):
+        CorrectionConfig(weight=None, metrics_only=1)  # type: ignore[arg-type]
+    assert from_yaml("mis_guard: warn").warn_only == frozenset(GUARD_NAMES)
+    assert from_yaml("mis_guard: {shifted_log_probs: error}").warn_only == frozenset()
+
+
+def test_what_is_measured_without_a_correction_has_no_trace_of_it() -> None:
+    measured = CorrectionConfig(weight=None, metrics_only=True)
+    assert from_yaml("{use_tis: false, mis: {weight: {mode: clip}, normalize_over: kept, scope: rollout}}") == measured
+    assert from_yaml("{get_mismatch_metrics: true, tis_level: sequence, tis_batch_normalize: true}") == measured
+    assert from_yaml("{get_mismatch_metrics: true, use_tis: true}") == CorrectionConfig()
+    assert from_yaml("{calculate_per_token_loss: true}") == CorrectionConfig(per_token_loss=True)
+
+
 def test_nan_is_never_a_legal_bound() -> None:
     with pytest.raises(ValueError, match="tis_upper_bound"):
-        CorrectionConfig.from_mapping({"use_tis": True, "tis_upper_bound": math.nan})
+        config_from_mapping({"use_tis": True, "tis_upper_bound": math.nan})
 
 
 def test_flags_of_the_hosts_are_not_taken_for_ours() -> None:
     args = argparse.Namespace(use_tis=True, tis_clip=2.0, tis_clip_low=0, lr=1e-6, custom_tis_function_path="x")
-    assert CorrectionConfig.from_mapping(vars(args)) == CorrectionConfig()
+    assert config_from_mapping(vars(args)) == CorrectionConfig()
 
 
 def test_an_explicit_use_rs_false_switches_its_keys_off_without_complaint() -> None:
@@ -188,9 +443,15 @@ def test_an_explicit_use_rs_false_switches_its_keys_off_without_complaint() -> N
 
 
 def test_the_veto_needs_rejection_only_in_the_compatible_form() -> None:
-    veto = GateFactor(level="sequence_min", band=Band(low=1e-4))
+    veto = Gate(reduce="min", low=1e-4)
     assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4}").gates == (veto,)
     assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4, rs_veto_requires_rs: true}").gates == ()
+
+
+def test_the_compatible_preset_can_lose_its_veto() -> None:
+    text = (REPOSITORY / "yaml" / "miles_compat.yaml").read_text()
+    without = from_yaml(text.replace("rs_veto_threshold: 1.0e-4", "rs_veto_threshold: null"))
+    assert without == preset("miles_compat").replace(gates=preset("miles_compat").gates[:1])
 
 
 WARNED = {
@@ -210,7 +471,7 @@ def test_legal_but_doubtful_settings_warn(text: str, message: str) -> None:
 
 def test_metric_lists_keep_the_order_of_emission() -> None:
     config = CorrectionConfig(metrics=("mis_kept_seq_fraction", "mis_kl"))
-    assert config.selected_metrics == ("kl", "kept_seq_fraction")
+    assert config.metric_names == ("mis_kl", "mis_kept_seq_fraction")
 
 
 def test_a_configuration_is_frozen_and_checked_again_when_changed() -> None:
@@ -224,11 +485,17 @@ def test_a_configuration_is_frozen_and_checked_again_when_changed() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_loads_and_says_what_when_and_where_from(path: Path) -> None:
     lines = path.read_text().splitlines()
-    assert len(lines) <= 15
+    assert len(lines) <= 16
     assert [re.match(r"# (\w+):", line)[1] for line in lines[:3]] == ["What", "When", "Source"]
     assert load_config(path) == preset(path.stem)
     if path.stem != "metrics_only":
         assert not preset(path.stem).metrics_only
+
+
+def test_presets_show_the_core_metrics_but_where_one_compares_or_measures() -> None:
+    shown = {name: preset(name).metrics for name in list_presets()}
+    assert {name for name, metrics in shown.items() if metrics == "all"} == {"miles_compat", "metrics_only"}
+    assert set(shown.values()) == {"all", "core"}
 
 
 def test_the_presets_that_the_readme_names_exist() -> None:
@@ -271,10 +538,12 @@ def test_the_readme_explains_every_metric() -> None:
     glossary = (REPOSITORY / "README.md").read_text().split("## Metrics")[1].split("**What they cost.**")[0]
     explained = {name for row in re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE) for name in row.split("`")[1::2]}
     spelled = {name.replace("low/high", edge) for name in explained for edge in ("low", "high")}
-    gates = GateFactor(level="token", band=Band(high=3.0)), GateFactor(level="sequence_min", band=Band(low=0.1))
+    gates = Gate(high=3.0), Gate(reduce="min", low=0.1)
     configs = [
-        CorrectionConfig(weight=WeightFactor(mode=mode), normalize_over="kept", denominator="kept", gates=gates)
+        CorrectionConfig(
+            weight=Weight(mode=mode), normalize_over="kept", denominator="kept", gates=gates, metrics="all"
+        )
         for mode in ("truncate", "clip", "mask")
     ]
-    emitted = {name for config in configs for name in config.selected_metrics}
+    emitted = {name.removeprefix("mis_") for config in configs for name in config.metric_names}
     assert emitted - spelled == set()

@@ -1,8 +1,12 @@
 """What `import mis_ext` may cost and pull in."""
 
+import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,19 +18,87 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-def test_importing_the_package_pulls_in_no_framework() -> None:
+LAZY = ("mis_ext", "mis_ext.onpolicy", "mis_ext.rollout")
+each_lazy_package = pytest.mark.parametrize("name", LAZY)
+
+
+def test_no_public_name_pulls_in_a_framework() -> None:
     # torch itself imports numpy where it is installed.
-    imports = "import mis_ext, mis_ext.onpolicy, mis_ext.rollout, mis_ext.cli"
-    code = f"import torch, sys; before = set(sys.modules); {imports}; print(*(set(sys.modules) - before))"
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import mis_ext, mis_ext.onpolicy, mis_ext.rollout, mis_ext.cli
+for package in map(sys.modules.get, {LAZY}):
+    for name in package.__all__:
+        getattr(package, name)
+print(*(set(sys.modules) - before))
+"""
     imported = {name.split(".")[0] for name in run(code).split()}
     assert imported.isdisjoint(HEAVY)
     assert "mis_ext" in imported
 
 
+def test_importing_the_package_loads_no_room_of_it() -> None:
+    code = (
+        "import sys, mis_ext; print(*(name for name in sys.modules if name.startswith(('mis_ext', 'torch', 'yaml'))))"
+    )
+    assert set(run(code).split()) == {"mis_ext", "mis_ext.lazy"}
+
+
+def test_the_rollout_needs_no_torch_until_it_scores() -> None:
+    code = """
+import sys, mis_ext.rollout
+for name in mis_ext.rollout.__all__:
+    if not name.endswith(("LogProbs", "log_probs")) or name == "define_log_probs":
+        getattr(mis_ext.rollout, name)
+import mis_ext.cli
+print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.modules)
+"""
+    assert run(code).split() == ["True", "False"]
+
+
+@pytest.mark.parametrize("path", ["mis_ext.compute_mis_weights_with_cp", "mis_ext.rollout.generate"])
+def test_hosts_find_a_function_by_its_path(path) -> None:
+    code = f"""
+import importlib
+module, _, name = {path!r}.rpartition(".")
+print(getattr(importlib.import_module(module), name).__name__)
+"""
+    assert run(code).strip() == path.rpartition(".")[2]
+
+
+def imports_for_type_checkers(package: ModuleType) -> dict[str, str]:
+    """Which module the source of a package imports each name from."""
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+@each_lazy_package
+def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
+    package = importlib.import_module(name)
+    seen = imports_for_type_checkers(package)
+    assert sorted(seen) == sorted(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for public, module in seen.items():
+        assert getattr(package, public) is getattr(importlib.import_module(module), public)
+        assert public in vars(package)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'rekord'"):
+        _ = package.rekord
+
+
+@each_lazy_package
+def test_no_module_takes_the_place_of_a_public_name(name) -> None:
+    # A package gets each of its modules as an attribute, the moment that it is imported.
+    public = set(importlib.import_module(name).__all__)
+    modules = {module.name for module in pkgutil.iter_modules(importlib.import_module(name).__path__)}
+    assert public.isdisjoint(modules)
+
+
 def test_the_hook_runs_without_any_framework() -> None:
     code = """
 import argparse, sys, torch, mis_ext
-log_probs = [torch.randn(9) - 2.0, torch.randn(4) - 2.0]
+log_probs = [-0.5 - torch.rand(9), -0.5 - torch.rand(4)]
 mis_ext.compute_mis_weights_with_cp(
     argparse.Namespace(use_tis=True), pg_loss=torch.randn(13), train_log_probs=log_probs,
     rollout_log_probs=[x + 0.01 for x in log_probs], loss_masks=[torch.ones(9), torch.ones(4)],
@@ -37,7 +109,7 @@ print(*[name for name in ("megatron", "sglang", "transformers", "triton") if nam
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_holds_the_presets(tmp_path: Path) -> None:
+def test_an_installed_wheel_holds_every_module_and_the_presets(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
     subprocess.run([*pip, "--target", str(tmp_path), str(REPOSITORY)], check=True, capture_output=True)
     code = f"""
@@ -49,5 +121,9 @@ print(mis_ext.__file__, *mis_ext.list_presets())
     where, *presets = run(code).split()
     assert where.startswith(str(tmp_path))
     assert "mis" in presets
+    modules, installed = (
+        {path.relative_to(root) for path in (root / "mis_ext").rglob("*.py")} for root in (REPOSITORY, tmp_path)
+    )
+    assert modules <= installed
     (script,) = (tmp_path / "bin").iterdir()
     assert script.name == "mis-ext"

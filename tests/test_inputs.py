@@ -1,4 +1,4 @@
-"""Inputs that do not fit: errors that name what is wrong. And the whole-rollout hook where the host cannot feed it."""
+"""Inputs that do not fit: errors that name what is wrong."""
 
 import argparse
 
@@ -7,10 +7,7 @@ import torch
 from test_guards import call, make_batch
 
 import mis_ext
-from mis_ext.collectives import gather_rows, merge_bits
-from mis_ext.hosts.slime import prepare_rollout
-
-SCOPE = {"use_tis": True, "tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
+from mis_ext.correction.collectives import gather_rows, merge_bits
 
 
 @pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
@@ -28,10 +25,66 @@ def test_a_missing_sample_is_refused() -> None:
         call(batch)
 
 
-def test_a_loss_of_another_length_is_refused() -> None:
+SAMPLES = {
+    "None": (lambda x: None, TypeError, r"\[1\] must be a 1-D tensor, got NoneType"),
+    "a list": (lambda x: x.tolist(), TypeError, r"\[1\] must be a 1-D tensor, got list"),
+    "an array": (lambda x: x.numpy(), TypeError, r"\[1\] must be a 1-D tensor, got ndarray"),
+    "a column": (lambda x: x[:, None], ValueError, r"\[1\] must be a 1-D tensor, got shape \[10, 1\]"),
+    "a number": (lambda x: x[0], ValueError, r"\[1\] must be a 1-D tensor, got shape \[\]"),
+    "elsewhere": (lambda x: x.to("meta"), ValueError, r"\[1\] is on meta, .*\[0\] on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
+@pytest.mark.parametrize(("change", "kind", "message"), SAMPLES.values(), ids=SAMPLES)
+def test_a_sample_that_is_no_flat_tensor_is_named(change, kind, message, name) -> None:
+    batch = make_batch(3, 10)
+    batch[name][1] = change(batch[name][1])
+    with pytest.raises(kind, match=name + message):
+        call(batch)
+    streams = {key: batch[key] for key in ("train_log_probs", "rollout_log_probs", "loss_masks")}
+    with pytest.raises(kind, match=name + message):
+        mis_ext.compute_mis_weights(mis_ext.CorrectionConfig(), **streams)
+
+
+@pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
+def test_columns_for_all_samples_are_refused(name) -> None:
+    batch = make_batch(3, 10)
+    batch[name] = [sample[:, None] for sample in batch[name]]
+    with pytest.raises(ValueError, match=rf"{name}\[0\] must be a 1-D tensor, got shape \[10, 1\]"):
+        call(batch)
+
+
+@pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
+@pytest.mark.parametrize(
+    ("value", "message"), [(7, "must be a list of 1-D tensors, got int"), (torch.ones(20), r"\[0\]")]
+)
+def test_what_is_no_list_of_samples_is_named(name, value, message) -> None:
+    with pytest.raises((TypeError, ValueError), match=name + ".*" + message):
+        call(make_batch(2, 10) | {name: value})
+
+
+def test_samples_may_be_the_rows_of_a_tensor() -> None:
     batch = make_batch(2, 10)
-    batch["pg_loss"] = batch["pg_loss"][:-1]
-    with pytest.raises(ValueError, match=r"pg_loss has 19 tokens on context-parallel rank 0 of 1, the lengths say 20"):
+    rows = {name: torch.stack(batch[name]) for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
+    assert torch.equal(call(batch | rows)[0], call(batch)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:-1], r"pg_loss has shape \[19\] on context-parallel rank 0 of 1, the lengths say \[20\]"),
+        (lambda x: x[:, None], r"pg_loss has shape \[20, 1\]"),
+        (lambda x: x[0], r"pg_loss has shape \[\]"),
+        (lambda x: None, "pg_loss must be a 1-D tensor, got NoneType"),
+        (lambda x: x.tolist(), "pg_loss must be a 1-D tensor, got list"),
+    ],
+    ids=["short", "column", "number", "None", "list"],
+)
+def test_a_loss_of_another_shape_is_refused(change, message) -> None:
+    batch = make_batch(2, 10)
+    batch["pg_loss"] = change(batch["pg_loss"])
+    with pytest.raises((TypeError, ValueError), match=message):
         call(batch)
 
 
@@ -51,6 +104,11 @@ def test_context_parallelism_needs_a_prompt_token() -> None:
         mis_ext.PackedLayout.context_parallel([4, 4], total_lengths=[6, 4], cp_rank=0, cp_size=2)
 
 
+def test_context_parallelism_needs_a_total_length_for_every_response() -> None:
+    with pytest.raises(ValueError, match="3 response lengths, 2 total lengths and 2 padded lengths"):
+        mis_ext.PackedLayout.context_parallel([4, 4, 4], total_lengths=[6, 6], cp_rank=0, cp_size=2)
+
+
 def test_an_empty_micro_batch_comes_back_empty() -> None:
     empty = {"train_log_probs": [torch.empty(0)], "rollout_log_probs": [torch.empty(0)], "loss_masks": [torch.empty(0)]}
     batch = {"pg_loss": torch.empty(0), **empty, "total_lengths": [3], "response_lengths": [0]}
@@ -58,42 +116,6 @@ def test_an_empty_micro_batch_comes_back_empty() -> None:
     assert loss.numel() == 0
     assert [mask.numel() for mask in masks] == [0]
     assert all(values.numel() == 0 for values in metrics.values())
-
-
-def test_rollout_scope_without_its_hook_names_the_flag() -> None:
-    with pytest.raises(ValueError, match=r"mis_ext\.hosts\.slime\.prepare_rollout"):
-        call(make_batch(), **SCOPE, tis_upper_bound=2.5)
-
-
-def test_miles_gives_no_rollout_data() -> None:
-    with pytest.raises(ValueError, match="passes no rollout data; use data_parallel"):
-        prepare_rollout(argparse.Namespace(**SCOPE))
-
-
-@pytest.mark.parametrize("missing", ["log_probs", "rollout_log_probs"])
-def test_a_rollout_without_log_probs_is_refused(missing) -> None:
-    batch = make_batch()
-    data = {"log_probs": batch["train_log_probs"], **batch}
-    del data[missing]
-    with pytest.raises(ValueError, match=f"rollout 7 has no {missing}"):
-        prepare_rollout(argparse.Namespace(**SCOPE), 7, data)
-
-
-def test_other_scopes_need_nothing_from_the_rollout() -> None:
-    prepare_rollout(argparse.Namespace(use_tis=True, tis_batch_normalize=True), 0, {})
-    prepare_rollout(argparse.Namespace(use_tis=False, get_mismatch_metrics=True))
-
-
-def test_every_micro_batch_of_a_rollout_is_scaled_alike_until_the_next_rollout() -> None:
-    args = argparse.Namespace(**SCOPE)
-    batches = [make_batch(seed=seed, noise=0.2) for seed in (1, 2)]
-    for batch in batches:
-        prepare_rollout(args, 0, {"log_probs": batch["train_log_probs"], **batch})
-        log_ratio = torch.cat(batch["train_log_probs"]) - torch.cat(batch["rollout_log_probs"])
-        mean = log_ratio.exp().clamp_max(2.0).mean()
-        for other in batches:
-            _, _, metrics = mis_ext.compute_mis_weights_with_cp(args, **other)
-            torch.testing.assert_close(metrics["mis_batch_norm_factor"], mean.expand(160), rtol=1e-6, atol=0.0)
 
 
 class FailingGroup:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zigzag import local_tokens
+from zigzag import local_tokens, owner
 
 from mis_ext import PackedLayout
+from mis_ext.correction.zigzag import owned_chunks
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=1, max_size=5)
 
@@ -48,6 +49,18 @@ def test_every_rank_gets_the_tokens_that_the_contract_says_and_together_all_of_t
         assert index.sequence_T.tolist() == [i for i, tokens in enumerate(own) for _ in tokens]
         seen += index.position_T.tolist()
     assert sorted(seen) == list(range(sum(responses)))
+
+
+@given(st.integers(0, 90), st.integers(1, 7), st.sampled_from(["zigzag", "contiguous"]))
+def test_every_position_lies_in_a_range_of_its_owner_up_to_the_least_padding(length, cp_size, partition) -> None:
+    num_chunks = cp_size if partition == "contiguous" or cp_size == 1 else 2 * cp_size
+    padded = min(n for n in range(length, length + num_chunks) if n % num_chunks == 0)
+    for cp_rank in range(cp_size):
+        chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)
+        assert chunks.padded(length) == padded
+        held = [position for run in chunks.ranges(length) for position in run]
+        place = {"length": length, "cp_size": cp_size, "partition": partition}
+        assert held == [position for position in range(padded) if owner(position, **place) == cp_rank]
 
 
 @pytest.mark.parametrize(

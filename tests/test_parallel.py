@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from zigzag import local_tokens, take
 
 import mis_ext
-from mis_ext.backend import triton_obstacle
-from mis_ext.hosts.slime import prepare_rollout
+from mis_ext import prepare_rollout
+from mis_ext.correction.backend import triton_obstacle
 
 pytestmark = pytest.mark.distributed
 
@@ -58,6 +58,7 @@ SECTIONS = [
 TRITON_OBSTACLE = triton_obstacle("cpu")
 NEEDS_MEGATRON = ["megatron", "rollout scope"]
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
+METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 TIMEOUT = timedelta(seconds=60)
 MARGIN = 1e-5
 
@@ -286,7 +287,7 @@ class Worker:
                         behavior_logprobs_T=torch.cat(self.local(samples.rollout, totals, partition=partition)),
                         response_mask_R=torch.cat(samples.masks),
                         layout=layout,
-                        config=mis_ext.CorrectionConfig.from_mapping(keys),
+                        config=mis_ext.config_from_mapping(keys),
                         cp_group=self.cp_group,
                         dp_group=self.dp_group,
                     )
@@ -301,8 +302,7 @@ class Worker:
 
     def run_collectives(self) -> list[str]:
         failures: list[str] = []
-        metrics_only = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
-        for keys in [metrics_only, *(keys for keys, _ in grid()[::11])]:
+        for keys in [METRICS_ONLY, *(keys for keys, _ in grid()[::11])]:
             args = args_of(keys)
             seen = []
             for lengths in [[8, 8, 8], [800, 8, 8], [8, 8, 8], [1] * 40]:
@@ -377,7 +377,7 @@ class Worker:
         lengths = [m.numel() for m in samples.masks]
         own = self.owned(lengths, totals)
         response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
-        args = args_of({"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"})
+        args = args_of(METRICS_ONLY)
         for missing in [None, []]:
             loss = torch.ones(response.numel())
             out, masks, metrics = mis_ext.compute_mis_weights_with_cp(
@@ -414,16 +414,22 @@ class Worker:
         samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
         own = self.owned([m.numel() for m in samples.masks], totals)
         response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
-        differs = torch.cat(self.local(samples.train, totals)) != torch.cat(self.local(samples.rollout, totals))
+        # Of each response, whoever holds its tokens: the share of trainable tokens that differ.
+        shares = [
+            (t != r)[m != 0].float().mean().expand(m.numel())
+            for t, r, m in zip(samples.train, samples.rollout, samples.masks, strict=True)
+        ]
+        share = torch.cat(self.local(shares, totals))
         names = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero")]
-        args = args_of({"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": names})
+        args = args_of(METRICS_ONLY | {"mis_metrics": names})
         parallel = {"parallel_state": self.parallel_state(), "max_seq_lens": None}
         (_, _, metrics), _ = self.hook(args, samples, totals, **parallel)
 
         def compare() -> None:
             assert gap > 0.0
             assert metrics[names[0]][response].tolist() == [gap] * int(response.sum())
-            assert metrics[names[1]][response].tolist() == differs[response].tolist()
+            assert metrics[names[1]][response].tolist() == share[response].tolist()
+            assert share[response].any() == (self.dp_rank == self.dp_size - 1 and bool(own[0]))
 
         self.check(failures, f"{gap}", compare)
         return failures

@@ -1,10 +1,13 @@
 """With the keys of `yaml/miles_compat.yaml` the package gives the numbers of the hosts' reference example.
 
+The example's metrics of tokens are compared as the mean of each sample, which is what the hosts plot.
+
 Left out, because the example is wrong there: geometric normalisation (it raises), NaN under a mask (it poisons the
-sequence), a fully masked sample inside a sequence normaliser (it counts as weight 0), and a normaliser below 1e-8 (it
-is then not applied).
+sequence), a fully masked sample inside a sequence normaliser (it counts as weight 0), a normaliser below 1e-8 (it is
+then not applied), and k3 of a log-ratio above 20 (one token then is the whole curve).
 """
 
+import math
 from pathlib import Path
 
 import host_loop
@@ -36,7 +39,8 @@ def batch(*, seed: int, masked_sample: bool) -> Samples:
 def settings_of(level: str, mode: str, rs_level: str | None, *, veto: bool, normalize: bool) -> dict:
     bounds = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95, 1.0625)}
     low, high = bounds[level]
-    keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_upper_bound": high, "mis_guard": "warn"}
+    keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_upper_bound": high}
+    keys |= {"mis_guard": "warn", "mis_metrics": "all"}
     if mode != "truncate":
         keys["tis_lower_bound"] = low
     if rs_level is not None:
@@ -70,6 +74,12 @@ def assert_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> Non
     assert (difference <= ATOL + RTOL * expected.abs()).all(), f"{what}: {actual} instead of {expected}"
 
 
+def averaged(values: list[torch.Tensor], masks: list[torch.Tensor]) -> torch.Tensor:
+    """A metric of the example as one number per sample, its mean over the response, on every token."""
+    means = [host_loop.masked_mean(v.double(), m.double()) for v, m in zip(values, masks, strict=True)]
+    return flat([mean.expand(m.numel()) for mean, m in zip(means, masks, strict=True)])
+
+
 def host_output(keys: dict, samples: Samples) -> host_loop.HostOutput:
     return host_loop.correct(keys, train=samples.train, rollout=samples.rollout, masks=samples.masks)
 
@@ -92,7 +102,8 @@ def test_weights_masks_loss_and_metrics_equal_the_reference_example(level, mode,
             assert torch.equal(flat(masks), flat(host.masks))
             lengths = [m.numel() for m in samples.masks]
             for name, values in host.metrics.items():
-                assert_equal(name, metrics[name].double()[response], flat(values)[response])
+                expected = averaged(values, samples.masks)
+                assert_equal(name, metrics[name].double()[response], expected[response])
                 reduced = host_loop.sum_of_sample_mean(metrics[name].split(lengths), samples.masks)
                 wanted = host_loop.sum_of_sample_mean(values, samples.masks)
                 assert_equal(name, reduced / len(lengths), wanted / len(lengths))
@@ -103,11 +114,25 @@ def test_weights_masks_loss_and_metrics_equal_the_reference_example(level, mode,
 def test_metrics_only_mode_equals_the_reference_example():
     samples = batch(seed=22, masked_sample=True)
     host = host_output({"use_tis": False}, samples)
-    keys = {**COMPAT, "use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
+    keys = {**COMPAT, "use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
     metrics = call_hook(keys, samples)[2]
     response = flat(samples.masks) != 0
     for name, values in host.metrics.items():
-        assert_equal(name, metrics[name].double()[response], flat(values)[response])
+        assert_equal(name, metrics[name].double()[response], averaged(values, samples.masks)[response])
+
+
+def test_a_log_ratio_above_20_is_where_k3_differs_from_the_reference_example():
+    gaps = [3.0, 19.0, 21.0, 25.0]
+    samples = Samples(
+        [torch.tensor([-1.0])] * len(gaps), [torch.tensor([-1.0 - gap]) for gap in gaps], [torch.ones(1)] * len(gaps)
+    )
+    keys = {**COMPAT, "mis_guard": "warn", "mis_metrics": "all"}
+    ours = call_hook(keys, samples)[2]["mis_k3_kl"].double()
+    theirs = flat(host_output({"use_tis": False}, samples).metrics["mis_k3_kl"])
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=RTOL, atol=0)
+    # The example's number grows without a bound.
+    torch.testing.assert_close(ours[2:], torch.full((2,), math.exp(20) - 21).double(), rtol=RTOL, atol=0)
+    assert (theirs[2:] > 2 * ours[2:]).all()
 
 
 def test_the_veto_of_the_compat_preset_needs_rejection_and_the_native_one_does_not():
@@ -120,7 +145,7 @@ def test_the_veto_of_the_compat_preset_needs_rejection_and_the_native_one_does_n
 
 
 def test_the_preset_by_name_is_the_yaml_file():
-    assert mis_ext.preset("miles_compat") == mis_ext.CorrectionConfig.from_mapping(COMPAT)
+    assert mis_ext.preset("miles_compat") == mis_ext.config_from_mapping(COMPAT)
 
 
 @pytest.mark.parametrize("rs_level", REJECTIONS, ids=lambda level: f"{level} rejection")
@@ -144,5 +169,6 @@ def test_the_judge_and_the_reference_example_agree_where_both_are_right(level, m
             assert torch.equal(flat(judge.masks), flat(host.masks))
             response = flat(samples.masks) != 0
             for name, values in host.metrics.items():
-                difference = (flat(judge.tokens[name]) - flat(values))[response].abs()
-                assert (difference <= 1e-12 + 1e-11 * flat(values)[response].abs()).all(), name
+                expected = averaged(values, samples.masks)
+                difference = (flat(judge.tokens[name]) - expected)[response].abs()
+                assert (difference <= 1e-12 + 1e-11 * expected[response].abs()).all(), name

@@ -27,11 +27,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from reference import Samples, correct
 
 import mis_ext
-from mis_ext.hosts.slime import prepare_rollout
+from mis_ext import prepare_rollout
 
 FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 LEVELS = ["token", "sequence", "geometric"]
+ALL = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}
 # These bounds are far apart for what a geometric mean does in practice, and the package says so.
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
 weights_of_grid = pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
@@ -40,7 +41,7 @@ gates_of_grid = pytest.mark.parametrize("gate", GATES)
 
 def weights_masks(keys: dict, samples: Samples) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     weights, masks, _ = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping(keys),
+        mis_ext.config_from_mapping(keys),
         train_log_probs=samples.train,
         rollout_log_probs=samples.rollout,
         loss_masks=samples.masks,
@@ -234,9 +235,11 @@ def test_on_policy_input_gives_weight_exactly_one_and_keeps_everything(weight, g
             ]
             ones += ["mis_kept_token_fraction", "mis_kept_seq_fraction"]
             zeros = [f"mis_{name}" for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "tv", "logprob_abs_diff")]
-            zeros += ["mis_log_ppl_diff", "mis_log_ppl_abs_diff", "mis_nonfinite_token_fraction"]
+            zeros += [f"mis_log_ppl_{name}" for name in ("diff", "abs_diff", "diff_min", "diff_max")]
+            zeros += ["mis_nonfinite_token_fraction", *(n for n in metrics if n.endswith("_std"))]
             zeros += [f"mis_train_rollout_logprob_abs_diff_{name}" for name in ("max", "nonzero", "invalid")]
-            ones += [n for n in metrics if n.startswith("mis_is_ratio") or "factor" in n or "tis_weight" in n]
+            ones += [n for n in metrics if n.startswith("mis_is_ratio") or "factor" in n or n.endswith("_value")]
+            ones += [n for n in metrics if "tis_weight" in n and not n.endswith("_std")]
             zeros += [n for n in metrics if n.endswith("_fraction") and ("rs_" in n or "tis_" in n or "above" in n)]
             zeros += [n for n in metrics if n.endswith(("fraction_low", "fraction_high"))]
             assert all(torch.equal(metrics[n][response], torch.ones(int(response.sum()))) for n in ones)
@@ -247,7 +250,7 @@ def test_on_policy_input_gives_weight_exactly_one_and_keeps_everything(weight, g
 @given(keys=drawn_keys(), samples=drawn_samples())
 def test_the_effective_sample_size_lies_between_one_sample_and_all_of_them(keys, samples):
     _, _, metrics = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping(keys),
+        mis_ext.config_from_mapping(keys),
         train_log_probs=samples.train,
         rollout_log_probs=samples.rollout,
         loss_masks=samples.masks,
@@ -326,11 +329,13 @@ def test_bands_are_closed_a_ratio_on_the_edge_is_kept_and_not_counted_as_outside
     samples = Samples([torch.tensor([-0.5, -1.0])], [torch.tensor([-0.5, -1.0])], [torch.ones(2)])
     for low, high in [(1.0, 1.09), (0.92, 1.0)]:
         gate = gates_only({"level": level, "low": low, "high": high})
-        mode = {"use_tis": True, "tis_level": level, "tis_mode": "mask", "mis_guard": "warn"}
+        mode = ALL | {"tis_level": level, "tis_mode": "mask"}
         for keys in [gate, mode | {"tis_lower_bound": low, "tis_upper_bound": high}]:
             _, masks, metrics = call_hook(keys, samples)
             assert torch.equal(masks[0], torch.ones(2))
-            assert not any(value.any() for name, value in metrics.items() if name.endswith(("_low", "_high")))
+            outside = [value for name, value in metrics.items() if name.endswith(("_low", "_high"))]
+            assert len(outside) >= 2
+            assert not any(value.any() for value in outside)
 
 
 def test_a_gate_judges_a_sequence_by_all_its_trainable_tokens_not_by_what_another_gate_left():
@@ -343,7 +348,8 @@ def test_a_gate_judges_a_sequence_by_all_its_trainable_tokens_not_by_what_anothe
 @weights_of_grid
 def test_rejection_on_or_off_leaves_every_mismatch_metric_bit_equal(weight):
     samples = sprinkle(random_samples(LENGTHS, seed=39), seed=2, share=0.03)
-    only = call_hook({"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}, samples)[2]
+    only = call_hook(ALL | {"use_tis": False, "get_mismatch_metrics": True}, samples)[2]
+    assert len(only) > 20
     for gate in GATES:
         for veto in VETOES:
             for normalizer in ["no normaliser", "kept"]:
@@ -379,7 +385,7 @@ def test_scaling_the_log_ratio_scales_divergences_and_bands_accordingly(scale):
         [t - scale * (t - r) for t, r in zip(samples.train, samples.rollout, strict=True)],
         samples.masks,
     )
-    metrics, scaled_metrics = (call_hook({"use_tis": True, "mis_guard": "warn"}, s)[2] for s in (samples, scaled))
+    metrics, scaled_metrics = (call_hook(ALL, s)[2] for s in (samples, scaled))
     response = torch.cat(samples.masks) != 0
     for name in ["mis_kl", "mis_log_ppl_diff", "mis_log_ppl_abs_diff", "mis_logprob_abs_diff"]:
         # Exact numbers scaled by a power of two; a mean rounds the same way on both sides.
@@ -448,7 +454,7 @@ def test_a_rejected_outlier_does_not_shrink_the_survivors():
 def test_the_normaliser_of_a_batch_that_is_rejected_entirely_is_one(level):
     samples = Samples([torch.tensor([-1.0, -2.0])], [torch.tensor([-8.0, -9.0])], [torch.ones(2)])
     keys = {"use_tis": True, "tis_level": level, "tis_mode": "mask", "tis_batch_normalize": True}
-    keys |= {"mis_denominator": "kept", "mis_guard": "warn"}
+    keys |= ALL | {"mis_denominator": "kept"}
     loss, masks, metrics = call_hook(keys, samples)
     assert not flat(masks).any()
     assert loss.isfinite().all()

@@ -82,7 +82,7 @@ def assert_standalone_agrees(keys: dict, samples: Samples) -> None:
     (expected,) = correct([samples], keys)
     assert expected.margin > MARGIN
     weights, masks, metrics = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping(keys),
+        mis_ext.config_from_mapping(keys),
         train_log_probs=samples.train,
         rollout_log_probs=samples.rollout,
         loss_masks=samples.masks,
@@ -103,7 +103,7 @@ def assert_pipeline_agrees(keys: dict, samples: Samples) -> None:
         behavior_logprobs_T=torch.cat(samples.rollout),
         response_mask_R=torch.cat(samples.masks),
         layout=mis_ext.PackedLayout.whole([m.numel() for m in samples.masks], device=torch.device("cpu")),
-        config=mis_ext.CorrectionConfig.from_mapping(keys),
+        config=mis_ext.config_from_mapping(keys),
     )
     keep_T = flat(expected.masks) != 0
     assert_close(correction.weights_T, flat(expected.weights), what="weights")
@@ -151,7 +151,7 @@ def test_the_difference_of_half_precision_log_probs_is_not_rounded_to_half_preci
     # Each number fits into eight bits, their difference needs thirteen.
     train, rollout = torch.tensor([-1 / 1024, -4.0], dtype=dtypes[0]), torch.tensor([-4.0, -1 / 1024], dtype=dtypes[1])
     weights, _, metrics = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "tis_mode": "unbounded", "mis_guard": "warn"}),
+        mis_ext.config_from_mapping({"use_tis": True, "tis_mode": "unbounded", "mis_guard": "warn"}),
         train_log_probs=[train],
         rollout_log_probs=[rollout],
         loss_masks=[torch.ones(2)],
@@ -186,19 +186,20 @@ def test_one_almost_equal_token_is_seen_and_one_without_a_log_prob_counted(pair,
         [torch.cat([rollout, torch.tensor([-0.0, -1.0, -5.0])]), torch.tensor([-2.0, -math.inf, -3.0])],
         [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1, 1])],
     )
-    keys = {"use_tis": not metrics_only, "mis_guard": "warn"} | ({"get_mismatch_metrics": True} if metrics_only else {})
+    keys = {"use_tis": not metrics_only, "mis_guard": "warn", "mis_metrics": "all"}
+    keys |= {"get_mismatch_metrics": True} if metrics_only else {}
     _, _, metrics = call_hook(keys, samples)
     largest, differ, invalid = ([part.tolist() for part in metrics[name].split([4, 3])] for name in EXACTNESS)
     assert largest == [[gap, gap, 0.0, 0.0], [gap] * 3]
-    # Means over valid tokens: one of two, none of two; over response tokens: none, one of three.
-    assert differ == [[1.0, 0.0, 0.0, 0.0], [0.0] * 3]
-    assert invalid == [[0.0] * 4, [0.0, 1.0, 0.0]]
+    # Of each response over its valid tokens: one of two, none of two; over response tokens: none, one of three.
+    assert differ == [[0.5, 0.5, 0.0, 0.0], [0.0] * 3]
+    assert invalid == [[0.0] * 4, [pytest.approx(1 / 3)] * 3]
 
 
 def test_exactness_over_samples_is_a_share_of_valid_and_of_response_tokens_and_nan_of_none():
     def measured(train: list[float], rollout: list[float], mask: list[int]) -> list[float]:
         _, _, metrics = mis_ext.compute_mis_weights(
-            mis_ext.CorrectionConfig(),
+            mis_ext.CorrectionConfig(metrics=tuple(EXACTNESS)),
             train_log_probs=[torch.tensor(train, dtype=torch.float64)],
             rollout_log_probs=[torch.tensor(rollout)],
             loss_masks=[torch.tensor(mask)],
@@ -250,7 +251,7 @@ def test_a_response_of_sixty_thousand_tokens_is_summed_without_losing_digits(lev
     train = rollout + 3e-4 + 0.05 * torch.randn(60_000, generator=generator)
     x = (train.double() - rollout.double()).sum()
     weights, _, _ = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "tis_level": level, "tis_mode": "unbounded"}),
+        mis_ext.config_from_mapping({"use_tis": True, "tis_level": level, "tis_mode": "unbounded"}),
         train_log_probs=[train],
         rollout_log_probs=[rollout],
         loss_masks=[torch.ones(60_000)],
@@ -294,7 +295,7 @@ def test_default_keys_are_the_documented_defaults():
         {"use_tis": True, "use_rs": True, "rs_upper_bound": 1.25, "rs_lower_bound": 0.75},
         {"use_tis": True, "tis_batch_normalize": True},
     ]:
-        assert_hook_agrees(keys | {"mis_guard": "warn"}, samples)
+        assert_hook_agrees(keys | {"mis_guard": "warn", "mis_metrics": "all"}, samples)
 
 
 @FUZZ
@@ -302,7 +303,7 @@ def test_default_keys_are_the_documented_defaults():
 def test_metrics_only_mode_measures_the_mismatch_of_the_judge(samples):
     (expected,) = correct([samples], {})
     assume(expected.margin > MARGIN)
-    keys = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn"}
+    keys = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
     _, _, metrics = call_hook(keys, samples)
     assert_hook_metrics(metrics, expected, samples)
 

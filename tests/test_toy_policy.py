@@ -67,7 +67,7 @@ class Toy:
 def corrected(toy: Toy, **keys) -> tuple[list[list[float]], list[list[float]]]:
     samples = toy.samples()
     weights, masks, _ = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "mis_guard": "warn", **keys}),
+        mis_ext.config_from_mapping({"use_tis": True, "mis_guard": "warn", **keys}),
         train_log_probs=samples.train,
         rollout_log_probs=samples.rollout,
         loss_masks=samples.masks,
@@ -188,7 +188,9 @@ def exhaustive_rollout() -> tuple[Samples, dict[int, tuple[float, float]]]:
 def test_metrics_of_an_exhaustive_rollout_are_the_divergences_themselves():
     samples, table = exhaustive_rollout()
     _, _, metrics = mis_ext.compute_mis_weights(
-        mis_ext.CorrectionConfig.from_mapping({"use_tis": True, "mis_metric_max": math.inf, "mis_guard": "warn"}),
+        mis_ext.config_from_mapping(
+            {"use_tis": True, "mis_metric_max": math.inf, "mis_guard": "warn", "mis_metrics": "all"}
+        ),
         train_log_probs=samples.train,
         rollout_log_probs=samples.rollout,
         loss_masks=samples.masks,
@@ -210,6 +212,9 @@ def test_metrics_of_an_exhaustive_rollout_are_the_divergences_themselves():
         "mis_tis_weight_before_bound": 1.0,
         "mis_tis_weight_after_bound": 15 / 16,
         "mis_tis_truncate_fraction": 1 / 16,
+        "mis_tis_truncate_fraction_low": 0.0,
+        "mis_log_ppl_diff_min": -math.log(3.0),
+        "mis_log_ppl_diff_max": -math.log(0.625),
     }
     for name, value in wanted.items():
         # Logarithms rounded to float32, then differences of numbers near 1.
@@ -222,7 +227,7 @@ def test_normalising_an_exhaustive_rollout_changes_nothing_because_the_expected_
     keys = {"use_tis": True, "tis_level": level, "tis_mode": "unbounded", "mis_guard": "warn"}
     results = []
     for normalize in [False, True]:
-        config = mis_ext.CorrectionConfig.from_mapping(keys | ({"tis_batch_normalize": True} if normalize else {}))
+        config = mis_ext.config_from_mapping(keys | ({"tis_batch_normalize": True} if normalize else {}))
         weights, _, _ = mis_ext.compute_mis_weights(
             config,
             train_log_probs=samples.train,

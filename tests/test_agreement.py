@@ -1,0 +1,298 @@
+"""A local error on one rank is raised there and named on all others, and nobody waits in a collective."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_guards import make_batch
+from thread_ranks import Rank, run_ranks
+from triton_support import OBSTACLE
+from zigzag import take
+
+import mis_ext
+from mis_ext import prepare_rollout
+
+LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
+KEYS = {
+    "weights of tokens": {"tis_batch_normalize": True, "use_rs": True, "mis_denominator": "kept"},
+    "weights of sequences": {"tis_level": "geometric"},
+}
+SCOPE = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout", "mis_denominator": "kept"}
+LOCAL = ("pg_loss", "train_log_probs", "rollout_log_probs")
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def args_of(**keys: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"use_tis": True} | keys)
+
+
+def local_batch(rank: Rank, **settings: Any) -> dict[str, Any]:
+    """This rank's part of a batch of its data-parallel rank."""
+    batch = make_batch(seed=7 + rank.dp_rank, **settings)
+    if rank.groups.cp_size > 1:
+        losses = batch["pg_loss"].split(batch["response_lengths"])
+        place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": batch["total_lengths"]}
+        for name, whole in (("pg_loss", losses), *((name, batch[name]) for name in LOCAL[1:])):
+            batch[name] = take(whole, **place)
+        batch["pg_loss"] = torch.cat(batch["pg_loss"])
+    return batch
+
+
+def without_samples() -> dict[str, Any]:
+    lists = ("train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    return {"pg_loss": torch.empty(0), **{name: [] for name in lists}}
+
+
+def call(rank: Rank, batch: dict[str, Any], args: argparse.Namespace) -> tuple:
+    return mis_ext.compute_mis_weights_with_cp(args, **batch, parallel_state=rank.parallel_state, max_seq_lens=None)
+
+
+def replaced(name: str, index: int, change: Callable) -> Callable[[dict], None]:
+    def spoil(batch: dict[str, Any]) -> None:
+        batch[name] = [change(sample) if index == i else sample for i, sample in enumerate(batch[name])]
+
+    return spoil
+
+
+def assigned(name: str, change: Callable) -> Callable[[dict], None]:
+    def spoil(batch: dict[str, Any]) -> None:
+        batch[name] = change(batch[name])
+
+    return spoil
+
+
+class Broken(list):
+    """What nobody foresaw: neither a wrong value nor a wrong type."""
+
+    def __iter__(self):
+        raise KeyError("broken for good")
+
+
+ERRORS: dict[str, tuple[Callable[[dict], None], type[Exception], str]] = {
+    "no behavior log-probs": (
+        assigned("rollout_log_probs", lambda _: None),
+        ValueError,
+        "rollout_log_probs are missing",
+    ),
+    "no proximal log-probs": (assigned("train_log_probs", lambda _: []), ValueError, "train_log_probs are missing"),
+    "a short sample": (replaced("rollout_log_probs", 1, lambda x: x[:-1]), ValueError, "rollout_log_probs has samples"),
+    "a missing sample": (assigned("train_log_probs", lambda x: x[:-1]), ValueError, "train_log_probs has samples"),
+    "None for a sample": (
+        replaced("train_log_probs", 2, lambda _: None),
+        TypeError,
+        r"train_log_probs\[2\] .* NoneType",
+    ),
+    "a list for a sample": (replaced("loss_masks", 0, lambda x: x.tolist()), TypeError, r"loss_masks\[0\] .* list"),
+    "a short mask": (replaced("loss_masks", 3, lambda x: x[:-1]), ValueError, "loss_masks has samples"),
+    "a column of losses": (assigned("pg_loss", lambda x: x[:, None]), ValueError, r"pg_loss has shape \[\d+, 1\]"),
+    "no loss": (assigned("pg_loss", lambda _: None), TypeError, "pg_loss must be a 1-D tensor, got NoneType"),
+    "what nobody foresaw": (assigned("train_log_probs", Broken), KeyError, "broken for good"),
+    "a guard": (
+        assigned("rollout_log_probs", lambda x: [torch.zeros_like(each) for each in x]),
+        ValueError,
+        "behavior log-probs .* are 0",
+    ),
+}
+
+
+def assert_agreement(outcomes: list[Any], failing: int, kind: type[Exception], message: str) -> None:
+    for number, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Exception), f"rank {number} went on"
+        if number == failing:
+            with pytest.raises(kind, match=message):
+                raise outcome
+        else:
+            with pytest.raises(RuntimeError, match=rf"failed on rank {failing};"):
+                raise outcome
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("error", ERRORS)
+@layouts
+def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, error, keys) -> None:
+    spoil, kind, message = ERRORS[error]
+    cp_size, dp_size = layout
+    for failing in {0, cp_size * dp_size - 1}:
+
+        def work(rank: Rank, failing: int = failing) -> tuple:
+            batch = local_batch(rank)
+            if rank.number == failing:
+                spoil(batch)
+            return call(rank, batch, args_of(**keys))
+
+        assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), failing, kind, message)
+
+
+def test_of_several_failed_ranks_each_raises_its_own_error() -> None:
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank)
+        if rank.dp_rank == 1:
+            batch["pg_loss"] = batch["pg_loss"][:-1]
+        return call(rank, batch, args_of())
+
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError, ValueError, ValueError]
+    assert "failed on rank 3;" in str(outcomes[0])
+
+
+def test_a_rank_that_nobody_needs_fails_alone() -> None:
+    # No number of this configuration is over data-parallel ranks: they exchange nothing.
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank)
+        if rank.number == 1:
+            batch["pg_loss"] = None
+        output = call(rank, batch, args_of(mis_metrics=["mis_k3_kl"]))
+        assert rank.num_collectives == 0
+        return output
+
+    outcomes = run_ranks(work, dp_size=2)
+    assert isinstance(outcomes[0], tuple)
+    assert isinstance(outcomes[1], TypeError)
+
+
+def test_a_guard_fires_in_a_later_call_on_all_ranks() -> None:
+    def work(rank: Rank) -> tuple:
+        args = args_of()
+        for turn in range(8):
+            batch = local_batch(rank, num_samples=1, length=12)
+            if rank.number == 1:
+                batch["rollout_log_probs"] = [batch["train_log_probs"][0].roll(1)]
+            try:
+                call(rank, batch, args)
+            except (ValueError, RuntimeError) as error:
+                return turn, type(error)
+        return None
+
+    # Eleven pairs a call: the sixth is the first that has seen enough.
+    assert run_ranks(work, dp_size=2) == [(5, RuntimeError), (5, ValueError)]
+
+
+@layouts
+@pytest.mark.parametrize("spoil", ["stream", "mask", "denominators", "key"])
+def test_an_error_in_one_ranks_rollout_is_named_on_all_others(layout, spoil) -> None:
+    cp_size, dp_size = layout
+
+    def work(rank: Rank) -> None:
+        batch = local_batch(rank)
+        data = {"log_probs": batch.pop("train_log_probs"), **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
+        if rank.number == 0:
+            if spoil == "stream":
+                data["log_probs"] = data["log_probs"][:-1]
+            elif spoil == "mask":
+                data["loss_masks"][1] = None
+            elif spoil == "denominators":
+                data["rollout_mask_sums"] = torch.full((3,), 40.0)
+            else:
+                del data["total_lengths"]
+        args = args_of(**SCOPE)
+        try:
+            prepare_rollout(args, 3, data)
+        finally:
+            with pytest.raises(ValueError, match="scope: rollout needs the scale"):
+                mis_ext.compute_mis_weights_with_cp(args, **local_batch(rank), parallel_state=rank.parallel_state)
+
+    outcomes = run_ranks(work, cp_size=cp_size, dp_size=dp_size)
+    assert_agreement(outcomes, 0, Exception, "log_probs has samples|loss_masks|rollout_mask_sums|total_lengths")
+
+
+def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:
+    def work(rank: Rank) -> None:
+        batch = local_batch(rank)
+        sums = torch.full((4,), 40.0 if rank.dp_rank == 0 else 80.0)
+        prepare_rollout(args_of(mis_denominator="kept"), 0, {**batch, "rollout_mask_sums": sums})
+
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    assert "failed on rank 3;" in str(outcomes[0])
+    assert "failed on rank 3;" in str(outcomes[1])
+    assert "several samples of this rollout share a denominator" in str(outcomes[2])
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("triton", marks=pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)))],
+)
+@pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_zero_samples_are_a_legal_call(empty, backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    keys = {"tis_batch_normalize": True, "use_rs": True, "mis_denominator": "kept", "mis_metrics": "all"}
+
+    def work(rank: Rank) -> tuple:
+        batch = without_samples() if rank.dp_rank in empty else local_batch(rank, num_samples=2, length=20)
+        return call(rank, batch, args_of(**keys))
+
+    alone = run_ranks(lambda rank: call(rank, local_batch(rank, num_samples=2, length=20), args_of(**keys)), cp_size=2)
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    for rank, outcome in enumerate(outcomes):
+        loss, masks, metrics = outcome
+        if rank // 2 in empty:
+            assert loss.numel() == 0
+            assert masks == []
+            assert list(metrics) == list(alone[0][2])
+            assert all(values.numel() == 0 for values in metrics.values())
+        else:
+            assert torch.equal(loss, alone[rank][0])
+            for name, values in metrics.items():
+                torch.testing.assert_close(values, alone[rank][2][name], rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("absent", [[], None], ids=["empty lists", "None"])
+def test_a_rank_without_samples_needs_no_log_probs(absent) -> None:
+    def work(rank: Rank) -> tuple:
+        batch = without_samples() | {"train_log_probs": absent, "rollout_log_probs": absent}
+        return call(rank, local_batch(rank) if rank.number == 0 else batch, args_of())
+
+    assert [type(outcome) for outcome in run_ranks(work, dp_size=2)] == [tuple, tuple]
+
+
+@pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_zero_samples_are_a_legal_rollout(empty) -> None:
+    def work(rank: Rank) -> tuple:
+        args = args_of(**SCOPE, use_rs=True)
+        batch = without_samples() if rank.dp_rank in empty else local_batch(rank)
+        data = {"log_probs": batch["train_log_probs"], **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
+        if rank.dp_rank in empty:
+            data |= {"log_probs": None, "rollout_mask_sums": torch.empty(0)}
+        prepare_rollout(args, 0, data)
+        return call(rank, batch, args)[0]
+
+    single = run_ranks(lambda rank: work(Rank(rank.number, rank.groups)), cp_size=2)
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    for rank, loss in enumerate(outcomes):
+        assert isinstance(loss, torch.Tensor), loss
+        if rank // 2 not in empty:
+            assert torch.equal(loss, single[rank])
+
+
+@pytest.mark.parametrize("keys", [{"mis_denominator": "kept"}, {"tis_batch_normalize": True}], ids=str)
+def test_a_rank_without_log_probs_does_not_count(keys) -> None:
+    keys = keys | {"use_rs": True, "rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "mis_guard": "warn"}
+
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank)
+        if rank.dp_rank == 1:
+            batch["rollout_log_probs"] = None
+        return call(rank, batch, args_of(**keys))
+
+    for cp_size in (1, 2):
+        alone = run_ranks(lambda rank: call(rank, local_batch(rank), args_of(**keys)), cp_size=cp_size)
+        outcomes = run_ranks(work, cp_size=cp_size, dp_size=2)
+        for cp_rank in range(cp_size):
+            assert torch.equal(outcomes[cp_rank][0], alone[cp_rank][0])
+            assert 0.0 < torch.cat(outcomes[cp_rank][1]).mean() < 1.0
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_the_triton_backend_carries_the_status_too(monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", "triton")
+
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank, num_samples=2, length=20)
+        if rank.number == 2:
+            batch["train_log_probs"] = None
+        return call(rank, batch, args_of(**KEYS["weights of tokens"]))
+
+    outcomes = run_ranks(work, cp_size=2, dp_size=2)
+    assert_agreement(outcomes, 2, ValueError, "train_log_probs are missing")

@@ -1,0 +1,307 @@
+"""Which behavior log-probs stop a run, which are legitimate, and when a check has seen enough."""
+
+import argparse
+import math
+import random
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+import mis_ext
+from mis_ext import MismatchWarning
+from mis_ext.hosts.mailbox import Tally
+from mis_ext.hosts.slime_miles.sessions import session_for
+
+LOWEST = {
+    "-1e9": -1e9,
+    "float32 min": torch.finfo(torch.float32).min,
+    "bfloat16 min": torch.finfo(torch.bfloat16).min,
+}
+Columns = tuple[list[torch.Tensor], list[torch.Tensor]]
+SEEDS = pytest.mark.parametrize("seed", range(6))
+
+
+def call(proximal: list[torch.Tensor], behavior: list[torch.Tensor], *, args: Any = None, **keys: Any) -> tuple:
+    lengths = [each.numel() for each in proximal]
+    return mis_ext.compute_mis_weights_with_cp(
+        argparse.Namespace(**({"use_tis": True} | keys)) if args is None else args,
+        pg_loss=torch.ones(sum(lengths)),
+        train_log_probs=proximal,
+        rollout_log_probs=behavior,
+        loss_masks=[torch.ones(length) for length in lengths],
+        total_lengths=[length + 4 for length in lengths],
+        response_lengths=lengths,
+    )
+
+
+def draw(seed: int, *, noise: float = 0.005, shortest: int = 20, longest: int = 200) -> Columns:
+    """Samples of random numbers and lengths; a few tokens of each are probable, the others less so."""
+    choose = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [choose.randint(shortest, longest) for _ in range(choose.randint(2, 8))]
+    proximal = [-torch.randn(length, generator=generator).square() - 1e-3 for length in lengths]
+    return proximal, [(x + noise * torch.randn(len(x), generator=generator)).clamp_max(0.0) for x in proximal]
+
+
+# --- one absurd log-prob
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lowest", LOWEST.values(), ids=LOWEST)
+@pytest.mark.parametrize("place", [0, 100, 498])
+@pytest.mark.parametrize("keys", [{}, {"tis_level": "geometric"}, {"use_rs": True, "rs_veto_upper_threshold": 100.0}])
+def test_one_absurd_log_prob_stops_nothing_and_is_the_largest_k3(lowest, place, keys) -> None:
+    proximal, behavior = draw(0, shortest=499, longest=499)
+    proximal, behavior = [proximal[0][:1], proximal[1]], [torch.tensor([lowest]), behavior[1]]
+    _, masks, metrics = call(proximal, behavior, mis_metrics="all", **keys)
+    assert metrics["mis_k3_kl"][0] == 10.0
+    assert metrics["mis_ratio_max"][0] == pytest.approx(math.exp(20.0))
+    assert all(values.isfinite().all() for values in metrics.values()), metrics
+    if "rs_veto_upper_threshold" in keys:
+        assert [mask.mean() for mask in masks] == [0.0, 1.0]
+    # And inside a long response, at its ends too.
+    proximal, behavior = [proximal[1]], [behavior[1].clone()]
+    behavior[0][place] = lowest
+    _, _, metrics = call(proximal, behavior, mis_metrics="all", **keys)
+    assert 10.0 / 499 <= metrics["mis_k3_kl"][0] < 10.1 / 499
+
+
+@pytest.mark.parametrize("lowest", LOWEST.values(), ids=LOWEST)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_without_a_largest_value_all_metrics_are_finite(lowest, level) -> None:
+    proximal, behavior = draw(1)
+    behavior[0][3] = lowest
+    loss, _, metrics = call(
+        proximal, behavior, mis_metrics="all", mis_metric_max=math.inf, tis_level=level, mis_guard="warn"
+    )
+    assert loss.isfinite().all()
+    assert [name for name, values in metrics.items() if not values.isfinite().all()] == []
+    assert metrics["mis_k3_kl"][0] == pytest.approx((math.exp(20.0) - 21.0) / len(proximal[0]), rel=1e-5)
+
+
+def test_a_response_without_any_probability_is_doubted_and_not_an_error() -> None:
+    proximal, behavior = draw(0)
+    behavior[0][5] = LOWEST["float32 min"]
+    with pytest.warns(MismatchWarning, match="expected effective sample size"):
+        call(proximal, behavior, tis_level="sequence")
+
+
+# --- degenerate or legitimate
+
+
+def all_zero(columns: Columns) -> None:
+    columns[1][:] = [torch.zeros_like(x) for x in columns[1]]
+
+
+def all_equal(columns: Columns) -> None:
+    columns[1][:] = [torch.full_like(x, -0.7) for x in columns[1]]
+
+
+def half_zero(columns: Columns) -> None:
+    columns[1][::2] = [torch.zeros_like(x) for x in columns[1][::2]]
+
+
+def one_equal(columns: Columns) -> None:
+    columns[1][0] = torch.full_like(columns[1][0], -0.25)
+
+
+def placeholder(value: float, dtype: torch.dtype = torch.float32) -> Callable[[Columns], None]:
+    def spoil(columns: Columns) -> None:
+        columns[1][-1] = torch.full_like(columns[1][-1], value)
+        columns[1][:] = [x.to(dtype) for x in columns[1]]
+
+    return spoil
+
+
+def flipped(columns: Columns) -> None:
+    columns[1][:] = [-x for x in columns[1]]
+
+
+MISTAKES = {
+    "all 0": (all_zero, "are 0, and the proximal ones are not"),
+    "all equal": (all_equal, "are -0.7, and the proximal ones are not"),
+    "half of the samples 0": (half_zero, "are 0, where the proximal ones are below -1|are the same number"),
+    "one sample equal": (one_equal, "in responses where all are the same number"),
+    "-9999": (placeholder(-9999.0), "placeholders"),
+    "-9999 in bfloat16": (placeholder(-9999.0, torch.bfloat16), "placeholders"),
+    "-1e9": (placeholder(-1e9), "placeholders"),
+    "float16 min": (placeholder(-65504.0, torch.float16), "placeholders"),
+    "flipped sign": (flipped, "when the sign of one is flipped"),
+}
+
+
+@SEEDS
+@pytest.mark.parametrize(("spoil", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_degenerate_log_probs_stop_the_run(spoil, message, seed) -> None:
+    columns = draw(seed)
+    spoil(columns)
+    with pytest.raises(ValueError, match=f"({message}).*mis_guard: {{degenerate_behavior: warn}}"):
+        call(*columns)
+
+
+@SEEDS
+@pytest.mark.parametrize("spoil", [all_zero, half_zero, flipped])
+def test_short_answers_are_judged_too(spoil, seed) -> None:
+    proximal, behavior = zip(*(draw(100 * seed + more, shortest=1, longest=3) for more in range(20)), strict=True)
+    columns = [*chain(*proximal)], [*chain(*behavior)]
+    spoil(columns)
+    with pytest.raises(ValueError, match="degenerate_behavior"):
+        call(*columns)
+
+
+def both(value: float, count: int, noise: float = 0.0) -> Callable[[torch.Generator], Columns]:
+    def build(generator: torch.Generator) -> Columns:
+        proximal = value + noise * torch.randn(count, generator=generator)
+        return [proximal.clamp_max(0.0)], [torch.full((count,), value)]
+
+    return build
+
+
+def one_token_answers(value: float, count: int, noise: float) -> Callable[[torch.Generator], Columns]:
+    def build(generator: torch.Generator) -> Columns:
+        proximal, behavior = both(value, count, noise)(generator)
+        return [*proximal[0].split(1)], [*behavior[0].split(1)]
+
+    return build
+
+
+LEGITIMATE = {
+    "both certain": both(0.0, 30),
+    "both nearly certain": both(0.0, 500, 0.002),
+    "both uniform": both(-math.log(32_000), 200),
+    "both uniform, other kernels": both(-math.log(32_000), 200, 0.03),
+    "one-token answers": one_token_answers(-0.01, 8, 0.005),
+    "many one-token answers": one_token_answers(-0.01, 300, 0.005),
+    "the same improbable answer": one_token_answers(-1.6094, 16, 0.02),
+    "one-token answers after top-p 0.9": one_token_answers(0.0, 32, 0.05),
+    "seven tokens": both(-1.0, 7, 0.9),
+}
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("build", LEGITIMATE.values(), ids=LEGITIMATE)
+def test_equal_log_probs_are_legitimate_where_the_trainer_agrees(build, seed) -> None:
+    call(*build(torch.Generator().manual_seed(seed)))
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_healthy_log_probs_of_any_size_are_legitimate(seed, dtype) -> None:
+    proximal, behavior = draw(seed, shortest=1)
+    call(proximal, [x.to(dtype) for x in behavior])
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+def test_a_small_top_p_makes_many_probable_tokens_certain(seed) -> None:
+    # Behavior log-probs of what top-p 0.7 leaves: 0 where one token has more.
+    proximal, behavior = draw(seed)
+    call(proximal, [torch.where(x > math.log(0.7), 0.0, x) for x in behavior])
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+def test_an_absurd_end_of_the_response_is_no_shift(seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    proximal = -0.02 * torch.rand(150, generator=generator)
+    behavior = proximal.clone()
+    behavior[-1] = -14.0
+    call([proximal], [behavior])
+
+
+# --- armed until a check has seen enough
+
+
+def masked_call(args: Any, columns: Columns, masks: list[torch.Tensor]) -> tuple:
+    lengths = [mask.numel() for mask in masks]
+    return mis_ext.compute_mis_weights_with_cp(
+        args,
+        pg_loss=torch.ones(sum(lengths)),
+        train_log_probs=columns[0],
+        rollout_log_probs=columns[1],
+        loss_masks=masks,
+        total_lengths=[length + 4 for length in lengths],
+        response_lengths=lengths,
+    )
+
+
+def not_judged() -> dict[str, Callable[[Any], object]]:
+    proximal, behavior = draw(3)
+    few = [x[:7] for x in proximal[:1]], [x[:7] for x in behavior[:1]]
+    nothing = [torch.empty(0)], [torch.empty(0)]
+    return {
+        "fully masked": lambda args: masked_call(args, (proximal, behavior), [torch.zeros(len(x)) for x in proximal]),
+        "zero-length": lambda args: masked_call(args, nothing, [torch.empty(0)]),
+        "no samples": lambda args: masked_call(args, ([], []), []),
+        "few tokens": lambda args: call(*few, args=args),
+    }
+
+
+@pytest.mark.parametrize("first", not_judged().values(), ids=not_judged())
+@pytest.mark.parametrize("mistake", ["degenerate", "shifted"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_micro_batch_that_cannot_be_judged_disarms_nothing(first, mistake, times) -> None:
+    args = argparse.Namespace(use_tis=True)
+    for _ in range(times):
+        first(args)
+    proximal, behavior = draw(4)
+    spoilt = [torch.zeros_like(x) if mistake == "degenerate" else x.roll(1) for x in behavior]
+    with pytest.raises(ValueError, match={"degenerate": "degenerate_behavior", "shifted": "misaligned"}[mistake]):
+        call(proximal, spoilt, args=args)
+
+
+@pytest.mark.parametrize("first", not_judged().values(), ids=not_judged())
+def test_doubts_wait_for_a_micro_batch_that_can_be_judged(first, recwarn) -> None:
+    args = argparse.Namespace(use_tis=True, tis_level="sequence")
+    first(args)
+    assert [str(warning.message) for warning in recwarn] == []
+    proximal, behavior = draw(4, noise=1.5)
+    with pytest.warns(MismatchWarning) as warned:
+        call(proximal, behavior, args=args)
+    messages = " ".join(str(warning.message) for warning in warned)
+    assert "nats per token on average" in messages
+    assert "expected effective sample size" in messages
+
+
+@pytest.mark.parametrize("mistake", ["degenerate", "shifted"])
+def test_tiny_micro_batches_add_up(mistake) -> None:
+    args = argparse.Namespace(use_tis=True)
+    proximal, behavior = draw(5, noise=0.0, shortest=200, longest=200)
+    spoilt = behavior[0].roll(1) if mistake == "shifted" else torch.zeros_like(behavior[0])
+    # Two times five tokens are more than eight; four pairs each, and sixteen times that are 64.
+    last = {"degenerate": 5, "shifted": 75}[mistake]
+    for start in range(0, last, 5):
+        call([proximal[0][start : start + 5]], [spoilt[start : start + 5]], args=args)
+    with pytest.raises(ValueError, match={"degenerate": "are 0", "shifted": "misaligned"}[mistake]):
+        call([proximal[0][last : last + 5]], [spoilt[last : last + 5]], args=args)
+
+
+def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
+    args = argparse.Namespace(use_tis=True)
+    proximal, behavior = draw(6)
+    for start in range(0, 70, 7):
+        call([proximal[0][start : start + 7]], [behavior[0][start : start + 7]], args=args)
+    call(proximal, behavior, args=args)
+    monkeypatch.setattr(Tally, "add", lambda *_: pytest.fail("looked again"))
+    call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
+    assert session_for(args)._guards._armed == set()
+
+
+def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
+    args = argparse.Namespace(use_tis=True)
+    for _ in range(3):
+        call([torch.tensor([-0.5 - i / 1000]) for i in range(40)], [torch.tensor([-0.5])] * 40, args=args)
+    assert session_for(args)._guards._armed == {"shifted_log_probs"}
+
+
+def test_a_single_sequence_is_doubted_once_there_is_one() -> None:
+    keys = {"tis_level": "sequence", "tis_batch_normalize": True, "tis_normalize_scope": "micro_batch"}
+    args = argparse.Namespace(use_tis=True, **keys)
+    masked_call(args, ([], []), [])
+    with pytest.warns(MismatchWarning, match="normalised over a single sequence"):
+        call([torch.tensor([-1.0])], [torch.tensor([-1.01])], args=args)

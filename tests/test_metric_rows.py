@@ -1,0 +1,192 @@
+"""A metric is one number per sequence, so that no split into micro-batches and no token without a ratio changes it.
+
+Group metrics (``over`` G) are left out where batches are split: they belong to the call.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from cases import (
+    ATOL,
+    GATES,
+    RTOL,
+    VETOES,
+    WEIGHTS,
+    assert_close,
+    call_hook,
+    correction_keys,
+    drawn_samples,
+    flat,
+    random_samples,
+    sprinkle,
+)
+from host_loop import sum_of_sample_mean, sum_of_token
+from hypothesis import HealthCheck, assume, given, settings
+from reference import Samples, correct
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton_support import HAS_GPU, OBSTACLE
+
+import mis_ext
+from mis_ext.correction.passes import Streams
+
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# Weights are applied as they are: a normaliser belongs to the batch.
+KEYS = st.builds(
+    correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
+)
+pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
+reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
+
+
+def of_samples(keys: dict) -> list[str]:
+    """Metrics that are means over samples or tokens."""
+    return [f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).selected_rows if row.over != "G"]
+
+
+def cut(samples: Samples, cuts: list[int]) -> Iterator[Samples]:
+    """Micro-batches; some may be empty."""
+    edges = [0, *sorted(cuts), len(samples.masks)]
+    for begin, end in itertools.pairwise(edges):
+        yield Samples(*(column[begin:end] for column in (samples.train, samples.rollout, samples.masks)))
+
+
+def plotted(metric_T: torch.Tensor, samples: Samples, *, per_token: bool) -> torch.Tensor:
+    """What one call adds to a host's curve, before it divides by the number of samples or tokens of the step."""
+    values = metric_T.split([mask.numel() for mask in samples.masks]) if samples.masks else []
+    return sum_of_token(values, samples.masks) if per_token else sum_of_sample_mean(values, samples.masks)
+
+
+def correction_of(keys: dict, samples: Samples) -> mis_ext.Correction:
+    return mis_ext.compute_correction(
+        proximal_logprobs_T=torch.cat([torch.zeros(0), *samples.train]),
+        behavior_logprobs_T=torch.cat([torch.zeros(0), *samples.rollout]),
+        response_mask_R=torch.cat([torch.zeros(0), *samples.masks]),
+        layout=mis_ext.PackedLayout.whole([mask.numel() for mask in samples.masks]),
+        config=mis_ext.config_from_mapping(keys),
+    )
+
+
+@reducers
+@FUZZ
+@given(keys=KEYS, samples=drawn_samples(), data=st.data())
+def test_a_curve_is_that_of_any_split_into_micro_batches_and_of_the_judge(per_token, keys, samples, data):
+    (expected,) = correct([samples], keys, per_token_loss=per_token)
+    assume(expected.margin > 1e-5)
+    cuts = data.draw(st.lists(st.integers(0, len(samples.masks)), max_size=3))
+    whole = call_hook(keys, samples, per_token_loss=per_token)[2]
+    parts = [(part, call_hook(keys, part, per_token_loss=per_token)[2]) for part in cut(samples, cuts)]
+    response = flat(samples.masks) != 0
+    size = response.sum() if per_token else torch.tensor([bool(mask.any()) for mask in samples.masks]).sum()
+    scale = size.clamp(min=1)
+    for name in of_samples(keys):
+        judged = plotted(flat(expected.tokens[name]).where(response, 0.0), samples, per_token=per_token)
+        of_whole = plotted(whole[name], samples, per_token=per_token)
+        of_parts = sum(plotted(metrics[name], part, per_token=per_token) for part, metrics in parts)
+        torch.testing.assert_close(of_whole / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        torch.testing.assert_close(of_parts / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        if "fraction" in name and not judged.isnan():
+            assert -1e-6 <= float(of_parts / scale) <= 1 + 1e-6, name
+
+
+def test_a_response_with_one_valid_token_of_many_counts_once_however_it_is_batched():
+    # One of eight has a ratio, of 3: all that can be known of the response is that its tokens have ratio 3.
+    broken = torch.full((8,), math.nan)
+    broken[5] = -1.0
+    samples = Samples(
+        [broken, torch.full((4,), -1.0)],
+        [torch.full((8,), -1.0 - math.log(3.0)), torch.full((4,), -1.0)],
+        [torch.ones(8), torch.ones(4)],
+    )
+    keys = correction_keys(("token", "truncate"), tis_upper_bound=2.0)
+    hand = {
+        "mis_ratio_above_2_fraction": (1.0, 0.0),
+        "mis_tis_truncate_fraction": (1.0, 0.0),
+        "mis_tis_weight_before_bound": (3.0, 1.0),
+        "mis_tis_weight_after_bound": (2.0, 1.0),
+        "mis_is_ratio_mean_after_tis_rs": (2.0, 1.0),
+        "mis_is_ratio_mean_final": (2.0, 1.0),
+        "mis_is_ratio_min_final": (2.0, 1.0),
+        "mis_is_ratio_max_final": (2.0, 1.0),
+        "mis_nonfinite_token_fraction": (7 / 8, 0.0),
+        "mis_kept_token_fraction": (1 / 8, 1.0),
+        "mis_kept_seq_fraction": (1.0, 1.0),
+    }
+    for cuts in ([], [1]):
+        parts = [(part, call_hook(keys, part)[2]) for part in cut(samples, cuts)]
+        for name, (first, second) in hand.items():
+            metric_T = torch.cat([metrics[name] for _, metrics in parts])
+            wanted = torch.tensor([first] * 8 + [second] * 4, dtype=torch.float64)
+            assert_close(metric_T, wanted, what=name)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
+def test_a_response_without_a_valid_token_reads_nan_and_spoils_no_other_response(weight):
+    samples = random_samples([4, 3, 5], seed=91, mask=1.0)
+    without = Samples(samples.train[::2], samples.rollout[::2], samples.masks[::2])
+    samples.train[1].fill_(math.nan)
+    keys = correction_keys(weight, gate="token gate", veto="all vetoes")
+    metrics, expected = call_hook(keys, samples)[2], call_hook(keys, without)[2]
+    of_response = {"mis_nonfinite_token_fraction", "mis_train_rollout_logprob_abs_diff_invalid"}
+    of_response |= {"mis_kept_token_fraction", "mis_kept_seq_fraction"}
+    for name in of_samples(keys):
+        first, broken, last = metrics[name].split([4, 3, 5])
+        assert broken.isnan().all() == (name not in of_response), name
+        torch.testing.assert_close(torch.cat([first, last]), expected[name], rtol=RTOL, atol=ATOL, msg=name)
+
+
+@FUZZ
+@given(keys=KEYS, samples=drawn_samples(), data=st.data())
+def test_totals_and_counts_of_calls_add_up_to_the_mean_of_the_judge(keys, samples, data):
+    (expected,) = correct([samples], keys)
+    assume(expected.margin > 1e-5)
+    cuts = data.draw(st.lists(st.integers(0, len(samples.masks)), max_size=3))
+    calls = [correction_of(keys, part).metrics for part in cut(samples, cuts)]
+    for name in of_samples(keys):
+        means = [metrics[name] for metrics in calls]
+        assert all(isinstance(mean, mis_ext.Mean) for mean in means)
+        total, count = sum(mean.total for mean in means), sum(mean.count for mean in means)
+        wanted = torch.tensor(expected.values[name], dtype=torch.float64)
+        assert_close(mis_ext.Mean(total, count).value(), wanted, what=name)
+
+
+class NoPassOverTokens(TorchDispatchMode):
+    """Refuses operations on as many numbers as there are tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens, self.num_operations = num_tokens, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.numel() < self.num_tokens for tensor in tensors), f"{func} reads tokens"
+        self.num_operations += 1
+        return out
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("triton", marks=pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter"))],
+)
+def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch):
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    samples = sprinkle(random_samples([700, 3, 900], seed=92), seed=92, share=0.01)
+    for weight in [("token", "clip"), ("sequence", "truncate")]:
+        keys = correction_keys(weight, gate="geometric gate", veto="all vetoes", normalizer="kept")
+        correction = correction_of(keys, samples)
+        with monkeypatch.context() as patch, NoPassOverTokens(1603) as recorder:
+            patch.setattr(Streams, "token_ratios", None)
+            if backend == "triton":
+                from mis_ext.correction.triton.launch import BoundKernel
+
+                patch.setattr(BoundKernel, "__call__", None)
+            metrics = {name: metric.value() for name, metric in correction.metrics.items()}
+        assert recorder.num_operations > len(metrics) > 40
+        (expected,) = correct([samples], keys)
+        for name, value in metrics.items():
+            assert_close(value, torch.tensor(expected.values[name], dtype=torch.float64), what=name)

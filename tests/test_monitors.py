@@ -1,0 +1,237 @@
+"""What a session watches while it runs: how much is rejected, and whether another rank failed."""
+
+import argparse
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mis_ext
+from mis_ext import MismatchWarning
+from mis_ext.correction.status import failed_rank, mark_failed
+from mis_ext.hosts.mailbox import Mailbox, Tally
+from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")
+
+
+def totals(tokens: float, kept_tokens: float, sequences: float = 4.0, kept_sequences: float = 4.0) -> SimpleNamespace:
+    """What a monitor reads of a correction; the totals have more names in front, and the status behind."""
+    plan = SimpleNamespace(totals=[SimpleNamespace(name=name) for name in ("total_other", *WATCHED)])
+    numbers = [9.0, tokens, kept_tokens, sequences, kept_sequences, math.inf]
+    return SimpleNamespace(plan=plan, totals_A=torch.tensor(numbers))
+
+
+def observe(monitor: RejectionMonitor, corrections: list) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for correction in corrections:
+            monitor.observe(correction)
+    assert all(issubclass(warning.category, MismatchWarning) for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
+    monitor, much = RejectionMonitor(0.3), totals(100.0, 40.0)
+    assert observe(monitor, [much]) == []
+    (message,) = observe(monitor, [much])
+    assert "60.0% of the tokens" in message
+    assert "mis_max_reject_fraction = 0.3" in message
+    assert observe(monitor, [much] * 40) == []
+
+
+def test_rejected_sequences_count_like_rejected_tokens() -> None:
+    monitor = RejectionMonitor(0.3)
+    (message,) = observe(monitor, [totals(100.0, 90.0, 4.0, 2.0)] * 2)
+    assert "50.0% of the sequences" in message
+
+
+@pytest.mark.parametrize(("max_fraction", "num_warnings"), [(0.6, 0), (0.59, 1), (1.0, 0)])
+def test_only_more_than_the_largest_fraction_warns(max_fraction, num_warnings) -> None:
+    assert len(observe(RejectionMonitor(max_fraction), [totals(100.0, 40.0)] * 20)) == num_warnings
+
+
+def test_one_call_in_eight_is_looked_at() -> None:
+    fine, much = totals(100.0, 99.0), totals(100.0, 1.0)
+    for bad_call in range(24):
+        calls = [much if call == bad_call else fine for call in range(25)]
+        assert len(observe(RejectionMonitor(0.5), calls)) == (bad_call % 8 == 0)
+
+
+def test_calls_without_response_tokens_reject_nothing() -> None:
+    assert observe(RejectionMonitor(0.0), [totals(0.0, 0.0, 0.0, 0.0)] * 20) == []
+
+
+# --- status
+
+
+def test_no_failure_is_no_error() -> None:
+    monitor = StatusMonitor()
+    for _ in range(100):
+        monitor.observe(torch.tensor(math.inf))
+
+
+def test_a_failed_rank_is_named_in_every_call() -> None:
+    monitor = StatusMonitor()
+    for rank in (0, 3, 1_000_000):
+        monitor.observe(torch.tensor(math.inf))
+        with pytest.raises(RuntimeError, match=rf"the correction failed on rank {rank};"):
+            monitor.observe(torch.tensor(-(rank + 1.0)))
+
+
+def test_the_status_names_the_highest_failed_rank() -> None:
+    rows = torch.full((3, 2), 5.0)
+    rows[-1] = math.inf
+    assert failed_rank(float(rows[-1].amin())) is None
+    mark_failed(rows, 2)
+    assert rows[-1].tolist() == [-3.0, -3.0]
+    mark_failed(rows, 1)
+    assert rows[-1].tolist() == [-3.0, -3.0]
+    assert failed_rank(float(mark_failed(rows, 7)[-1].amin())) == 7
+    assert rows[:-1].eq(5.0).all()
+    flat = mark_failed(torch.tensor([1.0, math.inf]), 0)
+    assert flat.tolist() == [1.0, -1.0]
+    with pytest.raises(RuntimeError, match="rank 0;"):
+        raise_if_failed(float(flat[-1]))
+
+
+# --- mailbox
+
+
+def test_a_letter_is_received_once() -> None:
+    mailbox = Mailbox()
+    assert mailbox.receive() is None
+    mailbox.send(torch.tensor([1.0, 2.0]))
+    assert not mailbox.is_empty
+    assert mailbox.receive() == [1.0, 2.0]
+    assert mailbox.is_empty
+    assert mailbox.receive() is None
+
+
+def test_a_tally_merges_what_every_call_counted() -> None:
+    tally = Tally(torch.add)
+    assert [tally.add(torch.tensor([float(number)])) for number in (1, 2, 4)] == [[1.0], [3.0], [7.0]]
+
+
+class OnDevice:
+    """A tensor that says it is on a device, whose copy arrives when told."""
+
+    is_cuda = True
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __add__(self, other: "OnDevice") -> "OnDevice":
+        return OnDevice(self.number + other.number)
+
+    def tolist(self) -> list[float]:
+        return [self.number]
+
+
+class SlowMailbox:
+    def __init__(self) -> None:
+        self.sent: list[float] = []
+        self.has_arrived = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sent
+
+    def send(self, values: OnDevice) -> None:
+        assert self.is_empty
+        self.sent = values.tolist()
+
+    def receive(self) -> list[float] | None:
+        if not self.sent or not self.has_arrived:
+            return None
+        arrived, self.sent = self.sent, []
+        return arrived
+
+
+def test_on_a_device_only_the_first_look_of_a_tally_waits() -> None:
+    tally = Tally(lambda before, now: before + now)
+    tally._mailbox = SlowMailbox()
+    assert tally.add(OnDevice(1.0)) == [1.0]
+    assert [tally.add(OnDevice(1.0)) for _ in range(3)] == [None, None, None]
+    tally._mailbox.has_arrived = True
+    # What was sent with the second call, then what was sent when that arrived.
+    assert tally.add(OnDevice(1.0)) == [2.0]
+    assert tally.add(OnDevice(1.0)) == [5.0]
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def nobody_waits():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def tiny_call(args: argparse.Namespace, behavior: torch.Tensor) -> None:
+    proximal = -torch.rand(len(behavior), device="cuda")
+    mis_ext.compute_mis_weights_with_cp(
+        args,
+        pg_loss=torch.ones(len(behavior), device="cuda"),
+        train_log_probs=[proximal],
+        rollout_log_probs=[behavior + proximal],
+        loss_masks=[torch.ones(len(behavior), device="cuda")],
+        total_lengths=[len(behavior) + 3],
+        response_lengths=[len(behavior)],
+    )
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_later_looks_of_the_guards_do_not_wait(request) -> None:
+    args = argparse.Namespace(use_tis=True)
+    tiny_call(args, torch.zeros(5, device="cuda"))
+    request.getfixturevalue("nobody_waits")
+    for _ in range(5):
+        tiny_call(args, torch.zeros(5, device="cuda"))
+
+    def go_on() -> None:
+        # Nobody waits for the device, which has long done what so small a call asks for.
+        for _ in range(1000):
+            tiny_call(args, torch.full((5,), -9999.0, device="cuda"))
+
+    with pytest.raises(ValueError, match="placeholders"):
+        go_on()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_status_is_read_when_it_has_arrived(request) -> None:
+    monitor, fine = StatusMonitor(), torch.tensor(math.inf, device="cuda")
+    monitor.observe(fine)
+    failed = torch.tensor(-4.0, device="cuda")
+    request.getfixturevalue("nobody_waits")
+    for _ in range(100):
+        monitor.observe(fine)
+    monitor.observe(failed)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="failed on rank 3;"):
+        monitor.observe(fine)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_failure_of_the_first_call_on_a_gpu_is_seen_at_once() -> None:
+    with pytest.raises(RuntimeError, match="failed on rank 3;"):
+        StatusMonitor().observe(torch.tensor(-4.0, device="cuda"))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nothing_is_read_while_a_graph_is_captured() -> None:
+    monitor, status = StatusMonitor(), torch.tensor(-4.0, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        monitor.observe(status)
+        _ = status + 1.0
+    with pytest.raises(RuntimeError, match="failed on rank 3;"):
+        monitor.observe(status)

@@ -1,0 +1,170 @@
+"""Real gloo processes: where a rank stands, and what the other one learns when it fails."""
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_guards import make_batch
+from torch.distributed.device_mesh import init_device_mesh
+
+import mis_ext
+from mis_ext import Groups, prepare_rollout
+
+pytestmark = pytest.mark.distributed
+
+KEPT = {"use_tis": True, "mis_denominator": "kept", "use_rs": True, "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+
+
+def places(groups: Groups) -> tuple[int, ...]:
+    return groups.cp_rank, groups.cp_size, groups.dp_rank, groups.dp_size
+
+
+def check_process_groups(rank: int) -> None:
+    everyone, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
+    assert places(Groups.of_process_groups()) == (0, 1, 0, 1)
+    assert Groups.of_process_groups().is_alone
+    of_dp = Groups.of_process_groups(dp_group=everyone, cp_group=alone)
+    assert places(of_dp) == (0, 1, rank, 2)
+    assert (of_dp.cp_group, of_dp.dp_group) == (None, everyone)
+    assert of_dp.without_data_parallelism.is_alone
+    of_cp = Groups.of_process_groups(cp_group=everyone)
+    assert places(of_cp) == (rank, 2, 0, 1)
+    assert of_cp.without_data_parallelism == of_cp
+    assert of_cp.is_first_rank == of_dp.is_first_rank == (rank == 0)
+
+
+def check_device_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    assert places(Groups.of_device_mesh(mesh)) == (0, 1, rank, 2)
+    assert places(Groups.of_device_mesh(mesh, cp="dp", dp=None)) == (rank, 2, 0, 1)
+    assert places(Groups.of_device_mesh(mesh["dp"], cp=None)) == (0, 1, rank, 2)
+    with pytest.raises(ValueError, match="the device mesh has no dimension 'tp', but dp, cp"):
+        Groups.of_device_mesh(mesh, cp="tp")
+    with pytest.raises(ValueError, match="no dimension 'cp', but no names"):
+        Groups.of_device_mesh(init_device_mesh("cpu", (2,)))
+
+
+def check_session(rank: int) -> None:
+    """A session over a mesh gives the numbers of one rank."""
+    groups = Groups.of_device_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), cp=None)
+    config = mis_ext.config_from_mapping(KEPT)
+
+    def streams(*batches: dict) -> mis_ext.PackedStreams:
+        names = ("train_log_probs", "rollout_log_probs", "loss_masks")
+        columns = [torch.cat([sample for batch in batches for sample in batch[name]]) for name in names]
+        lengths = [length for batch in batches for length in batch["response_lengths"]]
+        return mis_ext.PackedStreams(*columns, mis_ext.PackedLayout.whole(lengths))
+
+    batches = [make_batch(seed=seed) for seed in range(2)]
+    whole = mis_ext.Session(config).correct(streams(*batches))
+    mine = mis_ext.Session(config).correct(streams(batches[rank]), groups=groups)
+    torch.testing.assert_close(mine.weights_T, whole.weights_T.chunk(2)[rank], rtol=1e-6, atol=0.0)
+    assert torch.equal(mine.keep_mask_R, whole.keep_mask_R.chunk(2)[rank])
+
+
+def parallel_state(**sizes: int) -> SimpleNamespace:
+    def axis(size: int) -> SimpleNamespace:
+        rank = dist.get_rank() if size > 1 else 0
+        return SimpleNamespace(rank=rank, size=size, group=dist.group.WORLD if size > 1 else None)
+
+    return SimpleNamespace(cp=axis(sizes.get("cp", 1)), intra_dp=axis(sizes.get("dp", 1)))
+
+
+def check_errors(rank: int) -> None:
+    """Rank 1 fails; under context parallelism every token is scored by rank 0, which has the whole prompt's end."""
+    for sizes in ({"dp": 2}, {"cp": 2}):
+        batch = make_batch(2, 8)
+        if "cp" in sizes:
+            # Of 8 + 56 positions, chunks of 16: the response begins at 56, and rank 0 owns the last chunk.
+            batch["total_lengths"] = [64, 64]
+            if rank == 1:
+                nothing = [torch.empty(0)] * 2
+                batch |= {"train_log_probs": nothing, "rollout_log_probs": nothing, "pg_loss": torch.empty(0)}
+        state = {"parallel_state": parallel_state(**sizes), "max_seq_lens": None}
+        args = argparse.Namespace(**KEPT)
+        mis_ext.compute_mis_weights_with_cp(args, **batch, **state)
+        if rank == 1:
+            batch["loss_masks"] = [None, None]
+        kind, message = (TypeError, r"loss_masks\[0\]") if rank == 1 else (RuntimeError, "failed on rank 1;")
+        with pytest.raises(kind, match=message):
+            mis_ext.compute_mis_weights_with_cp(args, **batch, **state)
+        dist.barrier()
+
+
+def check_missing(rank: int) -> None:
+    """A rank without behavior log-probs counts nowhere: the other one has the loss of its own samples alone."""
+    for more in ({}, {"tis_batch_normalize": True}):
+        keys = KEPT | more | {"mis_guard": {"missing_log_probs": "warn"}}
+        batch = make_batch(seed=rank)
+        alone = mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **batch)[0]
+        if rank == 1:
+            batch["rollout_log_probs"] = None
+        state = {"parallel_state": parallel_state(dp=2), "max_seq_lens": None}
+        loss = mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **batch, **state)[0]
+        assert torch.equal(loss, alone if rank == 0 else batch["pg_loss"])
+
+
+def check_rollout(rank: int) -> None:
+    """No Megatron here: `prepare_rollout` is told its groups."""
+    from mis_ext.hosts.slime_miles import rollout
+
+    rollout.find_groups = lambda: Groups.of_process_groups(dp_group=dist.group.WORLD)
+    batch = make_batch(seed=rank)
+    data = {"log_probs": batch["train_log_probs"], **batch}
+    args = argparse.Namespace(**KEPT, tis_normalize_scope="rollout")
+    prepare_rollout(args, 0, data)
+    if rank == 1:
+        del data["response_lengths"]
+    kind, message = (KeyError, "response_lengths") if rank == 1 else (RuntimeError, "failed on rank 1;")
+    with pytest.raises(kind, match=message):
+        prepare_rollout(args, 1, data)
+
+
+CHECKS: dict[str, Callable[[int], None]] = {
+    name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
+}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=10)
+    )
+    report = {}
+    for name, check in CHECKS.items():
+        try:
+            check(rank)
+            report[name] = ""
+        except BaseException:
+            report[name] = traceback.format_exc()[-2500:]
+        Path(folder, f"{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    try:
+        mp.spawn(work, args=(str(folder),), nprocs=2)
+    except Exception as error:
+        crash = str(error)
+    else:
+        crash = ""
+    paths = [folder / f"{rank}.json" for rank in range(2)]
+    found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    return [dict.fromkeys(CHECKS, f"not reached: {crash}") | each for each in found]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_two_processes(reports, check) -> None:
+    for report in reports:
+        assert report[check] == ""

@@ -1,0 +1,217 @@
+"""One session per `args` object, of whatever kind: what is read of it, how long it lives, what it keeps to itself."""
+
+import argparse
+import gc
+import types
+import warnings
+import weakref
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_guards import make_batch
+
+import mis_ext
+from mis_ext import MismatchWarning
+from mis_ext.hosts.slime_miles import sessions
+from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
+from mis_ext.hosts.slime_miles.sessions import session_for
+
+KEYS = {"use_tis": True, "tis_level": "sequence", "tis_upper_bound": 3.0, "use_rs": True, "rs_level": "geometric"}
+KEYS |= {"rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "qkv_format": "thd", "calculate_per_token_loss": True}
+
+
+def with_class_attributes(keys: dict) -> Any:
+    return type("Args", (), keys)()
+
+
+def with_inherited_attributes(keys: dict) -> Any:
+    return type("Args", (type("Defaults", (), keys),), {})()
+
+
+def with_properties(keys: dict) -> Any:
+    return type("Args", (), {name: property(lambda self, value=value: value) for name, value in keys.items()})()
+
+
+def wrapped(keys: dict) -> Any:
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["_inner"], name)
+
+    return Wrapper(types.SimpleNamespace(**keys))
+
+
+def wrapped_with_none(keys: dict) -> Any:
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return keys.get(name)
+
+    return Wrapper()
+
+
+def with_slots(keys: dict) -> Any:
+    return make_dataclass("Args", keys, slots=True)(**keys)
+
+
+def frozen(keys: dict) -> Any:
+    return make_dataclass("Args", keys, frozen=True)(**keys)
+
+
+KINDS = {
+    "Namespace": lambda keys: argparse.Namespace(**keys),
+    "SimpleNamespace": lambda keys: types.SimpleNamespace(**keys),
+    "class attributes": with_class_attributes,
+    "inherited attributes": with_inherited_attributes,
+    "properties": with_properties,
+    "wrapper": wrapped,
+    "wrapper that says None": wrapped_with_none,
+    "dict": dict,
+    "mapping proxy": lambda keys: types.MappingProxyType(dict(keys)),
+    "dataclass with slots": with_slots,
+    "frozen dataclass": frozen,
+    "class": lambda keys: type("Args", (), keys),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@kinds
+def test_every_kind_of_args_gives_the_same_result(kind) -> None:
+    expected = mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**KEYS), **make_batch(noise=0.02))
+    args = kind(KEYS)
+    loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args, **make_batch(noise=0.02))
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(torch.cat(masks), torch.cat(expected[1]))
+    assert list(metrics) == list(expected[2])
+    assert session_for(args).config == mis_ext.config_from_mapping(KEYS)
+    assert session_for(args) is session_for(args)
+
+
+@kinds
+def test_a_correction_that_is_off_stays_off(kind) -> None:
+    batch = make_batch()
+    loss, masks, _ = mis_ext.compute_mis_weights_with_cp(kind({"use_tis": False}), **batch)
+    assert loss is batch["pg_loss"]
+    assert masks is batch["loss_masks"]
+
+
+@pytest.mark.parametrize("kind", [kind for name, kind in KINDS.items() if not name.startswith("wrapper")])
+def test_a_misspelt_key_is_noticed_wherever_it_stands(kind) -> None:
+    with pytest.raises(ValueError, match=r"'tis_uper_bound' \(did you mean 'tis_upper_bound'\?\)"):
+        session_for(kind({"use_tis": True, "tis_uper_bound": 3.0}))
+
+
+class Costly:
+    """Properties that nobody may ask for."""
+
+    use_tis = True
+
+    @property
+    def use_distributed_optimizer(self) -> bool:
+        raise RuntimeError("not initialised yet")
+
+    @property
+    def world_size(self) -> int:
+        raise RuntimeError("not initialised yet")
+
+    @property
+    def use_cuda_graph(self) -> bool:
+        warnings.warn("deprecated", stacklevel=1)
+        return True
+
+
+def test_properties_of_others_are_not_called() -> None:
+    assert session_for(Costly()).config == mis_ext.config_from_mapping({"use_tis": True})
+
+
+def test_a_property_of_ours_that_raises_is_not_taken_for_absent() -> None:
+    class Args:
+        @property
+        def tis_upper_bound(self) -> float:
+            raise RuntimeError("not initialised yet")
+
+    with pytest.raises(RuntimeError, match="not initialised yet"):
+        session_for(Args())
+
+
+def test_null_in_a_file_is_told_from_what_is_absent() -> None:
+    assert "tis_level" not in all_arguments(argparse.Namespace(use_tis=True))
+    assert all_arguments(argparse.Namespace(tis_level=None))["tis_level"] is None
+    assert "tis_level" not in all_arguments({"use_tis": True})
+    assert all_arguments({"tis_level": None})["tis_level"] is None
+    assert read_argument({}, "tis_level") is None
+
+
+def test_a_value_that_is_changed_in_place_makes_a_new_session() -> None:
+    args = argparse.Namespace(use_tis=True, mis={"weight": {"level": "token", "mode": "truncate"}})
+    before = session_for(args)
+    assert session_for(args) is before
+    args.mis["weight"]["level"] = "sequence"
+    assert session_for(args).config.weight.level == "sequence"
+
+
+def test_many_args_in_rotation_keep_their_sessions() -> None:
+    everyone = [argparse.Namespace(use_tis=True, tis_upper_bound=2.0 + number) for number in range(40)]
+    first = [session_for(args) for args in everyone]
+    assert len(set(map(id, first))) == 40
+    assert all(session_for(args) is session for args, session in zip(everyone, first, strict=True))
+
+
+def test_args_that_die_are_forgotten() -> None:
+    args = argparse.Namespace(use_tis=True)
+    session = weakref.ref(session_for(args))
+    del args
+    gc.collect()
+    other = argparse.Namespace(use_tis=True)
+    session_for(other)
+    gc.collect()
+    assert session() is None
+
+
+def test_args_that_cannot_be_watched_do_not_pile_up() -> None:
+    for _ in range(200):
+        session_for({"use_tis": True})
+    assert len(sessions._entries) <= 64
+
+
+def test_a_number_that_is_used_again_is_another_object(monkeypatch) -> None:
+    first = argparse.Namespace(use_tis=True)
+    entry = sessions._Entry(first, session_for(first))
+    other = argparse.Namespace(use_tis=True)
+    monkeypatch.setitem(sessions._entries, id(other), entry)
+    assert session_for(other) is not entry.session
+
+
+@dataclass(slots=True)
+class Slotted:
+    use_tis: bool = True
+    extra: list = field(default_factory=list)
+
+
+def test_args_with_slots_have_a_session_of_their_own() -> None:
+    one, two = Slotted(), Slotted()
+    assert session_for(one) is session_for(one)
+    assert session_for(one) is not session_for(two)
+
+
+def test_measuring_with_a_configuration_that_corrects_warns() -> None:
+    with pytest.warns(MismatchWarning, match=r"--get-mismatch-metrics .* does change loss and masks"):
+        session_for(argparse.Namespace(use_tis=True, get_mismatch_metrics=True))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keys", [{"get_mismatch_metrics": True}, {"use_tis": False, "get_mismatch_metrics": True}])
+def test_measuring_alone_warns_nothing(keys) -> None:
+    mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **make_batch())
+
+
+def test_miles_backend_that_divides_by_survivors_takes_no_kept_denominator() -> None:
+    keys = {"use_tis": True, "train_backend": "fsdp"}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mis_denominator: kept with Miles' FSDP backend corrects twice"):
+            session_for(argparse.Namespace(**keys, mis_denominator="kept"))
+    session_for(argparse.Namespace(**keys))
+    session_for(argparse.Namespace(use_tis=True, train_backend="megatron", mis_denominator="kept"))

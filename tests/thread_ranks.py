@@ -1,0 +1,127 @@
+"""Ranks as threads of one process: what each of them returned or raised, and whether one waited in vain.
+
+Only one of them runs at a time: Triton's interpreter knows no threads.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mis_ext.hosts.groups import Groups
+
+PATIENCE = 5.0
+"""Seconds that a rank waits for the others; who waits longer would hang."""
+
+_here = threading.local()
+
+
+class Meeting:
+    """Where the threads of one group exchange tensors of one shape."""
+
+    def __init__(self, size: int, baton: threading.Lock) -> None:
+        self.size, self._baton = size, baton
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._given: dict[tuple[int, int], torch.Tensor] = {}
+
+    def exchange(self, rank: int, turn: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, in rank order."""
+        self._given[turn, rank] = tensor.clone()
+        self._baton.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._baton.acquire()
+        tensors = [self._given[turn, other] for other in range(self.size)]
+        assert len({each.shape for each in tensors}) == 1, "a gather of different shapes would hang"
+        return tensors
+
+
+class ThreadGroup:
+    """One rank's end of a meeting, with the methods of Miles' fault-tolerant groups."""
+
+    _replica_id = 0
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank, self.turn = meeting, rank, 0
+
+    def size(self) -> int:
+        return self._meeting.size
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        for output, tensor in zip(outputs[0], self._exchange(inputs[0]), strict=True):
+            output.copy_(tensor)
+        return SimpleNamespace(wait=lambda: True)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions) -> Any:
+        assert opts.reduceOp == dist.ReduceOp.SUM
+        tensors[0].copy_(sum(self._exchange(tensors[0])))
+        return SimpleNamespace(wait=lambda: True)
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.turn += 1
+        return self._meeting.exchange(self._rank, self.turn, tensor)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A thread's place."""
+
+    number: int
+    groups: Groups
+
+    @property
+    def dp_rank(self) -> int:
+        return self.groups.dp_rank
+
+    @property
+    def cp_rank(self) -> int:
+        return self.groups.cp_rank
+
+    @property
+    def parallel_state(self) -> SimpleNamespace:
+        """As Miles passes it."""
+        g = self.groups
+        cp = SimpleNamespace(rank=g.cp_rank, size=g.cp_size, group=g.cp_group)
+        return SimpleNamespace(cp=cp, intra_dp=SimpleNamespace(rank=g.dp_rank, size=g.dp_size, group=g.dp_group))
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(group.turn for group in (self.groups.cp_group, self.groups.dp_group) if group is not None)
+
+
+def run_ranks(function: Callable[[Rank], Any], *, cp_size: int = 1, dp_size: int = 1) -> list[Any]:
+    """What ``function`` returned or raised on each rank; context-parallel ranks are neighbours."""
+    baton = threading.Lock()
+    of_dp = [Meeting(cp_size, baton) for _ in range(dp_size)]
+    of_cp = [Meeting(dp_size, baton) for _ in range(cp_size)]
+
+    def run(number: int) -> Any:
+        dp, cp = divmod(number, cp_size)
+        groups = (cp, cp_size, ThreadGroup(of_dp[dp], cp), dp, dp_size, ThreadGroup(of_cp[cp], dp))
+        _here.rank = Rank(number, Groups.of_places(*groups))
+        with baton:
+            try:
+                return function(_here.rank)
+            except Exception as error:
+                return error
+
+    with _ranks_are_threads(), ThreadPoolExecutor(cp_size * dp_size) as pool:
+        return list(pool.map(run, range(cp_size * dp_size)))
+
+
+@contextmanager
+def _ranks_are_threads() -> Iterator[None]:
+    hosts = "mis_ext.hosts"
+    with (
+        mock.patch(f"{hosts}.session.global_rank", side_effect=lambda: _here.rank.number),
+        mock.patch(f"{hosts}.slime_miles.rollout.find_groups", side_effect=lambda: _here.rank.groups),
+    ):
+        yield
