@@ -50,8 +50,9 @@ from policy_step import policy_step_seconds
 from workload import Item, Shape, Workload, World, settings
 
 import mis_ext
-from mis_ext.backend import VARIABLE as BACKEND_VARIABLE
-from mis_ext.backend import triton_obstacle
+from mis_ext.correction.backend import VARIABLE as BACKEND_VARIABLE
+from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.plan import plan_of
 
 YAML_FOLDER = Path(__file__).parents[1] / "yaml"
 SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]
@@ -226,7 +227,7 @@ class Benchmark:
     def _compiled(self, keys: dict[str, Any], workload: Workload) -> tuple[measuring.Call, measuring.NextItem]:
         """The compiled pipeline, and packed inputs in turn."""
         layout = mis_ext.PackedLayout.whole(workload.sets[0].response_lengths, device=self.world.device)
-        config = mis_ext.CorrectionConfig.from_mapping(vars(settings(keys)))
+        plan = plan_of(mis_ext.config_from_mapping(vars(settings(keys))))
         items = [{"proximal": r.train, "behavior": r.rollout, "mask": r.mask} for r in workload.sets]
 
         def pipeline(item: Item) -> tuple[Any, Any, dict[str, Any]]:
@@ -235,7 +236,7 @@ class Benchmark:
                 behavior_logprobs_T=item["behavior"],
                 response_mask_R=item["mask"],
                 layout=layout,
-                config=config,
+                config=plan,
             )
             metrics = {name: metric.value() for name, metric in correction.metrics.items()}
             return correction.weights_T, correction.keep_mask_R, metrics

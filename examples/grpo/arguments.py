@@ -84,6 +84,11 @@ def _add_correction(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
         parser.error("--use-tis and --get-mismatch-metrics need --custom-tis-function-path")
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
+        parser.error(
+            "--custom-tis-function-path is never called: with use_tis: false in the configuration add "
+            "--get-mismatch-metrics to measure, else add --use-tis"
+        )
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     dp_size = int(os.environ.get("WORLD_SIZE", "1")) // args.context_parallel_size
     if num_samples % (dp_size * args.num_steps_per_rollout * args.micro_batch_size):

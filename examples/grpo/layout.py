@@ -6,39 +6,24 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-
-def padded_length(length: int, cp_size: int) -> int:
-    """Return the smallest length that ``2 * cp_size`` equal chunks cover; unchanged without context parallelism."""
-    if cp_size == 1:
-        return length
-    chunk = -(-length // (2 * cp_size))
-    return 2 * cp_size * chunk
+from mis_ext.correction.zigzag import owned_chunks
 
 
 def zigzag_positions(lengths_S: Tensor, *, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence and the position in it of every token that a rank holds.
-
-    Rank ``r`` of ``n`` holds chunks ``r`` and ``2n - 1 - r`` of every sequence, in this order, sequence after sequence.
+    """Return the sequence and the position in it of every token that a rank holds, sequence after sequence.
 
     Args:
-        lengths_S: Length of each sequence, a multiple of ``2 * cp_size`` unless ``cp_size`` is 1. ``[S]``, integer.
+        lengths_S: Length of each sequence, padded to whole chunks. ``[S]``, integer.
         cp_rank: The rank.
         cp_size: Number of context-parallel ranks.
 
     Returns:
         Sequence index and position, both ``[T]``, int64.
     """
-    lengths_S = lengths_S.long()
-    local_S = lengths_S // cp_size
-    sequence_T = torch.repeat_interleave(local_S)
-    start_S = local_S.cumsum(0) - local_S
-    offset_T = torch.arange(len(sequence_T), device=lengths_S.device) - start_S[sequence_T]
-    if cp_size == 1:
-        return sequence_T, offset_T
-    chunk_T = (lengths_S // (2 * cp_size))[sequence_T]
-    in_second_T = offset_T >= chunk_T
-    second_start_T = (2 * cp_size - 2 - cp_rank) * chunk_T
-    return sequence_T, offset_T + torch.where(in_second_T, second_start_T, cp_rank * chunk_T)
+    chunks, device = owned_chunks(cp_rank=cp_rank, cp_size=cp_size), lengths_S.device
+    runs = [torch.arange(run.start, run.stop) for length in lengths_S.tolist() for run in chunks.ranges(length)]
+    sequence_T = torch.repeat_interleave(lengths_S.long() // cp_size)
+    return sequence_T, torch.cat(runs).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +50,7 @@ class ResponsePart:
         Args:
             total_length: Tokens of prompt and response.
             response_length: Tokens of the response.
-            padded_to: Length of the sample in the layout, see ``padded_length``.
+            padded_to: Length of the sample in the layout, whole chunks.
             cp_rank: The rank.
             cp_size: Number of context-parallel ranks.
         """
@@ -116,7 +101,8 @@ def build_inputs(
         device: Where the model is.
     """
     layout_lengths = [len(sample) for sample in tokens] if max_seq_lens is None else max_seq_lens
-    lengths = [padded_length(length, cp_size) for length in layout_lengths]
+    chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size)
+    lengths = [chunks.padded(length) for length in layout_lengths]
     padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
     padded = torch.nn.functional.pad(padded, (0, max(lengths) - padded.size(1)))
     sequence_T, position_T = zigzag_positions(torch.tensor(lengths), cp_rank=cp_rank, cp_size=cp_size)

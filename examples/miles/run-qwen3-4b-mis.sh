@@ -4,15 +4,18 @@
 #   MILES_DIR=... examples/miles/run-qwen3-4b-mis.sh [CONFIG.yaml [arguments of run_qwen3_4b.py ...]]
 #
 # Install mis_ext where Miles runs first: pip install --no-deps -e <this repository>.
-# DRY_RUN=1 prints the command and starts nothing.
+# Further flags of Miles' train.py go into MILES_SCRIPT_EXTRA_ARGS. DRY_RUN=1 prints the command and starts nothing.
 set -euo pipefail
 
-repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
-config="$(realpath -- "${1:-${repository}/yaml/mis.yaml}")"
+if [[ " ${*:2}" == *" --extra-args"* ]]; then
+    echo "--extra-args would replace our flags: put yours into MILES_SCRIPT_EXTRA_ARGS" >&2
+    exit 2
+fi
+examples="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+flags="$(python3 "${examples}/launch_flags.py" "${1:-${examples}/../yaml/mis.yaml}")"
 shift || true
-cd "${MILES_DIR:?set MILES_DIR to the Miles checkout}"
-flags="--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp --custom-config-path ${config}"
-command=(python3 scripts/run_qwen3_4b.py --extra-args "${flags}" "$@")
+cd -- "${MILES_DIR:?set MILES_DIR to the Miles checkout}"
+command=(python3 scripts/run_qwen3_4b.py --extra-args "${MILES_SCRIPT_EXTRA_ARGS:+${MILES_SCRIPT_EXTRA_ARGS} }${flags}" "$@")
 printf '%q ' "${command[@]}"
 echo
 if [ -z "${DRY_RUN:-}" ]; then

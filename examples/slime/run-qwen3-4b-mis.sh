@@ -4,27 +4,26 @@
 #   SLIME_DIR=... examples/slime/run-qwen3-4b-mis.sh [CONFIG.yaml]
 #
 # Install mis_ext where slime runs first: pip install --no-deps -e <this repository>.
-# DRY_RUN=1 prints the difference to slime's script and starts nothing.
+# What runs is a copy of slime's script beside it. DRY_RUN=1 prints the difference, writes nothing and starts nothing.
 set -euo pipefail
 
-repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
-config="$(realpath -- "${1:-${repository}/yaml/mis.yaml}")"
-scripts="${SLIME_DIR:?set SLIME_DIR to the slime checkout}/scripts"
-original="${scripts}/run-qwen3-4B.sh"
+examples="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+flags="$(python3 "${examples}/launch_flags.py" "${1:-${examples}/../yaml/mis.yaml}")"
+slime="$(realpath -- "${SLIME_DIR:?set SLIME_DIR to the slime checkout}")"
+original="${slime}/scripts/run-qwen3-4B.sh"
 # Beside the original, which finds its model arguments relative to itself.
-ours="${scripts}/run-qwen3-4B-mis_ext.sh"
+ours="${slime}/scripts/run-qwen3-4B-mis_ext.sh"
 
 launch='-- python3 train\.py \\$'
 if [ "$(grep -c -- "${launch}" "${original}")" != 1 ]; then
-    echo "${original}: expected one line ending in '-- python3 train.py \\'; add the flags to it by hand" >&2
+    echo "${original}: expected one line '-- python3 train.py' with a backslash; add by hand: ${flags}" >&2
     exit 1
 fi
-sed "s|${launch}|&\\
-   --use-tis \\\\\\
-   --custom-tis-function-path mis_ext.compute_mis_weights_with_cp \\\\\\
-   --custom-config-path ${config} \\\\|" "${original}" >"${ours}"
-diff -u "${original}" "${ours}" || true
+with_flags() { sed "/${launch}/r /dev/stdin" "${original}" <<<"   ${flags} \\"; }
+
+diff -u --label "${original}" --label "${ours}" "${original}" <(with_flags) || true
 if [ -z "${DRY_RUN:-}" ]; then
-    cd "${SLIME_DIR}"
+    with_flags >"${ours}"
+    cd -- "${slime}"
     exec bash "${ours}"
 fi
