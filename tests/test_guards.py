@@ -142,6 +142,32 @@ def test_guards_that_have_seen_enough_look_no_more() -> None:
     mis_ext.compute_mis_weights_with_cp(args, **batch)
 
 
+@pytest.mark.parametrize("spoil", [zeros, constant, sentinel, shifted_later])
+def test_a_mistake_that_stopped_a_call_stops_the_next_one_too(spoil) -> None:
+    args, batch = argparse.Namespace(use_tis=True), make_batch()
+    spoil(batch)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="mis_guard"):
+            mis_ext.compute_mis_weights_with_cp(args, **batch)
+
+
+def test_a_mistake_that_was_corrected_stops_nothing_any_more() -> None:
+    args, batch = argparse.Namespace(use_tis=True), make_batch()
+    zeros(batch)
+    with pytest.raises(ValueError, match="mis_guard"):
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+    mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+    mis_ext.compute_mis_weights_with_cp(args, **batch)  # Has seen enough.
+
+
+def test_a_mistake_that_is_a_warning_is_said_once(recwarn) -> None:
+    args, batch = argparse.Namespace(use_tis=True, mis_guard="warn"), make_batch()
+    zeros(batch)
+    for _ in range(3):
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+    assert sum("are 0" in str(warning.message) for warning in recwarn) == 1
+
+
 def test_guards_run_again_when_a_key_changes() -> None:
     args, batch = argparse.Namespace(use_tis=True), make_batch()
     mis_ext.compute_mis_weights_with_cp(args, **batch)

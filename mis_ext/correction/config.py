@@ -142,6 +142,10 @@ class CorrectionConfig:
         """Whether weights are multiplied by a number that belongs to the whole ``scope``."""
         return self.normalize_over is not None or self.denominator == "kept"
 
+    def stops(self, guard: GuardName) -> bool:
+        """Whether what a guard finds is an error, and not a warning."""
+        return guard not in self.warn_only and not self.metrics_only
+
     def replace(self, **changes: Any) -> CorrectionConfig:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)

@@ -1,7 +1,7 @@
 """Checks of the first micro-batches for mistakes that no later metric would show as such.
 
-A check stays armed until it has seen enough tokens of this rank. The first look waits for the device; later ones read
-what has arrived meanwhile, and find a mistake a call late.
+A check stays armed until it has seen enough tokens of this rank and found nothing, or has warned. The first look waits
+for the device; later ones read what has arrived meanwhile, and find a mistake a call late.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class DataGuards:
             if name not in self._armed:
                 continue
             found = [Finding(guard, message) for message in messages]
-            if found or has_seen_enough:
+            if found and guard is not None and self._config.stops(guard):
+                # The next call is judged by itself: the same mistake stops it too.
+                self._tally = Tally(added)
+            elif found or has_seen_enough:
                 self._armed.discard(name)
             yield from found
 

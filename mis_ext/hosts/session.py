@@ -79,10 +79,9 @@ class Session:
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""
-        if guard in self.config.warn_only or self.config.metrics_only:
-            self.warn(message)
-        else:
+        if self.config.stops(guard):
             raise ValueError(f"{message} [to go on with a warning: mis_guard: {{{guard}: warn}}]")
+        self.warn(message)
 
     def warn(self, message: str) -> None:
         """Say what is legal but probably not meant."""
