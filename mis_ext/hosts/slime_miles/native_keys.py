@@ -80,8 +80,6 @@ def native_gate(key: str, value: Any) -> Gate:
     fields = _fields(key, value, _GATE_KEYS)
     if "level" in fields and "reduce" in fields:
         raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
-    if "level" not in fields and "reduce" not in fields:
-        raise ValueError(f"{key} needs reduce: one of {' | '.join(get_args(Reduce))}")
     with _errors_of(key):
         if "level" in fields:
             fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
