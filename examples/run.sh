@@ -5,11 +5,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
+source examples/run_flags.sh
 
 # Every rank is one thread: two that wait for each other's are slower than one.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$venv/bin/torchrun" --standalone --nproc-per-node "${NPROC:-2}" examples/train_grpo.py \
-    --use-tis \
-    --custom-tis-function-path mis_ext.compute_mis_weights_with_cp \
-    --custom-config-path yaml/mis.yaml \
-    "$@"
+    "${flags[@]}" "$@"

@@ -7,6 +7,7 @@ The trainer is Megatron-Core, the responses come from a separate inference engin
 import torch.distributed as dist
 from grpo.arguments import parse_args
 from grpo.distributed import Ranks, StopRequest
+from grpo.report import refuse_to_replace
 from grpo.run import Run
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from rich.console import Console
 def main() -> None:
     """Run on this rank; torchrun starts one process per rank."""
     args = parse_args()
+    refuse_to_replace(args.output_dir, resume=args.resume, overwrite=args.overwrite)
     stop = StopRequest()
     stop.install()
     ranks = Ranks.start(context_parallel_size=args.context_parallel_size, seed=args.seed)

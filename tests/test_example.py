@@ -4,6 +4,7 @@
 # ruff: noqa: E402
 
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -29,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+from grpo import engine_settings
+from grpo.arguments import parse_args
+from grpo.engine_settings import attention_backend, check_settings, machine_settings
 from grpo.report import plot, read_metrics, summary_table
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
 
@@ -124,6 +128,110 @@ def test_an_incomplete_last_line_of_the_metrics_is_left_out(tmp_path: Path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
 
 
+def test_engine_settings_have_the_types_of_yaml_scalars():
+    texts = ["mem_fraction_static=0.1", "enable_metrics=true", "kv_cache_dtype=fp8_e5m2", "page_size=16", "a=null"]
+    args = parse_args(["--rollout-engine", "sglang", "--engine-settings", *texts])
+    expected = {
+        **{"mem_fraction_static": 0.1, "enable_metrics": True, "kv_cache_dtype": "fp8_e5m2"},
+        **{"page_size": 16, "a": None},
+    }
+    assert args.engine_settings == expected
+    assert [*map(type, args.engine_settings.values())] == [*map(type, expected.values())]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engine-settings", "page_size=16"], "--rollout-engine sglang, the engine is transformers"),
+        (["--rollout-engine", "sglang", "--engine-settings", "page_size"], "expected key=value"),
+        (["--rollout-engine", "sglang", "--engine-settings", "a=[1, 2]"], "the value is a list"),
+        (["--rollout-engine", "sglang", "--engine-settings", "a=1e-4"], "such as 1.0e-4"),
+        (["--rollout-engine", "sglang", "--engine-settings", "a=1", "a=2"], "twice"),
+        (["--resume", "--overwrite"], "choose one"),
+        (["--rollout-top-p", "0.9"], "--rollout-engine sglang, the engine is transformers"),
+        (["--rollout-engine", "sglang", "--rollout-top-p", "0"], "above 0, at most 1"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str):
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_a_setting_that_sglang_lacks_is_refused_with_those_close_to_it():
+    known = ["mem_fraction_static", "page_size", "tp_size"]
+    check_settings({"page_size": 16}, known=known, version="1")
+    with pytest.raises(ValueError, match="SGLang 1 has no 'mem_fraction'; close to it: mem_fraction_static"):
+        check_settings({"mem_fraction": 0.1}, known=known, version="1")
+    with pytest.raises(ValueError, match="tp_size is set by the example"):
+        check_settings({"tp_size": 2}, known=known, version="1")
+
+
+def test_settings_for_a_gpu_have_only_names_that_this_sglang_knows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_settings, "attention_backend", lambda *, head_dim: None)
+    assert machine_settings(on_gpu=True, head_dim=64, known=["disable_prefill_cuda_graph"]) == {
+        **{"device": "cuda", "mem_fraction_static": 0.3, "disable_prefill_cuda_graph": True}
+    }
+    assert machine_settings(on_gpu=True, head_dim=64, known=[]) == {"device": "cuda", "mem_fraction_static": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("files", "head_dim", "backend"),
+    [
+        pytest.param([], 64, "triton", id="nothing installed"),
+        pytest.param(["sgl_kernel/flash_ops.abi3.so"], 64, None, id="FA3: SGLang's default"),
+        pytest.param(["sgl_kernel/common_ops.abi3.so"], 64, "triton", id="kernels without FA3"),
+        pytest.param(["flashinfer/a", "flashinfer_jit_cache/a"], 64, "flashinfer", id="FlashInfer with kernels"),
+        pytest.param(["flashinfer/a", "flashinfer_jit_cache/a"], 32, "triton", id="FlashInfer, a small head"),
+        pytest.param(["flashinfer/a"], 64, "triton", id="FlashInfer that could not compile"),
+    ],
+)
+def test_the_attention_backend_is_one_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], head_dim: int, backend: str | None
+):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+        (tmp_path / file).with_name("__init__.py").touch()
+    # Nothing else is found: not the packages of this environment, nor its compilers.
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "modules", {n: m for n, m in sys.modules.items() if n not in ("sgl_kernel", "flashinfer")})
+    assert attention_backend(head_dim=head_dim) == backend
+
+
+@pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh"])
+@pytest.mark.parametrize(
+    ("arguments", "switch"),
+    [
+        ([], "--use-tis"),
+        (["--custom-config-path", "yaml/metrics_only.yaml"], "--get-mismatch-metrics"),
+        (["--custom-config-path=yaml/metrics_only.yaml", "--num-rollout", "3"], "--get-mismatch-metrics"),
+    ],
+)
+def test_the_run_script_measures_or_corrects_as_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str], switch: str
+):
+    environment = tmp_path / "bin"
+    environment.mkdir()
+    (environment / "python").symlink_to(sys.executable)
+    (environment / "torchrun").write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" > {tmp_path}/submitted\n")
+    (environment / "torchrun").chmod(0o755)
+    (tmp_path / ".installed").touch()
+    # A link's interpreter does not know the packages of its environment.
+    packages = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    submitted = os.environ | {"VENV": str(tmp_path), "PYTHONPATH": packages}
+    subprocess.run(["bash", str(EXAMPLES / script), *arguments], env=submitted, check=True)
+    words = (tmp_path / "submitted").read_text().splitlines()
+    flags = words[words.index("examples/train_grpo.py") + 1 :]
+    assert ({"--use-tis", "--get-mismatch-metrics"} & {*flags}) == {switch}
+    monkeypatch.chdir(ROOT)
+    args = parse_args(flags)
+    assert args.custom_tis_function_path == "mis_ext.compute_mis_weights_with_cp"
+    assert args.custom_config_path.name == ("metrics_only.yaml" if arguments else "mis.yaml")
+    assert args.use_tis is (switch == "--use-tis")
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_engine_reports_the_log_probs_of_its_tokens_under_the_latest_weights(dtype: torch.dtype, tolerance: float):
@@ -215,6 +323,36 @@ def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: 
         assert row["train/mis_ess_ratio_seq"] < 1
 
 
+def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
+    settings = json.loads((interrupted / "settings.json").read_text())
+    assert settings["arguments"]["hidden_size"] == 32
+    assert settings["arguments"]["rollout_engine"] == "transformers"
+    assert settings["engine_settings"]["dtype"] == "torch.bfloat16"
+    assert settings["versions"]["torch"] == torch.__version__
+    assert {"sglang", "megatron-core", "mis_ext"} < settings["versions"].keys()
+    assert settings["device"]
+    assert settings["ranks"] == 2
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_overwrite_replaces_the_first(tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    left = {"metrics.jsonl": '{"step": 0}\n{"step": 1}\n', "metrics.png": "plot", "checkpoint.pt": "weights"}
+    for name, content in left.items():
+        (folder / name).write_text(content)
+    command = [str(EXAMPLES / "train_grpo.py"), "--output-dir", str(folder), *SMALL_RUN, "--num-rollout", "1"]
+    with torchrun(*command) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode != 0
+    for part in (str(folder), "--resume", "--overwrite"):
+        assert part in output
+    assert {path.name: path.read_text() for path in folder.iterdir()} == left
+
+    (row,) = train(folder, "--num-rollout", "1", "--overwrite")
+    assert "rollout/reward" in row
+    assert (folder / "metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
 def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     from grpo.model import ModelShape
@@ -277,7 +415,6 @@ def transformers_log_probs(shape: Any, weights: dict[str, torch.Tensor], samples
 def score_and_train(path: Path) -> None:
     """On each of two ranks: score a rollout, make one optimizer step on it, and score it again, on each topology."""
     import torch.distributed as dist
-    from grpo.arguments import parse_args
     from grpo.distributed import Ranks
     from grpo.rollout import Sample
     from megatron.core import parallel_state

@@ -4,6 +4,7 @@
 # ruff: noqa: E402
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -125,7 +126,12 @@ def running_engine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in TORCHRUN_ENVIRONMENT.items():
             patch.setenv(name, value)
-        engine = SGLangEngine(hf_config=QWEN3, seed=0, workdir=tmp_path_factory.mktemp("engine"))
+        engine = SGLangEngine(
+            hf_config=QWEN3,
+            seed=0,
+            workdir=tmp_path_factory.mktemp("engine"),
+            settings={"max_running_requests": 128},
+        )
     yield engine
     engine.close()
 
@@ -162,6 +168,19 @@ def test_samples_follow_the_tempered_distribution(engine, policy):
     assert ((counts / draws - probabilities).abs() < tolerance).all()
 
 
+@torch.no_grad()
+def test_top_p_samples_from_the_nucleus_and_warns_that_the_log_probs_are_of_the_whole_distribution(engine, policy):
+    prompt, top_p = PROMPTS[0], 0.5
+    with pytest.warns(UserWarning, match="not renormalised"):
+        completions = engine.generate([prompt] * 256, max_new_tokens=1, temperature=1.0, top_p=top_p)
+    probabilities, ids = policy(torch.tensor([prompt])).logits[0, -1].softmax(-1).sort(descending=True)
+    # The nucleus ends with the token that reaches top_p; bf16 may move that border a little.
+    nucleus = ids[probabilities.cumsum(0) - probabilities < top_p + 0.05].tolist()
+    assert len(nucleus) < len(ids)
+    assert {completion.token_ids[0] for completion in completions} <= {*nucleus}
+    assert largest_difference(policy, [prompt] * 256, completions, 1.0) < BF16_TOLERANCE < -math.log(top_p + 0.05)
+
+
 def test_completions_end_at_the_end_token_or_the_limit_and_carry_the_version(engine):
     completions = engine.generate(PROMPTS, max_new_tokens=32, temperature=1.0)
     assert len(completions) == len(PROMPTS)
@@ -184,14 +203,14 @@ def test_a_response_may_fill_the_model_to_its_last_position(engine, policy, prom
     assert largest_difference(policy, prompts, completions, 1.0) < BF16_TOLERANCE
 
 
-def test_an_update_moves_the_engine_to_the_new_model_and_keeps_one_checkpoint(engine, policy, other_policy):
+def test_an_update_moves_the_engine_to_the_new_model_and_leaves_no_weights_on_disk(engine, policy, other_policy):
     engine.generate(PROMPTS, max_new_tokens=16, temperature=1.0)
     engine.update_weights(other_policy.state_dict(), version=8)
     completions = engine.generate(PROMPTS, max_new_tokens=16, temperature=1.0)
     assert {completion.weight_version for completion in completions} == {8}
     assert largest_difference(other_policy, PROMPTS, completions, 1.0) < BF16_TOLERANCE
     assert largest_difference(policy, PROMPTS, completions, 1.0) > 1
-    assert [path.name for path in engine._workdir.glob("weights-*")] == ["weights-8"]
+    assert not [*engine._workdir.rglob("*.safetensors")]
 
 
 @pytest.mark.parametrize(
@@ -215,12 +234,8 @@ def test_a_state_dict_of_another_architecture_is_refused_and_changes_nothing(eng
 
 @pytest.mark.parametrize("stale", ["model.layers.1.self_attn.v_proj.weight", "lm_head.weight", "model.norm.weight"])
 def test_a_tensor_that_sglang_skips_without_a_word_is_detected(engine, policy, other_policy, monkeypatch, stale):
-    write = sglang_engine.save_file
-    monkeypatch.setattr(
-        sglang_engine,
-        "save_file",
-        lambda tensors, *args, **kwargs: write({n: t for n, t in tensors.items() if n != stale}, *args, **kwargs),
-    )
+    pack = sglang_engine.save
+    monkeypatch.setattr(sglang_engine, "save", lambda tensors: pack({n: t for n, t in tensors.items() if n != stale}))
     with pytest.raises(RuntimeError, match=r"values of .* differ, first at"):
         engine.update_weights(other_policy.state_dict(), version=8)
     with pytest.raises(RuntimeError, match="call update_weights first"):
@@ -231,12 +246,31 @@ def test_a_tensor_that_sglang_skips_without_a_word_is_detected(engine, policy, o
     assert largest_difference(policy, PROMPTS, completions, 1.0) < BF16_TOLERANCE
 
 
-def test_the_checkpoint_of_another_model_is_detected(engine, policy, other_policy, monkeypatch):
+def test_the_weights_of_another_model_are_detected(engine, policy, other_policy, monkeypatch):
     other = {name: tensor.to(torch.bfloat16) for name, tensor in other_policy.state_dict().items()}
-    write = sglang_engine.save_file
-    monkeypatch.setattr(sglang_engine, "save_file", lambda tensors, *args, **kwargs: write(other, *args, **kwargs))
+    pack = sglang_engine.save
+    monkeypatch.setattr(sglang_engine, "save", lambda tensors: pack(other))
     with pytest.raises(RuntimeError, match=r"values of .* differ, first at"):
         engine.update_weights(policy.state_dict(), version=8)
+
+
+def test_the_settings_are_those_that_sglang_uses_the_users_over_the_examples(running_engine):
+    expected = {"max_running_requests": 128, "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+    assert expected.items() <= running_engine.settings.items()
+    # Nobody set it.
+    assert running_engine.settings["kv_cache_dtype"] is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("mem_fraction_sttic", r"no 'mem_fraction_sttic'; close to it: .*mem_fraction_static"),
+        ("dtype", "dtype is set by the example"),
+    ],
+)
+def test_a_setting_that_is_not_the_users_is_an_error_with_the_legal_ones(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        SGLangEngine(hf_config=QWEN3, seed=0, workdir=tmp_path, settings={setting: 1})
 
 
 @pytest.mark.parametrize(
@@ -245,6 +279,7 @@ def test_the_checkpoint_of_another_model_is_detected(engine, policy, other_polic
         ({"prompts": [[5], []], "max_new_tokens": 4, "temperature": 1.0}, "request 1: a prompt of 0 tokens"),
         ({"prompts": [[5]], "max_new_tokens": 0, "temperature": 1.0}, "max_new_tokens=0"),
         ({"prompts": [[5]], "max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0"),
+        ({"prompts": [[5]], "max_new_tokens": 4, "temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),
         ({"prompts": [[5] * 253], "max_new_tokens": 4, "temperature": 1.0}, "between 1 and 252 .max_position.*=256"),
         ({"prompts": [[5, 50]], "max_new_tokens": 4, "temperature": 1.0}, "from 5 to 50, vocab_size=50"),
     ],

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from .engine_settings import Scalar, parse_setting
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line and lay the custom configuration over it.
@@ -22,6 +24,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_training(parser)
     _add_correction(parser)
     args = parser.parse_args(argv)
+    args.engine_settings = _as_dict(parser, args.engine_settings)
     if args.custom_config_path is not None:
         apply_custom_config(args, args.custom_config_path)
     _check(parser, args)
@@ -38,6 +41,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--output-dir", type=Path, default=Path("runs/grpo"), help="metrics, plot and checkpoint")
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument("--num-rollout", type=int, default=90, help="steps: rollouts, each followed by training")
     group.add_argument("--save-interval", type=int, default=20, help="steps between checkpoints")
     group.add_argument("--seed", type=int, default=1)
@@ -47,9 +51,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
     group.add_argument("--rollout-engine", choices=["transformers", "sglang"], default="transformers")
+    group.add_argument(
+        "--engine-settings",
+        type=_setting,
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="arguments of sglang.Engine, values as in YAML: mem_fraction_static=0.1 kv_cache_dtype=fp8_e5m2",
+    )
     group.add_argument("--rollout-batch-size", type=int, default=32, help="prompts per rollout")
     group.add_argument("--n-samples-per-prompt", type=int, default=8)
     group.add_argument("--rollout-temperature", type=float, default=1.0)
+    group.add_argument("--rollout-top-p", type=float, default=1.0, help="share to sample from, with sglang only")
     group.add_argument("--rollout-max-response-len", type=int, default=40, help="tokens of a response")
     group.add_argument("--update-weights-interval", type=int, default=1, help="rollouts between weight updates")
     group.add_argument("--rollout-data-postprocess-path", help="module.function(args, rollout_id, rollout_data)")
@@ -81,6 +94,20 @@ def _add_correction(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-rollout-logprobs", action="store_true", help="the engine's log-probs as PPO denominator")
 
 
+def _setting(text: str) -> tuple[str, Scalar]:
+    try:
+        return parse_setting(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, Scalar]]) -> dict[str, Scalar]:
+    by_key = dict(settings)
+    if len(by_key) < len(settings):
+        parser.error(f"--engine-settings: a key is there twice: {', '.join(key for key, _ in settings)}")
+    return by_key
+
+
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
         parser.error("--use-tis and --get-mismatch-metrics need --custom-tis-function-path")
@@ -89,6 +116,14 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             "--custom-tis-function-path is never called: with use_tis: false in the configuration add "
             "--get-mismatch-metrics to measure, else add --use-tis"
         )
+    if args.resume and args.overwrite:
+        parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
+    if args.engine_settings and args.rollout_engine != "sglang":
+        parser.error(f"--engine-settings are of --rollout-engine sglang, the engine is {args.rollout_engine}")
+    if not 0 < args.rollout_top_p <= 1:
+        parser.error(f"--rollout-top-p {args.rollout_top_p}: expected a number above 0, at most 1")
+    if args.rollout_top_p != 1 and args.rollout_engine != "sglang":
+        parser.error(f"--rollout-top-p needs --rollout-engine sglang, the engine is {args.rollout_engine}")
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     dp_size = int(os.environ.get("WORLD_SIZE", "1")) // args.context_parallel_size
     if num_samples % (dp_size * args.num_steps_per_rollout * args.micro_batch_size):

@@ -12,6 +12,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.auto import AutoModelForCausalLM
 
+from .engine_settings import Scalar
+
 EngineName = Literal["transformers", "sglang"]
 
 
@@ -31,15 +33,24 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """An inference engine that holds its own copy of the policy."""
+    """An inference engine that holds its own copy of the policy.
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
-        """Sample one response for each prompt, in order, from the whole distribution (no top-k, no top-p).
+    Attributes:
+        settings: What it runs with, for the record.
+    """
+
+    settings: dict[str, Scalar]
+
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float = 1.0
+    ) -> list[Completion]:
+        """Sample one response for each prompt, in order.
 
         Args:
             prompts: Token ids.
             max_new_tokens: Length at which sampling stops; earlier only at an end token that the config names.
             temperature: Divides the logits.
+            top_p: Share of the distribution to sample from, 1 for all of it; the log-probs are those of all of it.
         """
         ...
 
@@ -74,6 +85,7 @@ class TransformersEngine:
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._model.eval().to(device)
         self._max_batch_tokens = max_batch_tokens
+        self.settings: dict[str, Scalar] = {"dtype": str(dtype), "attention": attention, "device": device}
         torch.manual_seed(seed)
         self._version = 0
         self._manager = None
@@ -85,8 +97,12 @@ class TransformersEngine:
         """The model that generates."""
         return self._model
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
-        """Sample one response for each prompt, see ``RolloutEngine``."""
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float = 1.0
+    ) -> list[Completion]:
+        """Sample one response for each prompt from the whole distribution, see ``RolloutEngine``."""
+        if top_p != 1:
+            raise ValueError(f"{top_p=}: the engine transformers samples from the whole distribution")
         longest = max(len(prompt) for prompt in prompts) + max_new_tokens
         self._start(num_requests=len(prompts), max_length=longest, temperature=temperature)
         # All requests enter at once, so that the batches, hence the samples, do not depend on timing.
@@ -164,22 +180,32 @@ class TransformersEngine:
         self._manager.start()
 
 
-def create_engine(name: EngineName, *, hf_config: PretrainedConfig, seed: int, workdir: Path) -> RolloutEngine:
+def create_engine(
+    name: EngineName,
+    *,
+    hf_config: PretrainedConfig,
+    seed: int,
+    workdir: Path,
+    settings: dict[str, Scalar] | None = None,
+) -> RolloutEngine:
     """Start an engine with arbitrary weights; call ``update_weights`` before sampling.
 
     Args:
         name: ``transformers`` or ``sglang``.
         hf_config: Describes the model.
         seed: Of the sampler.
-        workdir: A folder for files that the engine needs, such as checkpoints.
+        workdir: A folder for files that the engine needs.
+        settings: Of the engine ``sglang``, over those that suit the machine.
 
     Raises:
-        ValueError: There is no such engine.
+        ValueError: There is no such engine, or it has no such setting.
     """
     if name == "transformers":
+        if settings:
+            raise ValueError("the engine transformers has no settings")
         return TransformersEngine(hf_config, seed=seed)
     if name == "sglang":
         from .sglang_engine import SGLangEngine
 
-        return SGLangEngine(hf_config=hf_config, seed=seed, workdir=workdir)
+        return SGLangEngine(hf_config=hf_config, seed=seed, workdir=workdir, settings=settings)
     raise ValueError(f"rollout engine {name!r}: expected 'transformers' or 'sglang'")

@@ -20,6 +20,7 @@ from .loss import load_function
 from .model import ModelShape, hf_config
 from .report import MetricsLog, ProgressDisplay, Row, plot, read_metrics, summary_table
 from .rollout import Sample, grade_groups, own_share, supervised_samples
+from .run_settings import write_settings
 from .task import CountingTask, Problem
 from .trainer import Trainer
 
@@ -40,13 +41,21 @@ class Run:
         self._trainer = Trainer(args, shape, ranks)
         self._checkpoint = args.output_dir / "checkpoint.pt"
         self._metrics = args.output_dir / "metrics.jsonl"
+        self._figure = args.output_dir / "metrics.png"
         self._engine: RolloutEngine | None = None
         self._phase_seconds: dict[str, float] = {}
         if self._is_main:
             args.output_dir.mkdir(parents=True, exist_ok=True)
             # The sampler of the transformers engine shares this process's generator, which a checkpoint restores.
             self._engine = create_engine(
-                args.rollout_engine, hf_config=hf_config(shape), seed=args.seed, workdir=args.output_dir / "engine"
+                args.rollout_engine,
+                hf_config=hf_config(shape),
+                seed=args.seed,
+                workdir=args.output_dir / "engine",
+                settings=args.engine_settings,
+            )
+            write_settings(
+                args.output_dir / "settings.json", args, engine_settings=self._engine.settings, device=ranks.device
             )
 
     def execute(self, console: Console) -> None:
@@ -56,6 +65,7 @@ class Run:
             first_step = load_checkpoint(self._checkpoint, trainer=self._trainer, rng=self._rng)
         elif self._is_main:
             self._checkpoint.unlink(missing_ok=True)
+            self._figure.unlink(missing_ok=True)
         log = MetricsLog(self._metrics, first_step=first_step) if self._is_main else None
         try:
             with ProgressDisplay(console, enabled=self._is_main) as display:
@@ -137,7 +147,10 @@ class Run:
             return None
         prompts = [problem.prompt_ids for problem in problems for _ in range(self._args.n_samples_per_prompt)]
         return self._engine.generate(
-            prompts, max_new_tokens=self._task.response_length, temperature=self._args.rollout_temperature
+            prompts,
+            max_new_tokens=self._task.response_length,
+            temperature=self._args.rollout_temperature,
+            top_p=self._args.rollout_top_p,
         )
 
     def _own_share(self, samples: list[Sample]) -> dict[str, Any]:
@@ -170,10 +183,9 @@ class Run:
         if not rows:
             console.print("stopped before the first step: nothing to show")
             return
-        figure = self._args.output_dir / "metrics.png"
-        plot(rows, figure)
+        plot(rows, self._figure)
         console.print(summary_table(rows))
-        console.print(f"metrics {self._metrics}\nplot    {figure}", highlight=False)
+        console.print(f"metrics {self._metrics}\nplot    {self._figure}", highlight=False)
         if len(rows) < self._args.num_rollout and self._checkpoint.exists():
             console.print(f"stopped after {len(rows)} of {self._args.num_rollout} steps: --resume goes on")
 

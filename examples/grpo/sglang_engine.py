@@ -3,13 +3,14 @@
 The engine lives in a process of its own, so that neither side disturbs the other: SGLang sets environment variables,
 signal handlers and the multiprocessing start method, and at shutdown kills every child of its process, while a trainer
 started by torchrun has a rendezvous in its environment that SGLang's own process group would join. The two talk over a
-pipe; weights go through a checkpoint directory. When the trainer ends, even by a kill, the pipe closes and the engine
-stops.
+pipe, which weights go through too. When the trainer ends, even by a kill, the pipe closes and the engine stops.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import inspect
 import math
 import os
 import shutil
@@ -17,19 +18,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from .engine import Completion, RolloutEngine
+from .engine_settings import CPU_SETTINGS, Scalar, check_settings, machine_settings
+
+__all__ = ["CPU_SETTINGS", "HIDDEN_FROM_ENGINE", "INSTALL_HINT", "SGLangEngine"]
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,24 +42,18 @@ if TYPE_CHECKING:
 # SGLang holds these projections as one tensor, in this order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-# With these SGLang 0.5 runs on a CPU without its compiled kernels; ``sglang_cpu`` stands in for what it still imports.
-CPU_SETTINGS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    # Otherwise it keeps a core busy while the trainer works.
-    "sleep_on_idle": True,
-    "max_total_tokens": 65536,
-    "max_running_requests": 256,
-}
-# The trainer's first rank shares its GPU with the engine.
-GPU_SETTINGS: dict[str, Any] = {"device": "cuda", "mem_fraction_static": 0.3}
-
 # SGLang ends a response up to two tokens short of its context, and refuses prompts within six: this much is added.
 CONTEXT_MARGIN = 8
 
+# Recorded for each run as SGLang resolved them, also where nobody set them.
+RECORDED_SETTINGS = ("attention_backend", "kv_cache_dtype", "mem_fraction_static", "quantization", "sampling_backend")
+
 IDLE_TIMEOUT = 60.0
+
+TOP_P_WARNING = (
+    "top_p={top_p}: SGLang samples from a part of the distribution, and reports log-probs of the whole, not "
+    "renormalised over that part. They are not the log-probs of the policy that sampled"
+)
 
 # The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
 HIDDEN_FROM_ENGINE = {
@@ -85,14 +84,19 @@ class SGLangEngine(RolloutEngine):
     Args:
         hf_config: Configuration of the model; its ``eos_token_id``, if any, ends a response.
         seed: Seed of the engine's sampler.
-        workdir: Directory for the checkpoint and the engine's log, made if missing.
+        workdir: Directory for the configuration and the engine's log, made if missing.
         dtype: Of weights and activations.
+        settings: Arguments of ``sglang.Engine``, over those that suit the machine.
         max_batch_tokens: What a forward takes of prompts; longer ones are cut into chunks. None: SGLang decides.
         run_scheduler: What runs in the engine's scheduler process, instead of SGLang's ``run_scheduler_process`` and
             with its arguments. It must be importable under its name by a process without the trainer's modules.
 
+    Attributes:
+        settings: Arguments that ``sglang.Engine`` got, and a few more, as it resolved them.
+
     Raises:
         ModuleNotFoundError: sglang is not installed.
+        ValueError: SGLang has no such setting, or the example sets it.
         RuntimeError: The engine did not start; the message ends with its log.
     """
 
@@ -103,6 +107,7 @@ class SGLangEngine(RolloutEngine):
         seed: int,
         workdir: Path,
         dtype: torch.dtype = torch.bfloat16,
+        settings: dict[str, Scalar] | None = None,
         max_batch_tokens: int | None = None,
         run_scheduler: Callable[..., None] | None = None,
     ) -> None:
@@ -115,8 +120,8 @@ class SGLangEngine(RolloutEngine):
         self._tied = bool(hf_config.tie_word_embeddings)
         self._context_length: int = hf_config.max_position_embeddings
         self._vocab_size: int = hf_config.vocab_size
-        self._config_dir = self._workdir / "config"
-        hf_config.save_pretrained(self._config_dir)
+        config_dir = self._workdir / "config"
+        hf_config.save_pretrained(config_dir)
         self._version: int | None = None
 
         # SGLang leaves its sockets where temporary files go; their paths must be short.
@@ -138,26 +143,31 @@ class SGLangEngine(RolloutEngine):
         # Runs at close(), when the object is collected and at interpreter exit, whichever is first.
         self._stop = weakref.finalize(self, _stop_worker, self._process, ours, sockets)
         try:
-            self._shapes: dict[str, tuple[int, ...]] = self._call(
+            started = self._call(
                 "start",
-                config=str(self._config_dir),
-                checkpoint=str(self._workdir / "weights-initial"),
+                config=str(config_dir),
                 seed=seed,
                 dtype=dtype,
+                settings=settings or {},
                 max_batch_tokens=max_batch_tokens,
                 run_scheduler=run_scheduler,
             )
         except BaseException:
             self.close()
             raise
+        self._shapes: dict[str, tuple[int, ...]] = started["shapes"]
+        self.settings: dict[str, Scalar] = started["settings"]
 
-    def generate(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+    def generate(
+        self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float = 1.0
+    ) -> list[Completion]:
         """Sample one response for each prompt, see ``RolloutEngine``.
 
         Args:
             prompts: Token ids.
             max_new_tokens: Length at which sampling stops, at least 1.
             temperature: Divides the logits, above 0. The log-probs are those of ``log_softmax(logits / temperature)``.
+            top_p: Share of the distribution to sample from; the log-probs stay those of the whole distribution.
 
         Raises:
             ValueError: An argument is out of range, or the engine refused a request.
@@ -167,6 +177,10 @@ class SGLangEngine(RolloutEngine):
             raise RuntimeError("the SGLang engine holds no weights of the trainer: call update_weights first")
         if temperature <= 0 or max_new_tokens < 1:
             raise ValueError(f"{temperature=} must be above 0 and {max_new_tokens=} at least 1")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"{top_p=} must be above 0 and at most 1")
+        if top_p < 1:
+            warnings.warn(TOP_P_WARNING.format(top_p=top_p), stacklevel=2)
         for index, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self._context_length - max_new_tokens:
                 raise ValueError(
@@ -183,7 +197,7 @@ class SGLangEngine(RolloutEngine):
         sampling_params = {
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,
-            "top_p": 1.0,
+            "top_p": top_p,
             "top_k": -1,
             "min_p": 0.0,
         }
@@ -198,9 +212,10 @@ class SGLangEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Load weights, cast to the engine's dtype, and compare every tensor that it then holds with them.
+        """Send weights, cast to the engine's dtype, and compare every tensor that it then holds with them.
 
-        SGLang's reload skips names that it does not know and reports success, so its word proves nothing.
+        SGLang skips names that it does not know and reports success, so its word proves nothing. What it holds comes
+        back through a file: its ``get_weights_by_name`` knows neither Qwen2 nor Qwen3.
 
         Args:
             state_dict: Every tensor of the model under its transformers name.
@@ -217,15 +232,11 @@ class SGLangEngine(RolloutEngine):
             if not (self._tied and name == "lm_head.weight")
         }
         self._version = None
-        checkpoint = self._workdir / f"weights-{version}"
-        self._write_checkpoint(checkpoint, weights)
         held_path = self._workdir / "held.safetensors"
-        self._call("update", checkpoint=str(checkpoint), version=str(version), held_path=str(held_path))
+        self._call("update", weights=save(weights), version=str(version), held_path=str(held_path))
         held = load_file(held_path)
         held_path.unlink()
-        _check_held(_as_held(weights), held, checkpoint)
-        for other in set(self._workdir.glob("weights-*")) - {checkpoint}:
-            shutil.rmtree(other)
+        _check_held(_as_held(weights), held, version)
         self._version = version
 
     def flush_cache(self) -> None:
@@ -259,10 +270,6 @@ class SGLangEngine(RolloutEngine):
                 )
             if not state_dict[name].isfinite().all():
                 raise ValueError(f"update_weights: {name} has values that are not finite")
-
-    def _write_checkpoint(self, checkpoint: Path, weights: dict[str, Tensor]) -> None:
-        shutil.copytree(self._config_dir, checkpoint, dirs_exist_ok=True)
-        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
     def _call(self, command: str, **arguments: Any) -> Any:
         """Return the worker's answer to one command."""
@@ -339,7 +346,7 @@ def _as_held(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return held
 
 
-def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], checkpoint: Path) -> None:
+def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], version: int) -> None:
     """Raise a RuntimeError unless the engine holds exactly the expected tensors.
 
     Its vocabulary may have more rows, which SGLang adds as padding.
@@ -347,9 +354,9 @@ def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], checkpoint
     if "model.embed_tokens.weight" not in held and "lm_head.weight" in held:
         # Tied: SGLang writes the one tensor under either name.
         held = {"model.embed_tokens.weight" if n == "lm_head.weight" else n: t for n, t in held.items()}
-    prefix = f"SGLang does not hold the weights of {checkpoint}"
+    prefix = f"SGLang does not hold the weights of version {version}"
     if differing := sorted(expected.keys() ^ held.keys()):
-        side = "only in the checkpoint" if differing[0] in expected else "only in the engine"
+        side = "only in what was sent" if differing[0] in expected else "only in the engine"
         raise RuntimeError(f"{prefix}: {differing[0]} is {side}")
     for name, want in expected.items():
         have = held[name]
@@ -399,6 +406,19 @@ def _stop_worker(process: subprocess.Popen[bytes], connection: Connection, socke
     shutil.rmtree(sockets, ignore_errors=True)
 
 
+def _check_success(answer: tuple[bool, str]) -> None:
+    """Raise a RuntimeError if SGLang says that a step of a weight update failed."""
+    success, message = answer
+    if not success:
+        raise RuntimeError(f"SGLang could not update its weights: {message}")
+
+
+def _resolved(server_args: Any) -> dict[str, Scalar]:
+    """Return every setting as SGLang uses it; version 0.5.17 writes that over what it was given."""
+    resolved = server_args.resolved_dict() if hasattr(server_args, "resolved_dict") else vars(server_args)
+    return {key: value if isinstance(value, Scalar) else str(value) for key, value in resolved.items()}
+
+
 def _tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -413,13 +433,13 @@ class _Worker:
         self,
         *,
         config: str,
-        checkpoint: str,
         seed: int,
         dtype: torch.dtype,
+        settings: dict[str, Scalar],
         max_batch_tokens: int | None,
         run_scheduler: Callable[..., None] | None,
-    ) -> dict[str, tuple[int, ...]]:
-        """Start the engine on random weights; return the name and shape of every tensor of the model."""
+    ) -> dict[str, Any]:
+        """Start the engine on random weights; return its settings, and the shape of every tensor by name."""
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -429,28 +449,38 @@ class _Worker:
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
         from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
-        model.save_pretrained(checkpoint)
-        # Its sampling defaults are for users who set none.
-        (Path(checkpoint) / "generation_config.json").unlink(missing_ok=True)
+        known = inspect.signature(ServerArgs).parameters.keys()
+        check_settings(settings, known=known, version=importlib.metadata.version("sglang"))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(config)
         if run_scheduler is not None:
             Engine.run_scheduler_process_func = staticmethod(run_scheduler)
-        self.engine = Engine(
-            model_path=checkpoint,
-            skip_tokenizer_init=True,
-            dtype=str(dtype).removeprefix("torch."),
-            context_length=model.config.max_position_embeddings + CONTEXT_MARGIN,
-            sampling_backend="pytorch",
-            grammar_backend="none",
-            chunked_prefill_size=max_batch_tokens,
-            random_seed=seed,
-            log_level="warning",
-            **(GPU_SETTINGS if on_gpu else CPU_SETTINGS),
-        )
-        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        head_dim = getattr(model.config, "head_dim", model.config.hidden_size // model.config.num_attention_heads)
+        own = {
+            "model_path": config,
+            # Nothing is read: the trainer's weights come before the first request.
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": str(dtype).removeprefix("torch."),
+            "context_length": model.config.max_position_embeddings + CONTEXT_MARGIN,
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "chunked_prefill_size": max_batch_tokens,
+            "random_seed": seed,
+            "log_level": "warning",
+        }
+        passed = own | machine_settings(on_gpu=on_gpu, head_dim=head_dim, known=known) | settings
+        self.engine = Engine(**passed)
+        resolved = _resolved(self.engine.server_args)
+        return {
+            "shapes": {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+            "settings": {key: resolved[key] for key in sorted({*passed, *RECORDED_SETTINGS} & resolved.keys())},
+        }
 
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the parts of SGLang's responses that the trainer's side looks at."""
@@ -466,20 +496,39 @@ class _Worker:
             for response in responses
         ]
 
-    def update(self, *, checkpoint: str, version: str, held_path: str) -> None:
-        """Reload the weights and write what the engine holds afterwards to ``held_path``."""
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    def update(self, *, weights: bytes, version: str, held_path: str) -> None:
+        """Take over weights in safetensors' format and write what the engine holds afterwards to ``held_path``."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
 
         self.flush_cache()
-        # ``Engine.update_weights_from_disk`` does not take the version; this is what it calls.
-        request = UpdateWeightFromDiskReqInput(model_path=checkpoint, weight_version=version)
-        success, message, *_ = self.engine.loop.run_until_complete(
-            self.engine.tokenizer_manager.update_weights_from_disk(request, None)
+        # Through shared memory, so the tensors must live until the scheduler has taken them.
+        named_tensors = list(load(weights).items())
+        # ``Engine.update_weights_from_tensor`` does not take the version; this is what it calls.
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(named_tensors)], weight_version=version
         )
-        if not success:
-            raise RuntimeError(f"SGLang could not load {checkpoint}: {message}")
+        with self._weight_update():
+            updated = self.engine.loop.run_until_complete(
+                self.engine.tokenizer_manager.update_weights_from_tensor(request, None)
+            )
+        _check_success(updated)
         path = Path(held_path)
         self.engine.save_sharded_model(path=str(path.parent), pattern=path.name, max_size=None)
+
+    @contextmanager
+    def _weight_update(self) -> Iterator[None]:
+        """Open and close an update, which newer versions of SGLang ask for."""
+        if not hasattr(self.engine, "begin_weight_update"):
+            yield
+            return
+        _check_success(self.engine.begin_weight_update())
+        try:
+            yield
+        finally:
+            # Also after a failure: a second update could not begin otherwise.
+            ended = self.engine.end_weight_update()
+        _check_success(ended)
 
     def call_scheduler(self, *, method: str, arguments: dict[str, Any]) -> None:
         """Call a method of the scheduler with plain arguments."""

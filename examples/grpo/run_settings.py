@@ -1,0 +1,44 @@
+"""What a run was made with, as a file beside its metrics."""
+
+from __future__ import annotations
+
+import json
+import platform
+from argparse import Namespace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .engine_settings import Scalar
+
+PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "mis_ext")
+
+
+def write_settings(path: Path, args: Namespace, *, engine_settings: dict[str, Scalar], device: torch.device) -> None:
+    """Write arguments, engine settings, versions and the device as JSON.
+
+    Args:
+        path: The file; a resumed run replaces it.
+        args: All arguments, with those that the custom configuration set.
+        engine_settings: As the engine really uses them.
+        device: Of this rank.
+    """
+    on_gpu = device.type == "cuda"
+    settings = {
+        "arguments": vars(args),
+        "engine_settings": engine_settings,
+        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}",
+        "ranks": dist.get_world_size(),
+    }
+    path.write_text(json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    """Return None for what is not installed; a checkout on the path may be without its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
