@@ -40,6 +40,10 @@ KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
 )
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
+backends = pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("triton", marks=pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter"))],
+)
 reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
 
 
@@ -169,10 +173,7 @@ class NoPassOverTokens(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["eager", pytest.param("triton", marks=pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter"))],
-)
+@backends
 def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch):
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     samples = sprinkle(random_samples([700, 3, 900], seed=92), seed=92, share=0.01)
@@ -190,3 +191,21 @@ def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch
         (expected,) = correct([samples], keys)
         for name, value in metrics.items():
             assert_close(value, torch.tensor(expected.values[name], dtype=torch.float64), what=name)
+
+
+@pytest.mark.parametrize("name", ["spike_over_5", "over", "a_over_valid", "sum_x_over_kept", "_over_", "class"])
+@backends
+def test_the_name_of_a_gate_may_have_any_word_in_it(name, backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    samples = random_samples([5, 9, 3], seed=3)
+    lists = {"train_log_probs": samples.train, "rollout_log_probs": samples.rollout, "loss_masks": samples.masks}
+
+    def metrics(first: str) -> dict[str, torch.Tensor]:
+        gates = mis_ext.Gate(high=1.25, name=first), mis_ext.Gate(reduce="max", high=3.0, name=f"{first}_too")
+        after = mis_ext.Gate(statistic="k3", reduce="mean", high=0.5, after=first, name=f"{first}_after")
+        config = mis_ext.CorrectionConfig(gates=(*gates, after), metrics="all")
+        return mis_ext.compute_mis_weights(config, **lists)[2]
+
+    plain, named = metrics("plain"), metrics(name)
+    assert [key.replace("plain", name) for key in plain] == [*named]
+    torch.testing.assert_close([*named.values()], [*plain.values()], rtol=0.0, atol=0.0, equal_nan=True)

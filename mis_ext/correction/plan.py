@@ -22,7 +22,7 @@ that it uses; nothing else is computed or communicated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -57,13 +57,14 @@ class Column:
     over: str
 
     @classmethod
-    def of(cls, name: str) -> Column:
+    def of(cls, name: str, token_formulas: Collection[str]) -> Column:
         """What a name stands for, see the module."""
         operation, _, rest = name.partition("_")
         if operation == "num":
             return cls(name, "sum", rest, rest)
         assert operation in ("sum", "min", "max"), f"{name!r} is neither a formula nor a reduction over tokens"
-        token, _, over = rest.partition("_over_")
+        # The metric of a gate has the gate's name in its own, and that may have any word in it.
+        token, _, over = (rest, "", "") if rest in token_formulas else rest.partition("_over_")
         return cls(name, operation, token, over or "valid")  # type: ignore[arg-type]
 
 
@@ -133,7 +134,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
     wanted += [name for row in metrics if row.over != "G" for name in row.sequence_formula.needs]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in SCALES]
-    columns = _sums_first(map(Column.of, leaves))
+    columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(
         config=config,
         token=token,
