@@ -204,6 +204,28 @@ def test_normalising_over_a_single_sequence_warns(level) -> None:
         call(make_batch(1), tis_level=level, tis_batch_normalize=True, tis_normalize_scope="micro_batch")
 
 
+def test_what_to_do_about_a_single_sequence_is_not_what_is_done_already() -> None:
+    with pytest.warns(MismatchWarning, match=r"use tis_normalize_scope: rollout, or larger micro-batches"):
+        call(make_batch(1), tis_level="sequence", tis_batch_normalize=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_sequence_of_a_rollout_is_normalised_over_the_rollout() -> None:
+    args = argparse.Namespace(
+        use_tis=True, tis_level="sequence", tis_batch_normalize=True, tis_normalize_scope="rollout"
+    )
+    session_for(args).rollout_scale = mis_ext.WeightScale(torch.tensor(1.1), torch.tensor(1.0))
+    mis_ext.compute_mis_weights_with_cp(args, **make_batch(1))
+
+
+def test_a_small_micro_batch_does_not_say_that_there_are_always_several_sequences() -> None:
+    keys = {"tis_level": "sequence", "tis_batch_normalize": True, "tis_normalize_scope": "micro_batch"}
+    args = argparse.Namespace(use_tis=True, **keys)
+    mis_ext.compute_mis_weights_with_cp(args, **make_batch(2, 10))
+    with pytest.warns(MismatchWarning, match="over a single sequence"):
+        mis_ext.compute_mis_weights_with_cp(args, **make_batch(1))
+
+
 def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
     keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
     args, batch = argparse.Namespace(**keys, mis_max_reject_fraction=0.3), make_batch()

@@ -70,7 +70,7 @@ class DataGuards:
             # First, because a shift also puts certain tokens beside improbable ones.
             ("shifted_log_probs", "shifted_log_probs", has_pairs, _shifted_log_probs(evidence)),
             ("degenerate_behavior", "degenerate_behavior", has_tokens, _degenerate_behavior(evidence)),
-            ("single_sequence", None, in_scope > 0, _single_sequence(self._config, in_scope)),
+            ("single_sequence", None, has_tokens, _single_sequence(self._config, in_scope)),
             ("size", None, has_tokens, _size(self._config, evidence)),
         )
         for name, guard, has_seen_enough, messages in checks:
@@ -138,12 +138,14 @@ def _shifted_log_probs(evidence: Evidence) -> Iterator[str]:
 
 
 def _single_sequence(config: CorrectionConfig, num_sequences_in_scope: int) -> Iterator[str]:
-    if config.normalize_over is None or config.weight is None or config.weight.level == "token":
+    weight = config.weight
+    if config.normalize_over is None or config.scope == "rollout" or weight is None or weight.level == "token":
         return
     if num_sequences_in_scope == 1:
+        wider = "data_parallel or rollout" if config.scope == "micro_batch" else "rollout"
         yield (
-            f"{config.weight.level}-level weights normalised over a single sequence are always 1, which switches the "
-            "correction off: use tis_normalize_scope: data_parallel or rollout, or larger micro-batches"
+            f"{weight.level}-level weights normalised over a single sequence are always 1, which switches the "
+            f"correction off: use tis_normalize_scope: {wider}, or larger micro-batches"
         )
 
 
