@@ -7,7 +7,8 @@ import torch
 from thread_ranks import run_ranks
 
 import mis_ext
-from mis_ext import CorrectionConfig, PackedLayout, Weight, config_from_mapping
+from mis_ext import CorrectionConfig, PackedLayout, Session, Weight, config_from_mapping
+from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.metric_row import GroupNumber, Mean
 
 LENGTHS = [5, 12, 1, 0, 9]
@@ -143,6 +144,43 @@ def test_data_parallel_ranks_share_one_scale_and_one_group_number(keys) -> None:
         else:
             for each in both:
                 torch.testing.assert_close(each.value(), metric.value(), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_a_session_checks_what_a_configuration_does_not() -> None:
+    batch, session = padded(draw(lengths=[12, 14] * 4)), Session(CorrectionConfig())
+    spoilt = batch | {"behavior_logprobs": torch.zeros(8, WIDTH)}
+    mis_ext.correct_padded(CorrectionConfig(), **spoilt)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"behavior log-probs .* are 0"):
+            mis_ext.correct_padded(session, **spoilt)
+    expected = mis_ext.correct_padded(session.config, **batch)
+    for _ in range(2):
+        assert torch.equal(mis_ext.correct_padded(session, **batch).weights, expected.weights)
+    mis_ext.correct_padded(session, **spoilt)  # Has seen enough, which a session that is not kept never has.
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["session", "configuration"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("wrong", ["a short row", "None"])
+def test_a_wrong_shape_on_one_rank_leaves_no_other_rank_waiting(wrong, failing, is_kept) -> None:
+    config = config_of(CONFIGS["tokens"], scope="data_parallel")
+
+    def work(rank) -> mis_ext.hosts.padded.PaddedCorrection:
+        batch = padded(draw(rank.number))
+        if rank.number == failing:
+            batch["response_mask"] = batch["response_mask"][:, :-1] if wrong == "a short row" else None
+        session = Session(config.replace(warn_only=frozenset(GUARD_NAMES))) if is_kept else config
+        return mis_ext.correct_padded(session, **batch, dp_group=rank.groups.dp_group)
+
+    found = run_ranks(work, dp_size=2)
+    with pytest.raises((ValueError, AttributeError), match=r"both must be \[B, T\]|no attribute 'shape'"):
+        raise found[failing]
+    if is_kept:
+        with pytest.raises(RuntimeError, match=f"failed on rank {failing};"):
+            raise found[1 - failing]
+    else:
+        alone = mis_ext.correct_padded(config, **padded(draw(1 - failing)))
+        assert torch.equal(found[1 - failing].weights, alone.weights)
 
 
 @pytest.mark.parametrize("name", ["proximal_logprobs", "behavior_logprobs", "response_mask"])

@@ -52,6 +52,10 @@ class ThreadGroup:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank, self.turn = meeting, rank, 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._rank, self._meeting.size
+
     def size(self) -> int:
         return self._meeting.size
 
@@ -123,5 +127,6 @@ def _ranks_are_threads() -> Iterator[None]:
     with (
         mock.patch(f"{hosts}.session.global_rank", side_effect=lambda: _here.rank.number),
         mock.patch(f"{hosts}.slime_miles.rollout.find_groups", side_effect=lambda: _here.rank.groups),
+        mock.patch(f"{hosts}.groups._place", side_effect=lambda group: (0, 1) if group is None else group.place),
     ):
         yield

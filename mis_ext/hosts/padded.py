@@ -10,7 +10,9 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.metric_row import Metric
-from mis_ext.correction.pipeline import compute_correction
+from mis_ext.hosts.groups import Groups, device_of
+from mis_ext.hosts.packing import PackedStreams
+from mis_ext.hosts.session import Session
 
 
 class PaddedCorrection(NamedTuple):
@@ -26,7 +28,7 @@ class PaddedCorrection(NamedTuple):
 
 
 def correct_padded(
-    config: CorrectionConfig,
+    session: Session | CorrectionConfig,
     *,
     proximal_logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -36,30 +38,37 @@ def correct_padded(
     """Correct a padded batch; what lies under the mask may be anything.
 
     Args:
-        config: What to compute.
+        session: What to compute. A session is kept from call to call: it checks the data of the first ones, and raises
+            where another rank failed. A configuration does neither; an error on one rank then leaves the others to go
+            on without its samples.
         proximal_logprobs: ``[B, T]``, nats, scored by the trainer before the update.
         behavior_logprobs: ``[B, T]``, nats, as reported by the inference engine.
         response_mask: ``[B, T]``, nonzero on tokens that the policy generated.
         dp_group: Ranks that hold other sequences; None for one rank.
 
     Raises:
-        ValueError: The three are not of one shape ``[B, T]``.
+        ValueError: The three are not of one shape ``[B, T]``, or a guard of the session found a mistake in the data.
+        RuntimeError: Another rank of the session failed.
     """
-    shape = response_mask.shape
-    for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behavior_logprobs", behavior_logprobs)):
-        if len(shape) != 2 or tensor.shape != shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]")
-    batch_size, length = shape
-    # A padded row is a response whose last tokens are masked.
-    layout = PackedLayout.whole([length] * batch_size, device=response_mask.device)
-    correction = compute_correction(
-        proximal_logprobs_T=proximal_logprobs.reshape(-1),
-        behavior_logprobs_T=behavior_logprobs.reshape(-1),
-        response_mask_R=response_mask.reshape(-1),
-        layout=layout,
-        config=config,
-        dp_group=dp_group,
-    )
+    is_kept = isinstance(session, Session)
+    session = session if isinstance(session, Session) else Session(session)
+    groups = Groups.of_process_groups(dp_group=dp_group)
+    with session.local_work((), groups=groups, device=device_of(response_mask)):
+        shape = response_mask.shape
+        for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behavior_logprobs", behavior_logprobs)):
+            if len(shape) != 2 or tensor.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"
+                )
+        batch_size, length = shape
+        streams = PackedStreams(
+            proximal_logprobs_T=proximal_logprobs.reshape(-1),
+            behavior_logprobs_T=behavior_logprobs.reshape(-1),
+            response_mask_R=response_mask.reshape(-1),
+            # A padded row is a response whose last tokens are masked.
+            layout=PackedLayout.whole([length] * batch_size, device=response_mask.device),
+        )
+    correction = (session.correct if is_kept else session.compute)(streams, groups=groups)
     return PaddedCorrection(
         weights=correction.weights_T.view(shape),
         keep_mask=correction.keep_mask_R.view(shape),

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import compute_correction
-from mis_ext.hosts.groups import device_of
-from mis_ext.hosts.packing import check_samples, pack, unpack
+from mis_ext.hosts.groups import ALONE, device_of
+from mis_ext.hosts.packing import PackedStreams, check_samples, pack, unpack
+from mis_ext.hosts.session import Session
 
 
 def compute_mis_weights(
@@ -34,12 +34,12 @@ def compute_mis_weights(
     lengths = [mask.numel() for mask in loss_masks]
     device = device_of(*loss_masks)
     layout = PackedLayout.whole(lengths, device=device)
-    correction = compute_correction(
+    streams = PackedStreams(
         proximal_logprobs_T=pack("train_log_probs", train_log_probs, lengths, device=device),
         behavior_logprobs_T=pack("rollout_log_probs", rollout_log_probs, lengths, device=device),
         response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
         layout=layout,
-        config=config.replace(scope="micro_batch"),
     )
+    correction = Session(config.replace(scope="micro_batch")).compute(streams, groups=ALONE)
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
