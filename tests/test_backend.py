@@ -10,7 +10,7 @@ from cases import correction_keys, random_samples
 from reference import Samples
 
 import mis_ext
-from mis_ext.correction import backend
+from mis_ext.correction import backend, pipeline
 from mis_ext.correction.backend import choose_backend
 from mis_ext.correction.eager import EagerBackend
 from mis_ext.correction.plan import plan_of
@@ -92,13 +92,15 @@ CORRECTIONS = [
     [(CORRECTIONS[0], None), (CORRECTIONS[1], 1), (CORRECTIONS[2], None)],
     ids=["token weight", "part of sequences", "metrics only"],
 )
-def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank) -> None:
+def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeypatch) -> None:
     samples = random_samples([5, 40, 3], seed=4)
     totals, lengths = [9, 44, 7], [5, 40, 3]
     if cp_rank is None:
         layout = mis_ext.PackedLayout.whole(lengths)
     else:
         layout = mis_ext.PackedLayout.context_parallel(lengths, total_lengths=totals, cp_rank=cp_rank, cp_size=2)
+        # The other rank has nothing to say.
+        monkeypatch.setattr(pipeline, "group_size", lambda _: 2)
     plan = plan_of(mis_ext.config_from_mapping(keys))
 
     def correct(proximal_T, behavior_T, mask_R) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """Inputs that do not fit: errors that name what is wrong."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +98,25 @@ def test_the_pipeline_checks_lengths_too() -> None:
             layout=mis_ext.PackedLayout.whole([3, 1]),
             config=mis_ext.CorrectionConfig(),
         )
+
+
+PART = mis_ext.PackedLayout.context_parallel([4], total_lengths=[8], cp_rank=0, cp_size=2)
+GROUP_OF_ONE, GROUP_OF_TWO = (SimpleNamespace(_replica_id=0, size=lambda size=size: size) for size in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "cp_group", "message"),
+    [
+        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "every rank holds whole responses, the cp_group has 2 ranks"),
+        (PART, None, "other ranks hold parts of the responses"),
+        (PART, GROUP_OF_ONE, "other ranks hold parts of the responses"),
+    ],
+)
+def test_a_layout_of_other_ranks_than_the_groups_is_refused(layout, cp_group, message) -> None:
+    log_probs_T = torch.zeros(layout.num_local_tokens)
+    streams = {"proximal_logprobs_T": log_probs_T, "behavior_logprobs_T": log_probs_T, "response_mask_R": torch.ones(4)}
+    with pytest.raises(ValueError, match=message):
+        mis_ext.compute_correction(**streams, layout=layout, config=mis_ext.CorrectionConfig(), cp_group=cp_group)
 
 
 def test_context_parallelism_needs_a_prompt_token() -> None:

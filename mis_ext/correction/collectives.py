@@ -18,11 +18,18 @@ from torch._C._distributed_c10d import AllgatherOptions
 Group = Any
 
 
+def group_size(group: Group | None) -> int:
+    """How many ranks there are."""
+    if group is None:
+        return 1
+    return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
+
+
 def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     """``[W, *row.shape]``: the rows of all ``W`` ranks, in rank order."""
     if group is None:
         return row.unsqueeze(0)
-    rows = row.new_empty((_size(group), *row.shape))
+    rows = row.new_empty((group_size(group), *row.shape))
     outputs = list(rows.unbind(0))
     if _is_wrapped(group):
         _wait(group.allgather([outputs], [row.contiguous()], AllgatherOptions()))
@@ -56,10 +63,6 @@ def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
 
 def _is_wrapped(group: Group) -> bool:
     return hasattr(group, "_replica_id")
-
-
-def _size(group: Group) -> int:
-    return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
 
 
 def _wait(work: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.backend import choose_backend
-from mis_ext.correction.collectives import Group, gather_rows, merge_bits
+from mis_ext.correction.collectives import Group, gather_rows, group_size, merge_bits
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import Values
 from mis_ext.correction.layout import PackedLayout
@@ -162,10 +162,12 @@ def compute_correction(
             from :attr:`Correction.status`.
 
     Raises:
-        ValueError: Lengths disagree, a rollout scale is missing, or ``MIS_EXT_BACKEND`` cannot be had.
+        ValueError: Lengths disagree, the layout is of other ranks than ``cp_group``, a rollout scale is missing, or
+            ``MIS_EXT_BACKEND`` cannot be had.
     """
     streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
     check_lengths(streams, layout)
+    _check_ranks(layout, cp_group)
     plan = config if isinstance(config, Plan) else plan_of(config)
     _check_scale(plan.config, rollout_scale)
     backend = choose_backend(proximal_logprobs_T.device)(streams, layout, plan)
@@ -214,6 +216,17 @@ def check_lengths(streams: Streams, layout: PackedLayout) -> None:
     for name, stream, length in zip(Streams._fields, streams, expected, strict=True):
         if stream.numel() != length:
             raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
+
+
+def _check_ranks(layout: PackedLayout, cp_group: Group | None) -> None:
+    num_ranks = group_size(cp_group)
+    if layout.is_whole and num_ranks > 1:
+        raise ValueError(
+            f"the layout says that every rank holds whole responses, the cp_group has {num_ranks} ranks, over which "
+            "their tokens would count more than once: use PackedLayout.context_parallel, or leave out cp_group"
+        )
+    if not layout.is_whole and num_ranks == 1:
+        raise ValueError("the layout says that other ranks hold parts of the responses: pass their cp_group")
 
 
 def _check_scale(config: CorrectionConfig, rollout_scale: WeightScale | None) -> None:
