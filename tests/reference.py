@@ -512,8 +512,8 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
         shown = bounded_exp if gate.statistic in LOG_STATISTICS else float
         values = [[shown(x) if any(r.looked_at(gate)) else math.nan for x in r.value(gate)] for r in responses]
         at_level(f"{gate.name}_value", gate.level, values, over="valid")
-    record.per_token("kept_token_fraction", floats([r.kept for r in responses]), over="response")
-    record.per_sequence("kept_seq_fraction", [float(any(r.kept)) for r in responses], over="response")
+    record.per_token("kept_token_fraction", floats([r.masked for r in responses]), over="response")
+    record.per_sequence("kept_seq_fraction", [float(any(r.masked)) for r in responses], over="response")
 
 
 def add_spread_of_weights(record: Record, group: list[Response], rules: Rules) -> None:

@@ -241,6 +241,19 @@ def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
         mis_ext.compute_mis_weights_with_cp(args, **batch)
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_only_loses_its_weight_is_not_rejected() -> None:
+    gate = {"statistic": "abs_log_ratio", "high": 0.005, "action": "zero"}
+    args = argparse.Namespace(mis={"weight": {}, "gates": [gate], "max_reject_fraction": 0.0})
+    batch = make_batch()
+    for _ in range(3):
+        loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args, **batch)
+    assert (loss == 0.0).float().mean() > 0.5
+    assert torch.equal(torch.cat(masks), torch.ones(160))
+    assert torch.equal(metrics["mis_kept_token_fraction"], torch.ones(160))
+    assert torch.equal(metrics["mis_kept_seq_fraction"], torch.ones(160))
+
+
 def test_rejecting_whole_sequences_counts_as_sequences_too() -> None:
     batch = make_batch()
     batch["loss_masks"][0][4:] = 0

@@ -117,6 +117,17 @@ def test_samples_that_share_a_rollout_share_its_denominator(parts, as_list) -> N
     assert total_of(args, batch, parts, shared) == pytest.approx(3.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("per_token_loss", [False, True])
+def test_what_has_no_weight_is_made_up_for_like_what_is_rejected(per_token_loss) -> None:
+    batch, _, shared = shared_rollout()
+    gate = {"reduce": "max", "high": 50.0, "action": "zero"}
+    mis = {"weight": {}, "gates": [gate], "denominator": "kept", "scope": "rollout"}
+    args = argparse.Namespace(mis=mis, calculate_per_token_loss=per_token_loss)
+    prepare_rollout(args, 0, rollout_of(batch) | {"rollout_mask_sums": shared})
+    expected = 68.0 / 58.0 if per_token_loss else 3.0 / 2.75
+    assert session_for(args).rollout_scale.denominator_factor == pytest.approx(expected)
+
+
 def test_samples_of_their_own_keep_their_denominators() -> None:
     batch, own, _ = shared_rollout()
     for sums in ({}, {"rollout_mask_sums": own}):

@@ -247,12 +247,19 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
         }
         for name, (core, text) in final.items():
             yield row(f"is_ratio_{name}_final", "S", _final_weight(weight, name), text, stage="sequence", core=core)
-    yield row("kept_token_fraction", "R", Formula.named("num_kept"), "what the gates left", stage="sequence", core=True)
+    yield row(
+        "kept_token_fraction",
+        "R",
+        Formula.named("num_kept"),
+        "what the gates left in the mask",
+        stage="sequence",
+        core=True,
+    )
     yield row(
         "kept_seq_fraction",
         "C",
         lambda num_kept: _as_number(num_kept > 0.0),
-        "sequences of which something is left",
+        "sequences of which something is left in the mask",
         stage="sequence",
         core=True,
     )
