@@ -43,6 +43,16 @@ def triton_backend(monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", "triton")
 
 
+@pytest.mark.parametrize("quotient", [lambda num_valid: 1.0 / num_valid, lambda num_valid: num_valid / 4.0])
+def test_a_quotient_of_a_number_is_one_symbol_in_either_order(quotient) -> None:
+    from mis_ext.correction.triton.symbols import Symbol
+
+    symbol = quotient(Symbol("x", "float32"))
+    assert symbol.type == "float64"
+    expression = symbol.text.replace(".to(tl.float64)", "")
+    assert eval(expression, {"x": 8.0}) == quotient(8.0)
+
+
 def moved(samples: Samples, device: torch.device | str = DEVICE) -> Samples:
     columns = (samples.train, samples.rollout, samples.masks)
     return Samples(*([x.to(device) for x in column] for column in columns))

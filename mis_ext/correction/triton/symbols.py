@@ -69,6 +69,9 @@ class Symbol:
         right = other.wide if isinstance(other, Symbol) else literal(other)
         return Symbol(f"({self.wide} / {right})", "float64")
 
+    def __rtruediv__(self, other: float) -> Symbol:
+        return Symbol(f"({literal(other)} / {self.wide})", "float64")
+
     def _compare(self, operator: str, other: Symbol | float) -> Symbol:
         return Symbol(f"({self.text} {operator} {_operand(other, self.type)[0]})", "bool")
 
