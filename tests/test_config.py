@@ -359,6 +359,13 @@ NEAR_MISSES = {
     "\uff54is_level": "tis_level",
     "\uff4d\uff49\uff53": "mis",
     "use_rs\u200b": "use_rs",
+    # The hosts' flags that are read.
+    "get_mismatch_metric": "get_mismatch_metrics",
+    "get-mismatch-metrics": "get_mismatch_metrics",
+    "calculate_per_token_los": "calculate_per_token_loss",
+    "calculate_per_tokens_loss": "calculate_per_token_loss",
+    "use_rollout_logprob": "use_rollout_logprobs",
+    "use_rollout_log_probs": "use_rollout_logprobs",
 }
 
 

@@ -85,7 +85,7 @@ def _check_names(mapping: _Mapping) -> None:
     with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_FLAGS]
     check_known("keys", with_prefix, FLAT_KEYS)
     others = [key for key in mapping if not key.startswith(PREFIXES) and key not in READ_KEYS]
-    refuse_near_misses(others, keys=(*FLAT_KEYS, NATIVE_KEY))
+    refuse_near_misses(others, keys=READ_KEYS)
     for key, instead in _INSTEAD_OF_NULL.items():
         if key in mapping and mapping[key] is None:
             raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
