@@ -1,5 +1,6 @@
 """Padded batches give, row by row, what the same responses give packed."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 from thread_ranks import run_ranks
 
 import mis_ext
-from mis_ext import CorrectionConfig, PackedLayout, Session, Weight, config_from_mapping
+from mis_ext import CorrectionConfig, GroupNumber, Mean, PackedLayout, Session, Weight, config_from_mapping
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.correction.metric_row import GroupNumber, Mean
 
 LENGTHS = [5, 12, 1, 0, 9]
 WIDTH = 14
@@ -31,7 +31,7 @@ def draw(seed: int = 0, lengths: list[int] = LENGTHS) -> tuple[list[torch.Tensor
     """Responses with a tool's tokens in the middle."""
     generator = torch.Generator().manual_seed(seed)
     proximal = [-torch.rand(length, generator=generator) * 3 for length in lengths]
-    behavior = [x + 0.3 * torch.randn(len(x), generator=generator) for x in proximal]
+    behavior = [(x + 0.3 * torch.randn(len(x), generator=generator)).clamp_max(0.0) for x in proximal]
     masks = [(torch.rand(length, generator=generator) < 0.8).long() for length in lengths]
     return proximal, behavior, masks
 
@@ -119,7 +119,9 @@ def test_means_add_up_over_calls(keys) -> None:
             total, count = sum(each.total for each in found), sum(each.count for each in found)
             torch.testing.assert_close(total / count, metric.value(), rtol=1e-5, atol=1e-6, equal_nan=True)
         else:
+            # Nothing in it that could be added up.
             assert isinstance(metric, GroupNumber)
+            assert [field.name for field in dataclasses.fields(metric)] == ["number"]
 
 
 @configs

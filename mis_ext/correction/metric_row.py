@@ -36,11 +36,11 @@ class Mean:
 class GroupNumber:
     """One number of this call on all data-parallel ranks, 0-dim; NaN when nothing was measured."""
 
-    total: Tensor
+    number: Tensor
 
     def value(self) -> Tensor:
         """The number."""
-        return self.total
+        return self.number
 
 
 Metric = Mean | GroupNumber
