@@ -120,6 +120,14 @@ def flipped(columns: Columns) -> None:
     columns[1][:] = [-x for x in columns[1]]
 
 
+def half_positive(columns: Columns) -> None:
+    columns[1][::2] = [x + 5.0 for x in columns[1][::2]]
+
+
+def probabilities(columns: Columns) -> None:
+    columns[1][:] = [x.exp() for x in columns[1]]
+
+
 MISTAKES = {
     "all 0": (all_zero, "are 0, and the proximal ones are not"),
     "all equal": (all_equal, "are -0.7, and the proximal ones are not"),
@@ -129,6 +137,8 @@ MISTAKES = {
     "-9999 in bfloat16": (placeholder(-9999.0, torch.bfloat16), "placeholders"),
     "-1e9": (placeholder(-1e9), "placeholders"),
     "float16 min": (placeholder(-65504.0, torch.float16), "placeholders"),
+    "half of the samples above 0": (half_positive, "are above 0, and no probability is above 1"),
+    "probabilities": (probabilities, "are above 0"),
     "flipped sign": (flipped, "when the sign of one is flipped"),
 }
 
@@ -202,6 +212,25 @@ def test_a_small_top_p_makes_many_probable_tokens_certain(seed) -> None:
     # Behavior log-probs of what top-p 0.7 leaves: 0 where one token has more.
     proximal, behavior = draw(seed)
     call(proximal, [torch.where(x > math.log(0.7), 0.0, x) for x in behavior])
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+def test_a_normaliser_in_bfloat16_may_leave_a_little_above_0(seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, rest = 18.0 + torch.rand(300, generator=generator), torch.randn(300, generator=generator) + 10.0
+    normaliser = torch.stack([logits, rest]).logsumexp(0)
+    behavior = logits - normaliser.bfloat16().float()
+    assert (behavior > 0.0).float().mean() > 0.01
+    call([logits - normaliser], [behavior])
+
+
+@SEEDS
+@pytest.mark.filterwarnings("error")
+def test_one_log_prob_above_0_is_no_pattern(seed) -> None:
+    proximal, behavior = draw(seed)
+    behavior[0][7] = 0.5
+    call(proximal, behavior)
 
 
 @SEEDS

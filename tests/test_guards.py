@@ -18,7 +18,7 @@ from mis_ext.hosts.slime_miles.sessions import session_for
 def make_batch(num_samples: int = 4, length: int = 40, *, noise: float = 0.01, seed: int = 0) -> dict:
     generator = torch.Generator().manual_seed(seed)
     train = [-torch.rand(length, generator=generator) * 3 for _ in range(num_samples)]
-    rollout = [x + noise * torch.randn(length, generator=generator) for x in train]
+    rollout = [(x + noise * torch.randn(length, generator=generator)).clamp_max(0.0) for x in train]
     return {
         "pg_loss": torch.randn(num_samples * length, generator=generator),
         "train_log_probs": train,

@@ -22,6 +22,9 @@ PLACEHOLDER = -1000.0
 """Nats. No model gives a token that it sampled a log-prob like this; -9999, -1e9 and the lowest floats are below it in
 every dtype."""
 
+MAX_LOG_PROB = 0.1
+"""Nats. Where the log-sum-exp is rounded to bfloat16, the log-prob of a certain token may be above 0, but by less."""
+
 _Number = TypeVar("_Number", float, Tensor)
 
 
@@ -37,6 +40,7 @@ class Evidence(NamedTuple):
     num_response: float
     num_valid: float
     num_placeholders: float
+    num_positive: float
     num_zeros: float
     num_constant: float
     difference: float
@@ -57,7 +61,7 @@ NUM_SUMS = len(Evidence._fields) - 2
 
 
 def evidence_of(streams: PackedStreams) -> Tensor:
-    """``[18]``, the numbers of :class:`Evidence`."""
+    """``[19]``, the numbers of :class:`Evidence`."""
     index, tokens, mask_R = streams.layout.index, streams.tokens, streams.response_mask_R
     behavior_T, proximal_T, valid_T = tokens.behavior_T, tokens.proximal_T, tokens.valid_mask_T
     difference_T = _bounded(tokens.log_ratio_T)
@@ -71,6 +75,7 @@ def evidence_of(streams: PackedStreams) -> Tensor:
         (mask_R != 0).sum(),
         valid_T.sum(),
         (valid_T & (behavior_T < PLACEHOLDER) & (proximal_T > PLACEHOLDER)).sum(),
+        (valid_T & (behavior_T > MAX_LOG_PROB)).sum(),
         (valid_T & (behavior_T == 0.0) & (proximal_T < IMPROBABLE)).sum(),
         torch.where(constant_S, length_S, 0.0).sum(),
         *(row_S.sum() for row_S in sums_S),

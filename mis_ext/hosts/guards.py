@@ -108,6 +108,11 @@ def _degenerate_behavior(evidence: Evidence) -> Iterator[str]:
             f"{evidence.negated / count:.3g} when the sign of one is flipped: negative log-likelihoods were stored "
             "where log-probs belong"
         )
+    elif evidence.num_positive > enough:
+        yield (
+            f"{evidence.num_positive:.0f} {of_all} above 0, and no probability is above 1: these are other numbers, or "
+            "something was added to them"
+        )
     elif is_constant and (is_zero or others_vary):
         yield (
             f"all {count:.0f} behavior log-probs on trainable tokens are {evidence.lowest:g}, and the proximal ones "
