@@ -36,6 +36,13 @@ def check_bool(key: str, value: Any) -> bool:
     return value
 
 
+def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> None:
+    """Refuse a ``value`` of another type."""
+    if not isinstance(value, kinds):
+        names = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+        raise TypeError(f"{key} must be a {' or '.join(names)}, got {value!r}")
+
+
 def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
     """``value``, which must be one of ``choices``."""
     for choice in choices:

@@ -235,9 +235,10 @@ REFUSED = {
     "{use_tis: true, rs_veto_requires_rs: true}": r"no effect, because no veto is set",
     "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
     # The native form.
-    "mis: {wight: {level: token}}": r"'wight' \(did you mean 'weight'\?\)",
+    "mis: {wight: {level: token}}": r"unknown keys of mis: 'wight' \(did you mean 'weight'\?\)",
     "mis: {weight: {level: token}, scope: rollout}": r"scope='rollout': no effect",
     "mis: {weight: {levle: token}}": r"did you mean 'level'",
+    "mis: {gates: [{higj: 2.0}]}": r"unknown keys of gates\[0\]: 'higj' \(did you mean 'high'\?\)",
     "mis: {gates: [{level: token}]}": r"gates\[0\]: a gate needs low or high",
     "mis: {gates: [{level: token, low: 0.0, high: .inf}]}": r"gates\[0\]: a gate needs low or high",
     "mis: {gates: [{reduce: max, statistic: k3, low: 0.0}]}": r"gates\[0\]: a gate needs low or high",
@@ -413,6 +414,34 @@ def test_metrics_that_are_no_tuple_of_names_are_refused_in_python_too() -> None:
     for metrics in ({"mis_kl": False}, ["mis_kl"], (["mis_kl"],)):
         with pytest.raises(ValueError, match="metrics must be all, core or a tuple of names"):
             CorrectionConfig(metrics=metrics)  # type: ignore[arg-type]
+
+
+def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:
+    gate = Gate(high=3.0)
+    config = CorrectionConfig(gates=[gate], warn_only=["shifted_log_probs"])  # type: ignore[arg-type]
+    expected = CorrectionConfig(gates=(gate,), warn_only=frozenset({"shifted_log_probs"}))
+    assert config == expected == CorrectionConfig(gates=(gate,), warn_only={"shifted_log_probs"})  # type: ignore[arg-type]
+    assert hash(config) == hash(expected)
+
+
+WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a level for a weight": ({"weight": "token"}, "weight must be a Weight, got 'token'"),
+    "a gate for gates": ({"gates": Gate(high=3.0)}, r"gates must be a tuple or list, got Gate\("),
+    "a mapping for a gate": ({"gates": [{"high": 3.0}]}, "each of gates must be a Gate, got {'high': 3.0}"),
+    "a name for names": ({"warn_only": "degenerate_behavior"}, "warn_only must be .* got 'degenerate_behavior'"),
+    "a number for a name": ({"warn_only": [1]}, "each of warn_only must be a str, got 1"),
+}
+
+
+@pytest.mark.parametrize(("parts", "message"), WRONG_PARTS.values(), ids=WRONG_PARTS)
+def test_parts_of_another_type_are_refused_in_python(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        CorrectionConfig(**parts)
+
+
+def test_a_condition_that_is_no_gate_is_refused_in_python() -> None:
+    with pytest.raises(TypeError, match="only_outside must be a Gate, got 'max'"):
+        Weight(level="sequence", only_outside="max")  # type: ignore[arg-type]
 
 
 def test_guards_and_limits_are_checked_in_python_too() -> None:

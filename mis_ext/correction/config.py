@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from mis_ext.checks import check_bool, check_choice, check_known, check_number, did_you_mean
+from mis_ext.checks import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 from mis_ext.correction.gates import Gate, label_gates
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.metrics import gate_rows, mismatch_rows, outcome_rows, weight_rows
@@ -56,6 +56,16 @@ class CorrectionConfig:
     _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.weight is not None:
+            check_instance("weight", self.weight, Weight)
+        check_instance("gates", self.gates, (tuple, list))
+        check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
+        for gate in self.gates:
+            check_instance("each of gates", gate, Gate)
+        for guard in self.warn_only:
+            check_instance("each of warn_only", guard, str)
+        object.__setattr__(self, "gates", tuple(self.gates))
+        object.__setattr__(self, "warn_only", frozenset(self.warn_only))
         if self.normalize_over is not None:
             check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
         check_choice("scope", self.scope, get_args(Scope))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from mis_ext.checks import check_choice, check_number
+from mis_ext.checks import check_choice, check_instance, check_number
 from mis_ext.correction.bounds import BOUNDS, Bound
 from mis_ext.correction.formula import Formula, bounded_exp, where
 from mis_ext.correction.gates import Gate, warn_far_from_one
@@ -90,6 +90,7 @@ class Weight:
                 raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
 
     def _check_condition(self, condition: Gate) -> None:
+        check_instance("only_outside", condition, Gate)
         if self.level == "token" or condition.reduce == "token":
             raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
         if not self.bound.has_high or self.bound.rejects:

@@ -34,7 +34,7 @@ def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss:
             f"{NATIVE_KEY}: {{weight: {{level: token, mode: truncate, high: 2.0}}}}"
         )
     keys = {key: value for key, value in check_mapping(NATIVE_KEY, mapping).items() if value is not None}
-    check_known(f"keys of {NATIVE_KEY}:", keys, ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS))
+    check_known(f"keys of {NATIVE_KEY}", keys, ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS))
     weight = native_weight("weight", keys["weight"]) if "weight" in keys else None
     scaling = {
         key: check_choice(key, keys[key], get_args(choices)) for key, choices in _SCALING_CHOICES.items() if key in keys
@@ -106,7 +106,7 @@ def refuse_idle(keys: _Mapping, names: Sequence[str], *, because: str) -> None:
 
 def _fields(key: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     fields = check_mapping(key, value)
-    check_known(f"keys of {key}:", fields, known)
+    check_known(f"keys of {key}", fields, known)
     return fields
 
 
