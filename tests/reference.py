@@ -160,6 +160,11 @@ def bounded_exp(x: float) -> float:
     return math.exp(min(max(x, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
 
 
+def finite(x: float) -> float:
+    """Nats of a metric; sums of so large numbers are finite."""
+    return min(max(x, -1e6), 1e6)
+
+
 def clamped(x: float) -> float:
     """The log ratio that `bounded_exp` uses."""
     return min(max(x, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)
@@ -403,11 +408,11 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     """How far the engines are apart: never touched by weights, gates or vetoes."""
     cap = rules.metric_max
     token_values: dict[str, list[list[float]]] = {
-        "kl": [[-d for d in r.d] for r in record.responses],
+        "kl": [[finite(-d) for d in r.d] for r in record.responses],
         "k3_kl": [
             [min(math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT), cap) for d in r.d] for r in record.responses
         ],
-        "logprob_abs_diff": [[abs(d) for d in r.d] for r in record.responses],
+        "logprob_abs_diff": [[finite(abs(d)) for d in r.d] for r in record.responses],
         "train_rollout_logprob_abs_diff_nonzero": [
             [float(t != b) for t, b in zip(r.train, r.rollout, strict=True)] for r in record.responses
         ],
@@ -417,9 +422,9 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     }
     sequence_values: dict[str, list[float]] = {name: [] for name in SEQUENCE_MISMATCH_NAMES}
     for response in record.responses:
-        train = mean(-t for t, v in zip(response.train, response.valid, strict=True) if v)
-        rollout = mean(-t for t, v in zip(response.rollout, response.valid, strict=True) if v)
-        difference = mean(-d for d in response.valid_d)
+        train = finite(mean(-t for t, v in zip(response.train, response.valid, strict=True) if v))
+        rollout = finite(mean(-t for t, v in zip(response.rollout, response.valid, strict=True) if v))
+        difference = finite(mean(-d for d in response.valid_d))
         for name, value in {
             "training_log_ppl": train,
             "training_ppl": bounded_exp(train),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
 from mis_ext import MismatchWarning
@@ -20,6 +21,7 @@ LOWEST = {
     "float32 min": torch.finfo(torch.float32).min,
     "bfloat16 min": torch.finfo(torch.bfloat16).min,
 }
+BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="CPU"))]
 Columns = tuple[list[torch.Tensor], list[torch.Tensor]]
 SEEDS = pytest.mark.parametrize("seed", range(6))
 
@@ -67,6 +69,21 @@ def test_one_absurd_log_prob_stops_nothing_and_is_the_largest_k3(lowest, place, 
     behavior[0][place] = lowest
     _, _, metrics = call(proximal, behavior, mis_metrics="all", **keys)
     assert 10.0 / 499 <= metrics["mis_k3_kl"][0] < 10.1 / 499
+
+
+@pytest.mark.parametrize("lowest", LOWEST.values(), ids=LOWEST)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_sum_that_leaves_float32_leaves_every_metric_finite(lowest, level, backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    proximal, behavior = draw(1, shortest=100)
+    behavior[0][:3] = lowest
+    _, _, metrics = call(proximal, behavior, mis_metrics="all", tis_level=level, mis_guard="warn")
+    assert [name for name, values in metrics.items() if not values.isfinite().all()] == []
+    for name in ("mis_logprob_abs_diff", "mis_kl"):
+        assert metrics[name][0].abs() == pytest.approx(3e6 / len(proximal[0]), rel=1e-4)
+    assert metrics["mis_log_ppl_diff"][0] == -1e6
 
 
 @pytest.mark.parametrize("lowest", LOWEST.values(), ids=LOWEST)

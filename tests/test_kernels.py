@@ -53,6 +53,19 @@ def test_a_quotient_of_a_number_is_one_symbol_in_either_order(quotient) -> None:
     assert eval(expression, {"x": 8.0}) == quotient(8.0)
 
 
+@pytest.mark.filterwarnings("ignore:the bounds")
+@pytest.mark.parametrize("weight", [{"high": 1e-9}, {"mode": "clip", "low": 1e9, "high": 1e10}])
+def test_bounds_beyond_every_ratio_are_those_of_the_eager_backend(weight, monkeypatch) -> None:
+    config = mis_ext.CorrectionConfig(weight=mis_ext.Weight(**weight))
+    samples = random_samples([5], seed=2, outliers=0.0)
+    columns = dict(
+        zip(("train_log_probs", "rollout_log_probs", "loss_masks"), vars(moved(samples)).values(), strict=True)
+    )
+    fused = mis_ext.compute_mis_weights(config, **columns)[0][0]
+    monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
+    torch.testing.assert_close(fused, mis_ext.compute_mis_weights(config, **columns)[0][0], rtol=1e-6, atol=0.0)
+
+
 def moved(samples: Samples, device: torch.device | str = DEVICE) -> Samples:
     columns = (samples.train, samples.rollout, samples.masks)
     return Samples(*([x.to(device) for x in column] for column in columns))

@@ -20,6 +20,10 @@ MAX_LOG_RATIO = 20.0
 """Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as absurd as any larger one, and finite."""
 
 
+MAX_NATS = 1e6
+"""Largest difference or mean of log-probs in a metric: so sums over tokens stay finite, whatever an engine returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """A function, and the names of its arguments in order."""

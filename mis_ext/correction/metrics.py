@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, bounded_exp, bounded_expm1, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, where
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import MetricRow, Population, row
 from mis_ext.correction.weights import Weight
@@ -58,7 +58,9 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     yield sequence("training_ppl", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`")
     yield sequence("rollout_log_ppl", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob")
     yield sequence("rollout_ppl", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`")
-    yield token("kl", lambda log_ratio: -log_ratio, "`-d`: the KL of `k3_kl`, noisier, any sign")
+    yield token(
+        "kl", lambda log_ratio: (-log_ratio).clamp(-MAX_NATS, MAX_NATS), "`-d`: the KL of `k3_kl`, noisier, any sign"
+    )
     yield token(
         "k3_kl",
         lambda k3: k3.clamp_max(metric_max),
@@ -86,7 +88,7 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
         "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
     )
     yield sequence("chi2_seq", chi2_seq, "`exp(2 sum d) - 1`, at most `mis_metric_max`")
-    yield token("logprob_abs_diff", Formula.named("abs_log_ratio"), "`abs d`", core=True)
+    yield token("logprob_abs_diff", lambda abs_log_ratio: abs_log_ratio.clamp_max(MAX_NATS), "`abs d`", core=True)
     yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
     yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
     yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")

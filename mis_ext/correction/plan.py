@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import Formula, bounded_exp, needed_names, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
@@ -195,15 +195,20 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
         else Formula.named("num_trained"),
         "has_kept": Formula.of(lambda num_kept: where(num_kept > 0.0, 1.0, 0.0)),
         "has_response": Formula.of(lambda num_response: where(num_response > 0.0, 1.0, 0.0)),
-        "log_ratio_mean": reduced("log_ratio", "mean"),
-        "proximal_mean": reduced("proximal", "mean"),
-        "behavior_mean": reduced("behavior", "mean"),
+        "log_ratio_mean": _finite(reduced("log_ratio", "mean")),
+        "proximal_mean": _finite(reduced("proximal", "mean")),
+        "behavior_mean": _finite(reduced("behavior", "mean")),
         "sequence_ratio": Formula.of(lambda measured, sum_log_ratio: where(measured, bounded_exp(sum_log_ratio), 0.0)),
         "squared_sequence_ratio": Formula.of(lambda sequence_ratio: sequence_ratio.square()),
     }
     if weight is not None:
         formulas |= weight.sequence_formulas
     return formulas | term_formulas(weight, over=config.normalize_over, per_token_loss=config.per_token_loss)
+
+
+def _finite(mean: Formula) -> Formula:
+    """A mean whose sum may have been too large for float32."""
+    return Formula(lambda *values: mean.function(*values).clamp(-MAX_NATS, MAX_NATS), mean.needs)
 
 
 def _all_pass(mask: str, gates: Iterable[Gate]) -> Formula:

@@ -125,10 +125,11 @@ class Symbol:
     def clamp(self, low: float, high: float) -> Symbol:
         """The nearest value in a closed interval."""
         text = self.text
-        if high < math.inf:
-            text = f"tl.minimum({text}, {literal(high)})"
         if low > -math.inf:
             text = f"tl.maximum({text}, {literal(low)})"
+        # Last, as in torch: where low is above high, the value is high.
+        if high < math.inf:
+            text = f"tl.minimum({text}, {literal(high)})"
         return Symbol(text, self.type)
 
     def clamp_min(self, low: float) -> Symbol:
