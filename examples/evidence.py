@@ -1,0 +1,106 @@
+"""What corrections do to training: run studies, go on with them, and draw conclusions.
+
+    python examples/evidence.py list
+    python examples/evidence.py run fp8_cache --device cuda      # what is not there yet; Ctrl-C and again goes on
+    python examples/evidence.py report                           # tables and plots of everything that ran
+
+Results lie in ``benchmarks/evidence/results``, a file per group of runs. Several processes can share a study:
+``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from pathlib import Path
+
+import torch
+from evidence.ensemble import Group, Training
+from evidence.results import Results
+from evidence.studies import STUDIES
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "evidence"
+
+
+def main() -> None:
+    """Parse the command line and do it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("list", "what has run"), ("run", "run what is missing"), ("report", "tables and plots")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
+        command.add_argument("--results", type=Path, default=FOLDER / "results")
+        if name == "run":
+            command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+            command.add_argument("--worker", default="0/1", metavar="I/N", help="every Nth group, from the Ith on")
+            command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
+        if name == "report":
+            command.add_argument("--output", type=Path, default=FOLDER)
+    options = parser.parse_args()
+    unknown = [name for name in options.studies if name not in STUDIES]
+    if unknown:
+        parser.error(f"no study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
+    studies = [STUDIES[name] for name in options.studies or STUDIES]
+    results = Results(options.results)
+    if options.command == "report":
+        # matplotlib and scipy are slow to import, and no run needs them.
+        from evidence import enumerable, signs, verdicts
+        from evidence.studies import FEW
+
+        verdicts.report(studies, results, options.output)
+        if not options.studies:
+            signs.report(results, options.output)
+            enumerable.report(FEW, options.output)
+        return
+    for study in studies:
+        if options.command == "list":
+            done = sum(results.is_done(group) for group in study.groups)
+            print(f"{study.name:24} {done} of {len(study.groups)} groups   {study.question}")
+    if options.command == "run":
+        index, _, workers = options.worker.partition("/")
+        groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]
+        stop = Stop(options.seconds)
+        for group in groups:
+            if not results.is_done(group) and not stop:
+                run(group, results, torch.device(options.device), stop)
+
+
+class Stop:
+    """True after some seconds, or a signal: the step under way is finished first."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def __bool__(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def _on_signal(self, *_: object) -> None:
+        self._deadline = 0.0
+
+
+def run(group: Group, results: Results, device: torch.device, stop: Stop) -> None:
+    """Run a group, or go on with it, to its end or a stop."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("reward {task.fields[reward]:.3f}")) as progress:
+        bar = progress.add_task(group.name, total=group.num_steps, reward=float("nan"))
+        batch = group.num_prompts * group.samples_per_prompt
+        length = group.response_length + 16
+        engine = group.engine.create(group.shape, batch=batch, length=length, device=device)
+        training = Training(group, engine, device)
+        try:
+            rows = results.resume(group, training)
+            with results.saving(group, training, rows) as keep:
+                while training.num_steps_done < group.num_steps and not stop:
+                    rows += training.step(keep)
+                    reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
+                    progress.update(bar, completed=training.num_steps_done, reward=reward)
+        finally:
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Engines that sample for all runs of a group: SGLang, and a sampler whose mismatch is dialled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .policy import Shape, Weights, logits_of, new_caches
+
+HASH_PRIME, TABLE_SIZE = 1_000_003, 1 << 14
+
+
+class Engine(Protocol):
+    """Samples responses of one length."""
+
+    def sample(
+        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids ``[R, B, L]`` and the log-probs ``[R, B, L]`` that the engine reports for them.
+
+        Runs with equal ``draw_seeds`` draw with the same random numbers, where the engine can.
+        """
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Which engine with which settings.
+
+    Attributes:
+        kind: ``controlled`` or ``sglang``.
+        dtype: Of the weights and of the computation: ``float32`` or ``bfloat16``.
+        cache: Dtype of keys and values; ``auto`` is ``dtype``. Also ``fp8_e5m2`` and ``fp8_e4m3``.
+        weights: ``fp8_e4m3`` rounds every matrix to it, with one scale per row, before the engine gets it.
+        noise: Controlled only: standard deviation of noise on the logits that is a function of all earlier tokens, so
+            that the same state has always the same error.
+        settings: SGLang only: further arguments of its server.
+    """
+
+    kind: str = "controlled"
+    dtype: str = "bfloat16"
+    cache: str = "auto"
+    weights: str = "auto"
+    noise: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def rounded(self, weights: Weights) -> Weights:
+        """The weights as the engine is to have them."""
+        if self.weights == "auto":
+            return {name: weight.detach() for name, weight in weights.items()}
+        return {name: _rounded(weight.detach()) for name, weight in weights.items()}
+
+    def create(self, shape: Shape, *, batch: int, length: int, device: torch.device) -> Engine:
+        """The engine for responses of ``length`` tokens with their prompts."""
+        if self.kind == "controlled":
+            return ControlledEngine(self, shape, device)
+        # SGLang is heavy, and on a machine without it the other engine still runs.
+        from .sglang_engine import SGLangEngine
+
+        return SGLangEngine(self, shape, batch=batch, length=length, device=device)
+
+
+class ControlledEngine:
+    """The policy itself, in another dtype, with a cache in yet another one, and with noise."""
+
+    def __init__(self, spec: EngineSpec, shape: Shape, device: torch.device) -> None:
+        self._spec, self._shape, self._device = spec, shape, device
+        self._dtype = getattr(torch, spec.dtype)
+        names = {"auto": self._dtype, "fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
+        self._cache_dtype = names[spec.cache]
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(TABLE_SIZE, shape.vocab_size, generator=generator) * spec.noise
+        self._noise = table.to(device) if spec.noise else None
+
+    @torch.no_grad()
+    def sample(
+        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Engine`."""
+        num_runs, batch, num_prompt = prompts_RBP.shape
+        weights = {name: weight.to(self._dtype) for name, weight in self._spec.rounded(weights).items()}
+        length = num_prompt + num_tokens
+        caches = new_caches(self._shape, num_runs * batch, length, self._cache_dtype, self._device)
+        different = sorted(set(draw_seeds))
+        generators = [torch.Generator(self._device).manual_seed(seed) for seed in different]
+        draw_of_run = torch.tensor([different.index(seed) for seed in draw_seeds], device=self._device)
+        ids = torch.empty(num_runs, batch, length, dtype=torch.int64, device=self._device)
+        ids[..., :num_prompt] = prompts_RBP
+        logprobs = torch.empty(num_runs, batch, num_tokens, device=self._device)
+        state_RB = torch.zeros(num_runs, batch, dtype=torch.int64, device=self._device)
+        for token in prompts_RBP.unbind(-1):
+            state_RB = _next_state(state_RB, token)
+        start = 0
+        for position in range(num_prompt, length):
+            logits = logits_of(self._shape, weights, ids[..., start:position], caches=caches, start=start)[..., -1, :]
+            scaled_RBV = logits.float() / temperature
+            if self._noise is not None:
+                scaled_RBV = scaled_RBV + self._noise[state_RB % TABLE_SIZE]
+            uniform = [
+                torch.rand(batch, self._shape.vocab_size, generator=generator, device=self._device)
+                for generator in generators
+            ]
+            gumbel = -(-torch.stack(uniform).clamp(min=1e-20).log()).clamp(min=1e-20).log()
+            token_RB = (scaled_RBV + gumbel[draw_of_run]).argmax(-1)
+            ids[..., position] = token_RB
+            logprobs[..., position - num_prompt] = scaled_RBV.log_softmax(-1).gather(-1, token_RB[..., None])[..., 0]
+            state_RB = _next_state(state_RB, token_RB)
+            start = position
+        return ids[..., num_prompt:], logprobs
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    if weight.dim() < 3:  # Norms of all runs.
+        return weight
+    scale = weight.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _next_state(state: Tensor, token: Tensor) -> Tensor:
+    return (state * 131 + token + 1) % HASH_PRIME

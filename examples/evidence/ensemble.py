@@ -1,0 +1,369 @@
+"""Trains all runs of a group at once: GRPO with PPO's clip, and mis_ext's correction for each run.
+
+Shapes as in ``policy.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mis_ext
+
+from .engines import Engine, EngineSpec
+from .policy import Shape, Weights, logprobs_of, new_weights
+from .task import PROMPT_LENGTH, Problems, grade
+
+Row = dict[str, Any]
+# A forward and backward pass keeps about 16 KB per token.
+TOKENS_AT_ONCE = 1_000_000
+DUMPED_SEQUENCES = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What happens to the loss of a run.
+
+    Attributes:
+        name: In results and plots.
+        keys: Of a configuration file; empty is no correction.
+        like: Instead of ``keys``: reject as many sequences, and of the others as many tokens, as this method does in
+            the run with the same seed, at random. The control for every filter.
+    """
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    like: str | None = None
+
+    @cached_property
+    def config(self) -> mis_ext.CorrectionConfig | None:
+        """None: not corrected by mis_ext."""
+        if not self.keys:
+            return None
+        return mis_ext.config_from_mapping({**self.keys, "mis_metrics": [], "mis_max_reject_fraction": 1.0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that train together: every method with every seed, otherwise equal.
+
+    Attributes:
+        name: Unique; results carry it.
+        engine: Samples the responses.
+        methods: One run each per seed. The first one is the base of comparisons.
+        seeds: Of weights, problems and noise. Runs of one seed share all of them.
+        num_steps: Rollouts.
+        response_length: Tokens.
+        staleness: The engine has the weights of so many steps ago.
+        learning_rate: Of Adam.
+        warmup_steps: Supervised steps before the first rollout.
+        num_prompts: Per rollout.
+        samples_per_prompt: Compared with each other for the advantage.
+        updates: Optimizer steps per rollout.
+        temperature: Of sampling and scoring.
+        eval_interval: Steps between evaluations of the trainer's own policy.
+        dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
+    """
+
+    name: str
+    engine: EngineSpec
+    methods: tuple[Method, ...]
+    seeds: tuple[int, ...]
+    num_steps: int = 120
+    response_length: int = 64
+    staleness: int = 0
+    learning_rate: float = 1e-3
+    warmup_steps: int = 60
+    num_prompts: int = 32
+    samples_per_prompt: int = 8
+    updates: int = 2
+    temperature: float = 1.0
+    eval_interval: int = 20
+    dump_steps: tuple[int, ...] = ()
+    shape: Shape = field(default_factory=Shape)
+
+    @property
+    def runs(self) -> list[tuple[Method, int]]:
+        """Method and seed of each run."""
+        return [(method, seed) for seed in self.seeds for method in self.methods]
+
+    def with_seeds(self, seeds: tuple[int, ...]) -> Group:
+        """The same with some of the seeds."""
+        return dataclasses.replace(self, seeds=seeds, name=f"{self.name}-seed{'_'.join(map(str, seeds))}")
+
+
+class Trainer:
+    """The weights of all runs, in float32, and their optimizers."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._shape = group.shape
+        seeds = list(group.seeds)
+        self.weights = new_weights(self._shape, seeds, device)
+        self._warm_up(seeds)
+        run_seed = torch.tensor([seeds.index(seed) for _, seed in group.runs], device=device)
+        self.weights = {name: weight.detach()[run_seed].clone() for name, weight in self.weights.items()}
+        self._start_optimizer(group.learning_rate)
+
+    def score(self, ids_RBS: Tensor, weights: Weights | None = None) -> Tensor:
+        """``[R, B, L]``: log-probs of the responses."""
+        weights = self.weights if weights is None else weights
+        return logprobs_of(self._shape, weights, ids_RBS, PROMPT_LENGTH, temperature=self._group.temperature)
+
+    def step(self, losses_R: Iterable[Tensor]) -> Tensor:
+        """One optimizer step of every run for the sum of losses ``[R]``, each of which is let go after its gradient.
+
+        Returns the gradient norms ``[R]``, of which at most 1 is used.
+        """
+        self._optimizer.zero_grad()
+        for loss_R in losses_R:
+            loss_R.sum().backward()
+        gradients = [weight.grad for weight in self.weights.values() if weight.grad is not None]
+        norm_R = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+        scale_R = (1 / (norm_R + 1e-6)).clamp(max=1)
+        for gradient in gradients:
+            gradient *= scale_R.view(-1, *[1] * (gradient.dim() - 1))
+        self._optimizer.step()
+        return norm_R
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer."""
+        return {"weights": self.weights, "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a state."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _start_optimizer(self, learning_rate: float) -> None:
+        for weight in self.weights.values():
+            weight.requires_grad_()
+        self._optimizer = torch.optim.Adam(self.weights.values(), lr=learning_rate, betas=(0.9, 0.98))
+
+    def _warm_up(self, seeds: list[int]) -> None:
+        self._start_optimizer(3e-3)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        for _ in range(self._group.warmup_steps):
+            drawn = [Problems.draw(256, self._group.response_length, generator) for generator in generators]
+            ids = torch.stack([torch.cat([problems.prompts_BP, problems.solve()], 1) for problems in drawn])
+            self.step([-self.score(ids.to(self._device)).mean((1, 2))])
+
+
+class Training:
+    """The training of a group, step by step; its state can be saved between steps."""
+
+    def __init__(self, group: Group, engine: Engine, device: torch.device) -> None:
+        self.group, self.device, self._engine = group, device, engine
+        self.num_steps_done = 0
+        self._trainer = Trainer(group, device)
+        self._history: deque[Weights] = deque(maxlen=group.staleness + 1)
+        self._rejecters = _Rejecters(group, device)
+        self._evaluator = EngineSpec(dtype="float32").create(group.shape, batch=0, length=0, device=device)
+        self._problems = {seed: torch.Generator().manual_seed(10_000 + seed) for seed in group.seeds}
+
+    def step(self, keep: Callable[[str, dict[str, Any]], None]) -> list[Row]:
+        """One rollout and its optimizer steps; a row per run. ``keep`` takes log-probs for later analysis, by name."""
+        group, trainer, step = self.group, self._trainer, self.num_steps_done
+        self._history.append({name: weight.detach().clone() for name, weight in trainer.weights.items()})
+        rollout = _sample(group, self._engine, self._history[0], self._problems, step, self.device)
+        with torch.no_grad():
+            proximal = torch.cat([trainer.score(rollout.ids[:, part]) for part in _parts(rollout.ids)], 1)
+        if step in group.dump_steps:
+            keep(f"step{step}", _dump(group, rollout, proximal))
+        numbers = _mismatch(proximal, rollout.behavior, rollout.mask)
+        numbers |= {"reward": rollout.reward.mean(1), "solved": (rollout.reward == 1).float().mean(1)}
+        numbers |= _update(group, trainer, rollout, proximal, self._rejecters)
+        if step % group.eval_interval == 0 or step + 1 == group.num_steps:
+            numbers["own_reward"] = _evaluate(group, self._evaluator, trainer.weights, self.device)
+        self.num_steps_done += 1
+        return _rows(group, step, numbers)
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` needs to go on with the next step."""
+        return {
+            "num_steps_done": self.num_steps_done,
+            "trainer": self._trainer.state(),
+            "history": list(self._history),
+            "rejecters": self._rejecters.generator.get_state(),
+            "problems": {seed: generator.get_state() for seed, generator in self._problems.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same group. An engine's own random numbers begin anew."""
+        self.num_steps_done = state["num_steps_done"]
+        self._trainer.restore(state["trainer"])
+        self._history.extend(state["history"])
+        self._rejecters.generator.set_state(state["rejecters"].cpu())
+        for seed, generator in self._problems.items():
+            generator.set_state(state["problems"][seed].cpu())
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    """``ids`` ``[R, B, S]``, ``behavior`` and ``mask`` ``[R, B, L]``, ``reward`` and ``advantage`` ``[R, B]``."""
+
+    ids: Tensor
+    behavior: Tensor
+    mask: Tensor
+    reward: Tensor
+    advantage: Tensor
+
+
+def _sample(
+    group: Group,
+    engine: Engine,
+    weights: Weights,
+    generators: Mapping[int, torch.Generator],
+    step: int,
+    device: torch.device,
+) -> _Rollout:
+    drawn = {
+        seed: Problems.draw(group.num_prompts, group.response_length, generator).repeat(group.samples_per_prompt)
+        for seed, generator in generators.items()
+    }
+    prompts = torch.stack([drawn[seed].prompts_BP for _, seed in group.runs]).to(device)
+    mask = torch.stack([drawn[seed].mask_BL for _, seed in group.runs]).to(device)
+    draw_seeds = [1_000_000 * (seed + 1) + step for _, seed in group.runs]
+    responses, behavior = engine.sample(
+        weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=draw_seeds
+    )
+    reward = grade(prompts, responses, mask)
+    grouped = reward.view(len(group.runs), group.num_prompts, group.samples_per_prompt)
+    advantage = (grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-4)
+    return _Rollout(torch.cat([prompts, responses], -1), behavior, mask, reward, advantage.flatten(1))
+
+
+def _update(
+    group: Group, trainer: Trainer, rollout: _Rollout, proximal: Tensor, rejecters: _Rejecters
+) -> dict[str, Tensor]:
+    """The optimizer steps of one rollout."""
+    num_samples = rollout.mask.shape[1]
+    norms, kept, kept_sequences = [], [], []
+    per_update = num_samples // group.updates
+    for start in range(0, num_samples, per_update):
+        own = slice(start, start + per_update)
+        mask = rollout.mask[:, own]
+        weights, keep = _correct(group, proximal[:, own], rollout.behavior[:, own], mask, rejecters)
+        data = rollout.ids[:, own], proximal[:, own], rollout.advantage[:, own], weights, keep, mask
+        losses_R = (_loss(trainer, *(tensor[:, part] for tensor in data)) / per_update for part in _parts(data[0]))
+        norms.append(trainer.step(losses_R))
+        kept.append(keep.sum((1, 2)) / mask.sum((1, 2)))
+        kept_sequences.append(keep.any(-1).float().mean(1))
+    return {
+        "grad_norm": torch.stack(norms).mean(0),
+        "kept_tokens": torch.stack(kept).mean(0),
+        "kept_sequences": torch.stack(kept_sequences).mean(0),
+    }
+
+
+def _loss(
+    trainer: Trainer, ids: Tensor, proximal: Tensor, advantage: Tensor, weights: Tensor, keep: Tensor, mask: Tensor
+) -> Tensor:
+    """``[R]``: PPO's clipped loss, summed over sequences.
+
+    The hosts' reduction: every sequence is divided by its original number of tokens, rejected or not.
+    """
+    ratio = (trainer.score(ids) - proximal).exp()
+    loss = torch.maximum(-ratio * advantage[..., None], -ratio.clamp(0.8, 1.28) * advantage[..., None])
+    return (torch.where(keep, loss * weights, 0.0).sum(-1) / mask.sum(-1)).sum(1)
+
+
+def _parts(ids: Tensor) -> list[slice]:
+    """Parts of the batch ``[R, B, S]`` that fit into memory."""
+    size = max(TOKENS_AT_ONCE // (ids.shape[0] * ids.shape[2]), 1)
+    return [slice(start, start + size) for start in range(0, ids.shape[1], size)]
+
+
+def _correct(
+    group: Group, proximal: Tensor, behavior: Tensor, mask: Tensor, rejecters: _Rejecters
+) -> tuple[Tensor, Tensor]:
+    """Weights and keep mask ``[R, B, L]`` of all runs."""
+    weights, keep = torch.ones_like(proximal), mask.clone()
+    for run, (method, _) in enumerate(group.runs):
+        if method.config is not None:
+            corrected = mis_ext.correct_padded(
+                method.config,
+                proximal_logprobs=proximal[run],
+                behavior_logprobs=behavior[run],
+                response_mask=mask[run],
+            )
+            weights[run], keep[run] = corrected.weights, corrected.keep_mask
+    rejecters.reject(keep, mask)
+    return weights, keep
+
+
+class _Rejecters:
+    """Random rejection at the rate of another run."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.generator = torch.Generator(device).manual_seed(0)
+        index = {(method.name, seed): run for run, (method, seed) in enumerate(group.runs)}
+        self._of_run = {
+            run: index[method.like, seed] for run, (method, seed) in enumerate(group.runs) if method.like is not None
+        }
+
+    def reject(self, keep: Tensor, mask: Tensor) -> None:
+        """Change ``keep`` ``[R, B, L]`` of the controls."""
+        for run, model in self._of_run.items():
+            alive = keep[model].any(-1)
+            order = torch.rand(alive.shape, generator=self.generator, device=keep.device).argsort()
+            chosen = torch.zeros_like(alive)
+            chosen[order] = torch.arange(len(order), device=keep.device) < alive.sum()
+            share = keep[model].sum() / (mask[model] & alive[:, None]).sum().clamp(min=1)
+            tokens = torch.rand(mask[run].shape, generator=self.generator, device=keep.device) < share
+            keep[run] = mask[run] & chosen[:, None] & tokens
+
+
+def _mismatch(proximal: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Numbers of each run ``[R]`` over all its tokens."""
+    d = torch.where(mask, proximal - behavior, 0.0)
+    count = mask.sum((1, 2))
+    sums = d.sum(-1)
+    return {
+        "k3": (d.exp() - 1 - d).sum((1, 2)) / count,
+        "abs_diff": d.abs().sum((1, 2)) / count,
+        "above_2": (d > 0.6931).sum((1, 2)) / count,
+        "below_half": (d < -0.6931).sum((1, 2)) / count,
+        "ratio_max": d.amax((1, 2)).exp(),
+        "ess_sequence": sums.softmax(1).square().sum(1).reciprocal() / sums.shape[1],
+        "entropy": -torch.where(mask, proximal, 0.0).sum((1, 2)) / count,
+    }
+
+
+def _evaluate(group: Group, evaluator: Engine, weights: Weights, device: torch.device) -> Tensor:
+    """Mean reward ``[R]`` of the trainer's own policy in float32, on the same problems every time."""
+    problems = Problems.draw(256, group.response_length, torch.Generator().manual_seed(99))
+    prompts = problems.prompts_BP.to(device).expand(len(group.runs), -1, -1)
+    seeds = [77] * len(group.runs)
+    responses, _ = evaluator.sample(
+        weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=seeds
+    )
+    return grade(prompts, responses, problems.mask_BL.to(device)).mean(1)
+
+
+def _dump(group: Group, rollout: _Rollout, proximal: Tensor) -> dict[str, Any]:
+    runs = [run for run, (method, _) in enumerate(group.runs) if method is group.methods[0]]
+    tensors = {
+        "behavior": rollout.behavior.half(),
+        "log_ratio": (proximal - rollout.behavior).half(),
+        "mask": rollout.mask,
+    }
+    return {name: tensor[runs, :DUMPED_SEQUENCES].cpu().numpy() for name, tensor in tensors.items()}
+
+
+def _rows(group: Group, step: int, numbers: Mapping[str, Tensor]) -> list[Row]:
+    table = torch.stack([numbers[name].double() for name in numbers]).cpu()
+    return [
+        {"group": group.name, "method": method.name, "seed": seed, "step": step}
+        | {name: float(f"{value:.4g}") for name, value in zip(numbers, table[:, run].tolist(), strict=True)}
+        for run, (method, seed) in enumerate(group.runs)
+    ]

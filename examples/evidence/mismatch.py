@@ -1,0 +1,181 @@
+"""Where engine and trainer differ, from the log-probs of real rollouts: size, tails, probability, position, length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from .outcomes import pareto_k
+
+PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 1.0)
+BANDS = {
+    "product in [1/2, 2]": lambda sums, n: np.abs(sums) < np.log(2),
+    "geometric mean within 1 %": lambda sums, n: np.abs(np.expm1(sums / n)) < 0.01,
+    "geometric mean within 3 %": lambda sums, n: np.abs(np.expm1(sums / n)) < 0.03,
+}
+
+
+@dataclass(frozen=True)
+class Streams:
+    """``behavior`` and ``log_ratio`` in nats, and ``mask``; each ``[seeds, B, L]``."""
+
+    behavior: NDArray[np.float16]
+    log_ratio: NDArray[np.float16]
+    mask: NDArray[np.bool_]
+
+
+Steps = dict[str, list[Streams]]
+
+
+def section(name: str, conditions: dict[str, Steps], output: Path) -> list[str]:
+    """The part of a page about the mismatch itself, and its plots."""
+    if not conditions:
+        return []
+    lines = [
+        "",
+        "## The mismatch",
+        "",
+        "| engine | step | tokens | k3 | mean abs d | ratio > 2 | ratio < 1/2 | k-hat, tokens | k-hat, sequences "
+        "| share of k3 where p < 0.1 | tokens there |",
+        "|---" * 11 + "|",
+    ]
+    for condition, steps in conditions.items():
+        lines += [
+            f"| {condition} | {step.removeprefix('step')} | {_numbers(pieces)} |" for step, pieces in steps.items()
+        ]
+    lines += ["", f"![where]({name}_where.png)"]
+    _plot_where(conditions, output / f"{name}_where.png")
+    lines += ["", f"![length]({name}_length.png)", "", *_plot_length(conditions, output / f"{name}_length.png")]
+    return lines
+
+
+def _numbers(pieces: list[Streams]) -> str:
+    d = _valid(pieces, "log_ratio")
+    probability = np.exp(_valid(pieces, "behavior"))
+    k3 = np.expm1(d) - d
+    rare = probability < 0.1
+    return " | ".join(
+        (
+            f"{d.size:,}",
+            f"{k3.mean():.1e}",
+            f"{np.abs(d).mean():.1e}",
+            f"{(d > np.log(2)).mean():.1e}",
+            f"{(d < -np.log(2)).mean():.1e}",
+            f"{pareto_k(np.exp(d)):.2f}",
+            f"{pareto_k(np.exp(_sums(pieces)[:, -1])):.2f}",
+            f"{k3[rare].sum() / k3.sum():.2f}",
+            f"{rare.mean():.2f}",
+        )
+    )
+
+
+def _plot_where(conditions: dict[str, Steps], path: Path) -> None:
+    """Left: log-ratio against probability; middle: k3 by probability; right: k3 by position."""
+    figure, axes = plt.subplots(
+        len(conditions), 3, figsize=(15, 4 * len(conditions)), squeeze=False, constrained_layout=True
+    )
+    for (seeds, by_probability, by_position), (condition, steps) in zip(axes, conditions.items(), strict=True):
+        first = next(iter(steps.values()))
+        d, behavior = _valid(first, "log_ratio"), _valid(first, "behavior")
+        limit = max(float(np.quantile(np.abs(d), 0.9995)), 1e-4)
+        seeds.hist2d(
+            np.exp(behavior),
+            d,
+            bins=80,
+            range=[[0, 1], [-limit, limit]],
+            norm=matplotlib.colors.LogNorm(),
+            cmap="viridis",
+        )
+        seeds.set(title=f"{condition}, first rollout", xlabel="probability in the engine", ylabel="log-ratio d, nats")
+        for step, pieces in steps.items():
+            d, probability = _valid(pieces, "log_ratio"), np.exp(_valid(pieces, "behavior"))
+            k3 = np.expm1(d) - d
+            bins = np.digitize(probability, PROBABILITY_EDGES[1:-1])
+            means = [k3[bins == i].mean() if (bins == i).any() else np.nan for i in range(len(PROBABILITY_EDGES) - 1)]
+            by_probability.plot(range(len(means)), means, "o-", label=step)
+            by_position.plot(_by_position(pieces), label=step, linewidth=0.8)
+        labels = [f"{low:g}-{high:g}" for low, high in pairwise(PROBABILITY_EDGES)]
+        by_probability.set_xticks(range(len(labels)), labels)
+        by_probability.set(xlabel="probability in the engine", ylabel="mean k3, nats", yscale="log")
+        by_position.set(xlabel="position in the response", ylabel="mean k3, nats", yscale="log")
+        by_probability.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
+    """Acceptance of bands against the length of prefixes, beside the law for independent Gaussian log-ratios."""
+    figure, axes = plt.subplots(
+        1, len(conditions), figsize=(6 * len(conditions), 4.5), squeeze=False, constrained_layout=True
+    )
+    lines = ["| engine | step | tokens | " + " | ".join(f"{band}: kept (law)" for band in BANDS) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(BANDS))
+    for axis, (condition, steps) in zip(axes[0], conditions.items(), strict=True):
+        for step, pieces in steps.items():
+            sums = _sums(pieces)
+            lengths = np.unique(np.geomspace(1, sums.shape[1], 24).astype(int))
+            d = _valid(pieces, "log_ratio")
+            k3 = float((np.expm1(d) - d).mean())
+            kept = {band: [_share(sums, n, band) for n in lengths] for band in BANDS}
+            law = {band: [_law(k3, n, band) for n in lengths] for band in BANDS}
+            is_first = step == next(iter(steps))
+            for index, band in enumerate(BANDS):
+                if is_first:
+                    axis.plot(lengths, kept[band], "o-", color=f"C{index}", markersize=3, label=band)
+                    axis.plot(lengths, law[band], "--", color=f"C{index}", linewidth=0.9)
+            cells = [f"{kept[band][-1]:.2f} ({law[band][-1]:.2f})" for band in BANDS]
+            lines.append(f"| {condition} | {step.removeprefix('step')} | {lengths[-1]} | {' | '.join(cells)} |")
+        axis.set(
+            title=f"{condition}, first rollout",
+            xlabel="tokens",
+            ylabel="accepted sequences",
+            xscale="log",
+            ylim=(0, 1.03),
+        )
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return lines
+
+
+def _share(sums: NDArray[np.float64], length: int, band: str) -> float:
+    return float(BANDS[band](sums[:, length - 1], length).mean())
+
+
+def _law(k3: float, length: int, band: str) -> float:
+    """If the log-ratios of tokens were independent with mean -k3 and variance 2 k3."""
+    spread = np.sqrt(2 * k3 * length)
+    sums = stats.norm.ppf((np.arange(2000) + 0.5) / 2000, -k3 * length, spread)
+    return float(BANDS[band](sums, length).mean())
+
+
+def _valid(pieces: list[Streams], stream: str) -> NDArray[np.float64]:
+    return np.concatenate([getattr(piece, stream)[piece.mask] for piece in pieces]).astype(np.float64)
+
+
+def _sums(pieces: list[Streams]) -> NDArray[np.float64]:
+    """``[sequences, L]``: log-ratios summed over the first tokens, up to the fewest that the grader reads."""
+    shortest = min(int(piece.mask.sum(-1).min()) for piece in pieces)
+    return np.concatenate(
+        [
+            np.cumsum(piece.log_ratio.astype(np.float64).reshape(-1, piece.mask.shape[-1])[:, :shortest], 1)
+            for piece in pieces
+        ]
+    )
+
+
+def _by_position(pieces: list[Streams]) -> NDArray[np.float64]:
+    d = np.concatenate([piece.log_ratio.reshape(-1, piece.mask.shape[-1]) for piece in pieces]).astype(np.float64)
+    mask = np.concatenate([piece.mask.reshape(-1, piece.mask.shape[-1]) for piece in pieces])
+    k3 = np.where(mask, np.expm1(d) - d, np.nan)
+    mean: NDArray[np.float64] = np.nanmean(k3, 0)
+    return mean

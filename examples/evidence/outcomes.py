@@ -1,0 +1,111 @@
+"""What came out of a study's runs, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from .ensemble import Row
+
+Curve = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The runs of one engine setting: per method and seed, a curve of each number over the steps."""
+
+    name: str
+    curves: dict[str, dict[int, dict[str, Curve]]]
+
+    @classmethod
+    def of_rows(cls, name: str, rows: Sequence[Row]) -> Condition:
+        """Sort the rows of all groups of one setting."""
+        runs: dict[str, dict[int, list[Row]]] = {}
+        for row in rows:
+            runs.setdefault(row["method"], {}).setdefault(row["seed"], []).append(row)
+        return cls(
+            name,
+            {method: {seed: _curves(of_seed) for seed, of_seed in seeds.items()} for method, seeds in runs.items()},
+        )
+
+    @property
+    def base(self) -> str:
+        """The method without correction."""
+        return next(iter(self.curves))
+
+    def mean(self, method: str, number: str, part: slice = slice(None)) -> float:
+        """Over seeds and steps."""
+        return float(np.nanmean([curves[number][part] for curves in self.curves[method].values()]))
+
+    def difference(self, method: str, other: str, number: str, part: slice = slice(None)) -> Difference:
+        """Of the mean over steps, paired by seed."""
+        ours, others = self.curves[method], self.curves[other]
+        pairs = [
+            float(np.nanmean(ours[seed][number][part]) - np.nanmean(others[seed][number][part]))
+            for seed in ours
+            if seed in others
+        ]
+        return Difference.of_pairs(pairs)
+
+
+class Difference(NamedTuple):
+    """A paired difference with its 95 % confidence interval (Student's t over seeds)."""
+
+    mean: float
+    low: float
+    high: float
+    num_pairs: int
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[float]) -> Difference:
+        """One number per seed; with a single seed the interval is unbounded."""
+        count, mean = len(pairs), float(np.mean(pairs))
+        if count < 2:
+            return cls(mean, -math.inf, math.inf, count)
+        half = float(stats.t.ppf(0.975, count - 1)) * float(np.std(pairs, ddof=1)) / math.sqrt(count)
+        return cls(mean, mean - half, mean + half, count)
+
+    def verdict(self, margin: float) -> str:
+        """What the interval says; a difference within the margin is none (equivalence test at 2.5 % on each side)."""
+        if -margin < self.low and self.high < margin:
+            return "no difference"
+        if self.low > 0:
+            return "better"
+        if self.high < 0:
+            return "worse"
+        return "not resolved"
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def last_quarter(num_steps: int) -> slice:
+    """The steps at the end of a run."""
+    return slice(num_steps - max(num_steps // 4, 1), None)
+
+
+def pareto_k(ratios: NDArray[np.float64]) -> float:
+    """Shape of the generalised Pareto distribution of the largest ratios.
+
+    Above 0.7, means of importance-weighted samples cannot be trusted ("Pareto Smoothed Importance Sampling",
+    arXiv 1507.02646). NaN where there are too few different ratios.
+    """
+    ordered = np.sort(ratios)
+    num_tail = int(min(0.2 * len(ordered), 3 * math.sqrt(len(ordered))))
+    excess = ordered[-num_tail:] - ordered[-num_tail - 1]
+    excess = excess[excess > 0]
+    if len(excess) < 5:
+        return math.nan
+    return float(stats.genpareto.fit(excess, floc=0)[0])
+
+
+def _curves(rows: list[Row]) -> dict[str, Curve]:
+    names = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    ordered = sorted(rows, key=lambda row: row["step"])
+    return {name: np.array([row.get(name, math.nan) for row in ordered]) for name in names}

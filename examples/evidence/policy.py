@@ -1,0 +1,175 @@
+"""Many decoders of one shape at once: every weight has the run as its first dimension.
+
+Shapes: R runs, B sequences, S tokens of prompt and response, P of the prompt, L of the response, V vocabulary, M all
+tokens of a run (B x S), D numbers of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+"""By name of the checkpoint format of transformers, ``[R, ...]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Qwen3 decoder: RMSNorm, SwiGLU, rotary positions, grouped queries with normalised heads."""
+
+    num_layers: int = 2
+    hidden_size: int = 64
+    ffn_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 32
+    max_length: int = 1024
+    norm_eps: float = 1e-6
+    rope_base: float = 10_000.0
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one run, by name."""
+        hidden, ffn, head = self.hidden_size, self.ffn_size, self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (self.vocab_size, hidden)}
+        for index in range(self.num_layers):
+            layer = {
+                "input_layernorm": (hidden,),
+                "self_attn.q_proj": (self.num_heads * head, hidden),
+                "self_attn.k_proj": (self.num_kv_heads * head, hidden),
+                "self_attn.v_proj": (self.num_kv_heads * head, hidden),
+                "self_attn.q_norm": (head,),
+                "self_attn.k_norm": (head,),
+                "self_attn.o_proj": (hidden, self.num_heads * head),
+                "post_attention_layernorm": (hidden,),
+                "mlp.gate_proj": (ffn, hidden),
+                "mlp.up_proj": (ffn, hidden),
+                "mlp.down_proj": (hidden, ffn),
+            }
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes |= {"model.norm": (hidden,), "lm_head": (self.vocab_size, hidden)}
+        return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def new_weights(shape: Shape, seeds: list[int], device: torch.device) -> Weights:
+    """Weights of one run per seed: matrices N(0, 0.02^2), those into the residual stream smaller, norms 1."""
+    weights: Weights = {}
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for name, size in shape.weight_shapes().items():
+        if len(size) == 1:
+            weights[name] = torch.ones(len(seeds), *size, device=device)
+            continue
+        std = 0.02 / math.sqrt(2 * shape.num_layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        drawn = [torch.randn(size, generator=generator) * std for generator in generators]
+        weights[name] = torch.stack(drawn).to(device)
+    return weights
+
+
+class Cache(NamedTuple):
+    """Keys and values ``[R * B, kv heads, S, D]`` of one layer, in the dtype that they are kept in."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def new_caches(shape: Shape, num_sequences: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Cache]:
+    """Empty caches of all layers."""
+    size = (num_sequences, shape.num_kv_heads, length, shape.head_dim)
+    return [
+        Cache(torch.zeros(size, device=device).to(dtype), torch.zeros(size, device=device).to(dtype))
+        for _ in range(shape.num_layers)
+    ]
+
+
+def logits_of(
+    shape: Shape, weights: Weights, ids_RBS: Tensor, *, caches: list[Cache] | None = None, start: int = 0
+) -> Tensor:
+    """``[R, B, S, V]`` in the weights' dtype.
+
+    With caches, the tokens are those from position ``start`` on: earlier keys and values come from the caches, and the
+    new ones are stored there. New tokens see each other as computed, not as stored, as in an engine's prefill.
+    """
+    num_runs, batch, length = ids_RBS.shape
+    runs_R11 = torch.arange(num_runs, device=ids_RBS.device)[:, None, None]
+    hidden = F.embedding(
+        (ids_RBS + runs_R11 * shape.vocab_size).flatten(1), weights["model.embed_tokens.weight"].flatten(0, 1)
+    )
+    cos_sin = _rotation(shape, start, length, hidden)
+    for index in range(shape.num_layers):
+        prefix = f"model.layers.{index}."
+        layer = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        cache = None if caches is None else caches[index]
+        normed = _norm(hidden, layer["input_layernorm.weight"][:, None], shape.norm_eps)
+        hidden = hidden + _attention(shape, layer, normed, batch, cos_sin, cache, start)
+        normed = _norm(hidden, layer["post_attention_layernorm.weight"][:, None], shape.norm_eps)
+        gated = F.silu(_linear(normed, layer["mlp.gate_proj.weight"])) * _linear(normed, layer["mlp.up_proj.weight"])
+        hidden = hidden + _linear(gated, layer["mlp.down_proj.weight"])
+    hidden = _norm(hidden, weights["model.norm.weight"][:, None], shape.norm_eps)
+    return _linear(hidden, weights["lm_head.weight"]).view(num_runs, batch, length, -1)
+
+
+def logprobs_of(shape: Shape, weights: Weights, ids_RBS: Tensor, num_prompt: int, *, temperature: float) -> Tensor:
+    """``[R, B, L]`` float32: log-probs in nats of the tokens behind the prompt, of softmax(logits / T)."""
+    logits = logits_of(shape, weights, ids_RBS[..., :-1])[..., num_prompt - 1 :, :].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids_RBS[..., num_prompt:, None])[..., 0]
+
+
+def _linear(x_RMI: Tensor, weight_ROI: Tensor) -> Tensor:
+    return torch.bmm(x_RMI, weight_ROI.mT)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    in_float32 = x.float()
+    return weight * (in_float32 * torch.rsqrt(in_float32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotation(shape: Shape, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    exponents = torch.arange(0, shape.head_dim, 2, device=like.device) / shape.head_dim
+    positions = torch.arange(start, start + length, device=like.device)
+    angles = positions[:, None] * shape.rope_base**-exponents
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def _rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos_sin[0] + torch.cat([-high, low], -1) * cos_sin[1]
+
+
+def _attention(
+    shape: Shape,
+    layer: Weights,
+    x_RMH: Tensor,
+    batch: int,
+    cos_sin: tuple[Tensor, Tensor],
+    cache: Cache | None,
+    start: int,
+) -> Tensor:
+    num_runs, num_tokens, _ = x_RMH.shape
+    length = num_tokens // batch
+
+    def heads(name: str) -> Tensor:
+        projected = _linear(x_RMH, layer[f"self_attn.{name}_proj.weight"]).view(
+            num_runs, batch, length, -1, shape.head_dim
+        )
+        if name != "v":
+            projected = _norm(projected, layer[f"self_attn.{name}_norm.weight"][:, None, None, None], shape.norm_eps)
+        by_head = projected.view(num_runs * batch, length, -1, shape.head_dim).transpose(1, 2)
+        return by_head if name == "v" else _rotate(by_head, cos_sin)
+
+    query, key, value = heads("q"), heads("k"), heads("v")
+    if cache is not None:
+        cache.keys[:, :, start : start + length] = key.to(cache.keys.dtype)
+        cache.values[:, :, start : start + length] = value.to(cache.values.dtype)
+        if start > 0:
+            key, value = (part[:, :, : start + length].to(query.dtype) for part in cache)
+    group = shape.num_heads // shape.num_kv_heads
+    key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
+    merged = out.transpose(1, 2).reshape(num_runs, num_tokens, -1)
+    return _linear(merged, layer["self_attn.o_proj.weight"])

@@ -1,0 +1,111 @@
+"""Results on disk: per group a file of rows, a file of log-probs, and while it runs its state."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .ensemble import Group, Row, Training
+
+Keep = Callable[[str, dict[str, Any]], None]
+
+
+class Results:
+    """The results in one folder.
+
+    ``GROUP.jsonl.xz`` begins with a line about the machine; then one line per run and step. ``GROUP.npz`` has the
+    log-probs of the steps that the group names. ``GROUP.state.pt`` is there while the group is not finished.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def is_done(self, group: Group) -> bool:
+        """Whether the group is finished."""
+        return self._rows(group).exists()
+
+    def rows(self, group: Group) -> list[Row]:
+        """Of a finished group."""
+        return self._read(group)[1:]
+
+    def machine(self, group: Group) -> dict[str, Any]:
+        """Where a finished group ran."""
+        return self._read(group)[0]
+
+    def log_probs(self, group: Group) -> dict[str, dict[str, Any]]:
+        """Of a finished group's steps: ``behavior``, ``log_ratio`` and ``mask``, each ``[seeds, B, L]``."""
+        path = self._folder / f"{group.name}.npz"
+        if not path.exists():
+            return {}
+        steps: dict[str, dict[str, Any]] = {}
+        with np.load(path) as arrays:
+            for name in arrays.files:
+                step, _, stream = name.partition("/")
+                steps.setdefault(step, {})[stream] = arrays[name]
+        return steps
+
+    def resume(self, group: Group, training: Training) -> list[Row]:
+        """Bring an interrupted group's training to where it was; its rows so far."""
+        if not self._state(group).exists():
+            return []
+        saved = torch.load(self._state(group), map_location="cpu", weights_only=False)
+        training.restore(saved["training"])
+        self._kept = saved["kept"]
+        rows: list[Row] = saved["rows"]
+        return rows
+
+    @contextmanager
+    def saving(self, group: Group, training: Training, rows: list[Row]) -> Iterator[Keep]:
+        """Keep what there is at the end: the results, or the state if it comes before the last step."""
+        kept: dict[str, Any] = self.__dict__.pop("_kept", {})
+
+        def keep(name: str, arrays: dict[str, Any]) -> None:
+            kept.update({f"{name}/{stream}": array for stream, array in arrays.items()})
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield keep
+        finally:
+            if training.num_steps_done == group.num_steps:
+                self._finish(group, training, rows, kept)
+            elif training.num_steps_done:
+                complete = [row for row in rows if row["step"] < training.num_steps_done]
+                torch.save({"training": training.state(), "rows": complete, "kept": kept}, self._state(group))
+
+    def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
+        if kept:
+            np.savez_compressed(self._folder / f"{group.name}.npz", **kept)
+        lines = [_machine(training.device), *rows]
+        scratch = self._rows(group).with_suffix(".part")
+        with lzma.open(scratch, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        scratch.replace(self._rows(group))
+        self._state(group).unlink(missing_ok=True)
+
+    def _read(self, group: Group) -> list[dict[str, Any]]:
+        with lzma.open(self._rows(group), "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+    def _rows(self, group: Group) -> Path:
+        return self._folder / f"{group.name}.jsonl.xz"
+
+    def _state(self, group: Group) -> Path:
+        return self._folder / f"{group.name}.state.pt"
+
+
+def _machine(on: torch.device) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(on) if on.type == "cuda" else platform.machine()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        import sglang
+    except ImportError:
+        return {"device": device, **versions}
+    return {"device": device, **versions, "sglang": sglang.__version__}

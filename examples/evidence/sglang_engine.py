@@ -1,0 +1,59 @@
+"""SGLang as the engine of a group: the weights of one run after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from .engines import EngineSpec
+from .policy import Shape, Weights
+from .sglang_runner import SGLangRunner
+
+
+class SGLangEngine:
+    """See :class:`~evidence.engines.Engine`. Random numbers are SGLang's own."""
+
+    def __init__(self, spec: EngineSpec, shape: Shape, *, batch: int, length: int, device: torch.device) -> None:
+        settings = {"dtype": spec.dtype, "kv_cache_dtype": spec.cache, **spec.settings}
+        self._spec = spec
+        self._runner = SGLangRunner(
+            hf_config(shape), device=device, batch_size=batch, max_length=length, settings=settings
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`~evidence.engines.Engine`."""
+        results, rounded = [], self._spec.rounded(weights)
+        for run, prompts_BP in enumerate(prompts_RBP):
+            self._runner.load({name: weight[run] for name, weight in rounded.items()})
+            results.append(self._runner.generate(prompts_BP, num_tokens=num_tokens, temperature=temperature))
+        ids, logprobs = zip(*results, strict=True)
+        return torch.stack(ids), torch.stack(logprobs)
+
+    def close(self) -> None:
+        """See :class:`~evidence.engines.Engine`."""
+        self._runner.close()
+
+
+def hf_config(shape: Shape) -> Qwen3Config:
+    """The decoder for SGLang. Without an end token, sampling stops at the given length."""
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_length,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )

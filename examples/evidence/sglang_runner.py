@@ -1,0 +1,361 @@
+"""SGLang's model runner in this process, for many small models one after the other.
+
+What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and
+sampler. Left out is what stands around it: server, scheduler process, tokenizer, cache of prefixes. The calls are those
+of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from grpo.sglang_engine import CPU_SETTINGS, FUSED
+from torch import Tensor
+
+GPU_SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "disable_prefill_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    # An upper bound only: the cache is as large as the batch needs.
+    "mem_fraction_static": 0.5,
+}
+# Log-probs are those at the sampling temperature.
+ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+
+class SGLangRunner:
+    """Samples responses of one length from weights that change between calls; one runner at a time in a process.
+
+    SGLang makes the default process group of the process, and ``close`` destroys it. Not for a process of torchrun,
+    whose rendezvous that group would join.
+
+    Args:
+        hf_config: A Qwen3 configuration without tied embeddings.
+        device: A CUDA device or the CPU.
+        batch_size: Prompts of every call. CUDA graphs are captured for this size only.
+        max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
+        settings: Arguments of SGLang's ``ServerArgs``, above the defaults here: ``{"kv_cache_dtype": "fp8_e5m2"}``.
+        seed: Of the first weights and of the sampler, which has its own stream of random numbers.
+
+    Raises:
+        ValueError: ``max_length`` is too long, or the weights would be quantised, which ``load`` cannot write.
+        RuntimeError: The process already has a process group, or SGLang's model has tensors that are not in the
+            transformers model.
+    """
+
+    def __init__(
+        self,
+        hf_config: Any,
+        *,
+        device: torch.device,
+        batch_size: int,
+        max_length: int,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        settings = dict(settings or {})
+        if max_length > hf_config.max_position_embeddings:
+            raise ValueError(f"max_length is {max_length}, the model has {hf_config.max_position_embeddings} positions")
+        if settings.get("quantization"):
+            raise ValueError("quantization: SGLang stores such weights in another form, which load() cannot write")
+        if torch.distributed.is_initialized():
+            raise RuntimeError("SGLang needs a process without a process group")
+        self._device = device
+        self._batch_size = batch_size
+        self._max_length = max_length
+        self._differs: Tensor | None = None
+        self.used_cuda_graphs: bool | None = None
+
+        on_cpu = device.type == "cpu"
+        if on_cpu:
+            _prepare_cpu()
+        os.environ.pop(ORIGINAL_LOGPROB, None)
+        with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
+            shapes = _write_checkpoint(hf_config, Path(folder), seed=seed)
+            arguments: dict[str, Any] = {
+                "model_path": folder,
+                "skip_tokenizer_init": True,
+                "dtype": "bfloat16",
+                "context_length": max_length,
+                "sampling_backend": "pytorch",
+                "grammar_backend": "none",
+                "disable_radix_cache": True,
+                "page_size": 1,
+                "random_seed": seed,
+                "log_level": "error",
+                "cuda_graph_bs_decode": [batch_size],
+                "cuda_graph_max_bs_decode": batch_size,
+                **(CPU_SETTINGS if on_cpu else GPU_SETTINGS),
+                "max_total_tokens": batch_size * max_length,
+                "max_running_requests": batch_size,
+                **settings,
+            }
+            with _kept_random_state(device):
+                self._runner = _start(arguments, gpu_id=device.index or 0)
+        self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
+        self._random_state = _seeded_state(device, seed)
+        self._clear_pools()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights, and forget the keys and values of the last ones.
+
+        The comparison of what the engine then holds with what was given runs on the device; the next call reads it.
+
+        Args:
+            weights: One tensor of the configuration's shape per transformers name, on any device.
+
+        Raises:
+            ValueError: A name or a shape is missing, unknown or different.
+            RuntimeError: After the last ``load`` the engine did not hold what was given, which may not be finite.
+        """
+        self._check_held()
+        if differing := sorted(weights.keys() ^ self._rows.keys()):
+            side = "missing" if differing[0] in self._rows else "unknown to the model"
+            raise ValueError(f"weights: {differing[0]} is {side} ({len(differing)} such names)")
+        for name, weight in weights.items():
+            if weight.shape != self._rows[name].shape:
+                raise ValueError(f"weights: {name} has shape {list(weight.shape)}, not {list(self._rows[name].shape)}")
+        given = {name: weight.detach().to(self._device, non_blocking=True) for name, weight in weights.items()}
+        self._runner.model.load_weights(given.items())
+        unequal = [(rows != given[name].to(rows.dtype)).any() for name, rows in self._rows.items()]
+        self._differs = torch.stack(unequal)
+        self._clear_pools()
+
+    @torch.no_grad()
+    def generate(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Sample ``num_tokens`` tokens after each prompt; nothing ends a response earlier.
+
+        Args:
+            prompts_BP: Token ids, int64, ``batch_size`` rows of one length.
+            num_tokens: Length L of the responses.
+            temperature: Divides the logits, above 0.
+
+        Returns:
+            Token ids [B, L], int64, and the sampler's log-probs [B, L], float32, of softmax(logits / temperature).
+
+        Raises:
+            ValueError: The batch has another size, is too long, or the temperature is not above 0.
+            RuntimeError: The engine does not hold the loaded weights.
+        """
+        batch_size, prompt_length = prompts_BP.shape
+        if batch_size != self._batch_size or prompt_length + num_tokens > self._max_length:
+            raise ValueError(
+                f"{batch_size} prompts of {prompt_length} tokens and {num_tokens} new ones, the runner takes "
+                f"{self._batch_size} with {self._max_length} tokens in all"
+            )
+        if not (temperature > 0 and num_tokens > 0):
+            raise ValueError(f"temperature {temperature} and num_tokens {num_tokens} must be above 0")
+        self._check_held()
+        ids: list[Tensor] = []
+        log_probs: list[Tensor] = []
+        try:
+            batch = self._prefill_batch(prompts_BP, num_tokens=num_tokens, temperature=temperature)
+            with _kept_random_state(self._device):
+                _set_random_state(self._device, self._random_state)
+                for step in range(num_tokens):
+                    if step > 0:
+                        batch.input_ids = ids[-1]
+                        batch.prepare_for_decode()
+                    sampled, log_prob = self._step(batch)
+                    ids.append(sampled)
+                    log_probs.append(log_prob)
+                self._random_state = _random_state(self._device)
+        finally:
+            self._clear_pools()
+        return torch.stack(ids, dim=1), torch.stack(log_probs, dim=1)
+
+    def close(self) -> None:
+        """Free the engine and leave its process groups."""
+        if self._runner is None:
+            return
+        from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self._runner = None
+        self._rows = {}
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def free_slots(self) -> tuple[int, int]:
+        """Free tokens of the key-value pool and free rows of the request pool."""
+        return (
+            self._runner.token_to_kv_pool_allocator.available_size(),
+            self._runner.req_to_token_pool.available_size(),
+        )
+
+    def _prefill_batch(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float) -> Any:
+        """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""
+        from sglang.benchmark.one_batch import TreeCacheNamespace
+        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+        from sglang.srt.sampling.sampling_params import SamplingParams
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        batch_size, length = prompts_BP.shape
+        params = SamplingParams(temperature=temperature, max_new_tokens=num_tokens, ignore_eos=True)
+        # Requests hold Python integers. Only their number matters: the ids go to the batch and stay on the device.
+        placeholder = array("q", bytes(8 * length))
+        requests = []
+        for row in range(batch_size):
+            request = Req(rid=str(row), origin_input_text="", origin_input_ids=placeholder, sampling_params=params)
+            request.full_untruncated_fill_ids = placeholder
+            request.logprob_start_len = -1
+            if hasattr(request, "set_extend_range"):
+                request.set_extend_range(0, length)
+            else:
+                request.extend_end = length
+            requests.append(request)
+        allocator = self._runner.token_to_kv_pool_allocator
+        batch = ScheduleBatch.init_new(
+            reqs=requests,
+            req_to_token_pool=self._runner.req_to_token_pool,
+            token_to_kv_pool_allocator=allocator,
+            tree_cache=TreeCacheNamespace(
+                page_size=allocator.page_size, device=self._runner.device, token_to_kv_pool_allocator=allocator
+            ),
+            model_config=self._runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        batch.input_ids = prompts_BP.to(self._device).reshape(-1)
+        batch.prefill_input_ids_cpu = None
+        batch.top_logprobs_nums = [0] * batch_size
+        batch.token_ids_logprobs = [None] * batch_size
+        return batch
+
+    def _step(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Run one forward; return the sampled ids [B] and their log-probs [B]."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        forward_batch = ForwardBatch.init_new(batch, self._runner, return_hidden_states_before_norm=False)
+        result = self._runner.forward(forward_batch)
+        if forward_batch.forward_mode.is_decode():
+            self.used_cuda_graphs = result.can_run_graph
+        # Only now: in the forward it would ask for log-probs of the prompt.
+        forward_batch.return_logprob = True
+        ids = self._runner.sample(result.logits_output, forward_batch)
+        return ids.long(), result.logits_output.next_token_logprobs.float()
+
+    def _check_held(self) -> None:
+        """Raise a RuntimeError if the last ``load`` left other values in the engine than were given."""
+        if self._runner is None:
+            raise RuntimeError("the runner is closed")
+        differs, self._differs = self._differs, None
+        if differs is not None and differs.any():
+            wrong = [name for name, unequal in zip(self._rows, differs.tolist(), strict=True) if unequal]
+            raise RuntimeError(f"SGLang does not hold the weights that were loaded: {', '.join(wrong)}")
+
+    def _clear_pools(self) -> None:
+        self._runner.req_to_token_pool.clear()
+        self._runner.token_to_kv_pool_allocator.clear()
+
+
+def _prepare_cpu() -> None:
+    """Let SGLang start without its compiled kernels, see ``grpo/sglang_cpu``."""
+    import grpo
+
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    shim = str(Path(grpo.__file__).parent / "sglang_cpu")
+    if shim not in sys.path:
+        sys.path.insert(0, shim)
+
+
+def _write_checkpoint(hf_config: Any, folder: Path, *, seed: int) -> dict[str, torch.Size]:
+    """Write random weights; return the name and shape of each."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    # Its sampling defaults are for users who set none.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return {name: weight.shape for name, weight in model.state_dict().items()}
+
+
+def _start(arguments: dict[str, Any], *, gpu_id: int) -> Any:
+    """Return a ``ModelRunner`` with weights, pools and CUDA graphs."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.network import get_free_port
+
+    server_args = ServerArgs(**arguments)
+    # 0.5.17 has the first two steps in its constructor and ``load_model``.
+    if hasattr(one_batch, "publish"):
+        server_args.resolve_once()
+        world_rank = one_batch.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
+        ranks = one_batch.SpawnRanks(world_rank=world_rank, gpu_id=gpu_id)
+        one_batch.publish(server_args, role="scheduler", ranks=ranks)
+        one_batch._init_process_global_configs()
+    else:
+        one_batch.initialize_moe_config(server_args)
+        one_batch.initialize_fp8_gemm_config(server_args)
+        one_batch.initialize_fp4_gemm_config(server_args)
+    ports = SimpleNamespace(nccl_port=get_free_port())
+    with patch.object(one_batch, "get_tokenizer", return_value=None), redirect_stdout(sys.stderr):
+        bench_runner, _ = one_batch.load_model(server_args, ports, gpu_id, 0)
+    return bench_runner.torch_runner
+
+
+def _engine_rows(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Return, per transformers name, the rows of SGLang's tensor that hold it.
+
+    SGLang joins some projections, and pads the vocabulary with more rows.
+    """
+    whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
+    rows: dict[str, Tensor] = {}
+    unused = set(parameters)
+    for name, shape in shapes.items():
+        part = next((component for component in name.split(".") if component in whole_of), None)
+        held, start = name, 0
+        if part is not None:
+            held = name.replace(part, whole_of[part])
+            parts = FUSED[whole_of[part]]
+            start = sum(shapes[name.replace(part, before)][0] for before in parts[: parts.index(part)])
+        if held not in parameters:
+            raise RuntimeError(f"SGLang's model has no {held}")
+        rows[name] = parameters[held].data[start : start + shape[0]]
+        if rows[name].shape != shape:
+            raise RuntimeError(f"SGLang's {held} has shape {list(parameters[held].shape)}, {name} has {list(shape)}")
+        unused.discard(held)
+    if unused:
+        raise RuntimeError(f"SGLang's model has tensors that load() would not write: {sorted(unused)}")
+    return rows
+
+
+def _kept_random_state(device: torch.device) -> Any:
+    """Return a context that leaves torch's generators as they were."""
+    return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seeded_state(device: torch.device, seed: int) -> Tensor:
+    with _kept_random_state(device):
+        torch.manual_seed(seed)
+        return _random_state(device)

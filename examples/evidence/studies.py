@@ -1,0 +1,205 @@
+"""What is studied: questions, and the groups of runs that answer them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .engines import EngineSpec
+from .ensemble import Group, Method
+
+PRESETS = Path(__file__).parents[2] / "yaml"
+SEEDS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A question and its runs.
+
+    Attributes:
+        name: On the command line.
+        question: What the report answers.
+        groups: Trained one after the other; each is kept when it is finished.
+        margin: Differences of the mean reward within it are no difference.
+    """
+
+    name: str
+    question: str
+    groups: tuple[Group, ...]
+    margin: float = 0.02
+
+
+def _preset(name: str, **changes: Any) -> Method:
+    return Method(name=name, keys=yaml.safe_load((PRESETS / f"{name}.yaml").read_text()) | changes)
+
+
+def _geometric(half_width: float) -> Method:
+    """A geometric gate and nothing else."""
+    bounds = {"rs_lower_bound": 1 - half_width, "rs_upper_bound": 1 + half_width}
+    keys = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "geometric"}
+    return Method(name=f"geometric_{half_width:g}", keys=keys | bounds)
+
+
+_GATE = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+NONE = Method(name="none")
+TOKEN_TIS, SEQUENCE_TIS = _preset("token_tis"), _preset("sequence_tis")
+TOKEN_MASK = Method(
+    name="token_mask",
+    keys={"use_tis": True, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 2.0},
+)
+FILTERS = (
+    TOKEN_MASK,
+    _preset("icepop"),
+    _preset("sequence_mis"),
+    *map(_geometric, (0.01, 0.03, 0.1)),
+    # The default until this study.
+    Method(
+        name="mis_0.01",
+        keys={**TOKEN_TIS.keys, **_GATE, "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True},
+    ),
+)
+WITH_CONTROLS = (
+    NONE,
+    TOKEN_TIS,
+    SEQUENCE_TIS,
+    *FILTERS,
+    *(Method(name=f"{method.name}, random", like=method.name) for method in FILTERS),
+)
+FEW = (NONE, TOKEN_TIS, TOKEN_MASK, SEQUENCE_TIS, *FILTERS[1:4], FILTERS[-1])
+
+FP8_CACHE = EngineSpec(kind="sglang", cache="fp8_e5m2")
+FP8_WEIGHTS = EngineSpec(kind="sglang", weights="fp8_e4m3")
+BF16 = EngineSpec(kind="sglang")
+
+
+def _by_seeds(group: Group, size: int) -> tuple[Group, ...]:
+    """Groups of ``size`` seeds each, which several GPUs can share."""
+    return tuple(group.with_seeds(group.seeds[start : start + size]) for start in range(0, len(group.seeds), size))
+
+
+def _two_engines(name: str, question: str, engine: EngineSpec, methods: tuple[Method, ...]) -> tuple[Study, Study]:
+    """With SGLang, and with a controlled engine of the same dtypes, which is cheap: more seeds."""
+    group = Group(name=name, engine=engine, methods=methods, seeds=SEEDS, num_prompts=64, dump_steps=(0, 30, 60, 119))
+    controlled = replace(
+        group,
+        name=f"{name}_controlled",
+        engine=replace(engine, kind="controlled"),
+        seeds=tuple(range(1, 9)),
+        dump_steps=(),
+    )
+    return (
+        Study(name=name, question=question, groups=_by_seeds(group, 1)),
+        Study(name=controlled.name, question=question, groups=_by_seeds(controlled, 2)),
+    )
+
+
+_LENGTH = Study(
+    name="length",
+    question="How do gates on products and on geometric means accept, as responses grow?",
+    groups=tuple(
+        Group(
+            name=f"length_{name}-seed{seed}",
+            engine=engine,
+            methods=(NONE,),
+            seeds=(seed,),
+            num_steps=20,
+            response_length=512,
+            dump_steps=(0, 19),
+        )
+        for name, engine in (("fp8_cache", FP8_CACHE), ("bf16", BF16))
+        for seed in SEEDS
+    ),
+)
+_STALENESS = Study(
+    name="staleness",
+    question="Which correction pays off when the engine's weights are k steps old?",
+    groups=tuple(
+        Group(
+            name=f"staleness_{steps}",
+            engine=EngineSpec(dtype="bfloat16"),
+            methods=FEW,
+            seeds=SEEDS,
+            staleness=steps,
+        )
+        for steps in (0, 1, 2, 4, 8, 16)
+    ),
+)
+_NOISE = Study(
+    name="noise",
+    question="At which size of a state-deterministic error does training without correction fail, and what saves it?",
+    groups=tuple(
+        Group(
+            name=f"noise_{noise:g}",
+            engine=EngineSpec(dtype="float32", noise=noise),
+            methods=FEW,
+            seeds=SEEDS,
+        )
+        for noise in (0.05, 0.1, 0.2, 0.4, 0.8)
+    ),
+)
+_BREAKING = Study(
+    name="breaking",
+    question="Does a long run at a high learning rate fail without correction?",
+    groups=tuple(
+        Group(
+            name=f"breaking_lr{rate:g}_stale{steps}",
+            engine=EngineSpec(dtype="bfloat16", cache="fp8_e5m2"),
+            methods=FEW,
+            seeds=SEEDS,
+            staleness=steps,
+            learning_rate=rate,
+            num_steps=300,
+        )
+        for rate, steps in ((3e-3, 0), (3e-3, 4), (6e-3, 0), (6e-3, 4))
+    ),
+)
+
+_PARTS = Study(
+    name="parts",
+    question="Which part of token TIS, self-normalisation, veto and geometric gate helps or hurts?",
+    groups=tuple(
+        Group(
+            name=f"parts_{name}",
+            engine=EngineSpec(dtype="bfloat16", cache="fp8_e5m2"),
+            methods=(
+                NONE,
+                TOKEN_TIS,
+                Method(name="token_tis, normalised", keys={**TOKEN_TIS.keys, "tis_batch_normalize": True}),
+                Method(name="token_tis, veto", keys={**TOKEN_TIS.keys, "rs_veto_threshold": 1.0e-4}),
+                Method(name="token_tis, gate", keys={**TOKEN_TIS.keys, **_GATE}),
+                FILTERS[-1],
+            ),
+            seeds=tuple(range(1, 9)),
+            num_prompts=64,
+            staleness=staleness,
+        )
+        for name, staleness in (("fresh", 0), ("stale_1", 1))
+    ),
+)
+
+STUDIES = {
+    study.name: study
+    for study in (
+        *_two_engines(
+            "fp8_cache",
+            "What do corrections do to training when the engine keeps keys and values in fp8?",
+            FP8_CACHE,
+            WITH_CONTROLS,
+        ),
+        *_two_engines("fp8_weights", "The same when the engine's weights are rounded to fp8.", FP8_WEIGHTS, FEW),
+        *_two_engines(
+            "bf16",
+            "Are corrections harmless where the mismatch is small (bf16 engine, float32 trainer)?",
+            BF16,
+            FEW,
+        ),
+        _LENGTH,
+        _STALENESS,
+        _NOISE,
+        _BREAKING,
+        _PARTS,
+    )
+}

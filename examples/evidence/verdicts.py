@@ -1,0 +1,173 @@
+"""The report: one page and plots per study, made of everything that has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from . import mismatch
+from .ensemble import Group, Row
+from .outcomes import Condition, Curve, last_quarter
+from .results import Results
+from .studies import Study
+
+SMOOTHED_STEPS = 15
+
+
+def report(studies: Iterable[Study], results: Results, output: Path) -> None:
+    """Write ``STUDY.md`` and plots of each study that has a finished group; the others are listed as missing."""
+    output.mkdir(parents=True, exist_ok=True)
+    for study in studies:
+        done = [group for group in study.groups if results.is_done(group)]
+        if not done:
+            print(f"{study.name}: nothing has run")
+            continue
+        page = output / f"{study.name}.md"
+        page.write_text("\n".join(_page(study, done, results, output)) + "\n", encoding="utf-8")
+        print(page)
+
+
+def condition_name(group: Group) -> str:
+    """The engine setting that groups of several seeds share."""
+    return group.name.partition("-seed")[0]
+
+
+def _page(study: Study, done: list[Group], results: Results, output: Path) -> list[str]:
+    rows: dict[str, list[Row]] = {}
+    for group in done:
+        rows.setdefault(condition_name(group), []).extend(results.rows(group))
+    conditions = [Condition.of_rows(name, of_condition) for name, of_condition in rows.items()]
+    lines = [f"# {study.question}", "", *_header(study, done, results)]
+    if len(study.groups[0].methods) > 1:
+        for condition in conditions:
+            lines += ["", f"## {condition.name}", "", *_table(condition, study.margin)]
+        lines += ["", f"![rewards]({study.name}.png)"]
+        _plot_rewards(conditions, output / f"{study.name}.png")
+        if len(conditions) > 2:
+            lines += ["", f"![by condition]({study.name}_by_condition.png)"]
+            _plot_by_condition(conditions, output / f"{study.name}_by_condition.png")
+    lines += mismatch.section(study.name, _log_probs(done, results), output)
+    return lines
+
+
+def _header(study: Study, done: list[Group], results: Results) -> list[str]:
+    group, machine = done[0], results.machine(done[0])
+    missing = len(study.groups) - len(done)
+    return [
+        f"`python examples/evidence.py run {study.name}`, then `report`. "
+        + ", ".join(f"{name} {value}" for name, value in machine.items())
+        + ".",
+        "",
+        f"{group.num_steps} rollouts of {group.num_prompts} x {group.samples_per_prompt} responses of "
+        f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}, "
+        f"{group.shape.num_layers} layers of {group.shape.hidden_size}; engine {group.engine.kind}. "
+        "Differences are paired by seed, with 95 % "
+        f"confidence intervals; within {study.margin:g} they count as none."
+        + (f" {missing} of {len(study.groups)} groups have not run." if missing else ""),
+    ]
+
+
+def _table(condition: Condition, margin: float) -> list[str]:
+    base = condition.base
+    num_steps = len(next(iter(condition.curves[base].values()))["reward"])
+    end = last_quarter(num_steps)
+    k3 = [condition.mean(base, "k3", part) for part in (slice(0, 20), end)]
+    ess = [condition.mean(base, "ess_sequence", part) for part in (slice(0, 20), end)]
+    lines = [
+        f"Without correction: k3 {k3[0]:.1e} in the first 20 steps, {k3[1]:.1e} in the last quarter; "
+        f"sequence ESS {ess[0]:.2f}, {ess[1]:.2f}; "
+        f"share of ratios above 2: {condition.mean(base, 'above_2'):.1e}. {len(condition.curves[base])} seeds.",
+        "",
+        "| method | mean reward | against none | last quarter, against none "
+        "| trainer's own policy at the end, against none | kept sequences | kept tokens "
+        "| against random rejection | verdict |",
+        "|---" * 9 + "|",
+    ]
+    for method in condition.curves:
+        if method.endswith(", random"):
+            continue
+        control = f"{method}, random"
+        cells = [method, f"{condition.mean(method, 'reward'):.3f}"]
+        verdict = ""
+        if method != base:
+            overall = condition.difference(method, base, "reward")
+            verdict = overall.verdict(margin)
+            cells += [
+                str(overall),
+                str(condition.difference(method, base, "reward", end)),
+                str(condition.difference(method, base, "own_reward", slice(-1, None))),
+            ]
+        else:
+            cells += [""] * 3
+        cells += [f"{condition.mean(method, name):.2f}" for name in ("kept_sequences", "kept_tokens")]
+        has_control = control in condition.curves
+        cells += [str(condition.difference(method, control, "reward")) if has_control else "", verdict]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _plot_rewards(conditions: list[Condition], path: Path) -> None:
+    figure, axes = plt.subplots(
+        len(conditions), 2, figsize=(13, 4.2 * len(conditions)), squeeze=False, constrained_layout=True
+    )
+    for (left, right), condition in zip(axes, conditions, strict=True):
+        _plot_curves(left, condition, "reward")
+        left.set(title=condition.name, xlabel="step", ylabel="reward, mean of seeds")
+        left.legend(fontsize=7, ncols=2)
+        _plot_curves(right, condition, "k3")
+        right.set(title=condition.name, xlabel="step", ylabel="k3 of engine and trainer, nats", yscale="log")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _plot_curves(axis: Axes, condition: Condition, number: str) -> None:
+    """Raw in thin lines, a moving mean on top."""
+    for index, (method, seeds) in enumerate(condition.curves.items()):
+        if method.endswith(", random"):
+            continue
+        mean = np.mean([curves[number] for curves in seeds.values()], axis=0)
+        color = f"C{index % 10}"
+        axis.plot(mean, color=color, linewidth=0.6, alpha=0.35)
+        axis.plot(
+            *_moving_mean(mean), color="black" if method == condition.base else color, label=method, linewidth=1.6
+        )
+
+
+def _moving_mean(values: Curve) -> tuple[Curve, Curve]:
+    window = min(SMOOTHED_STEPS, len(values))
+    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    return np.arange(len(smooth)) + (window - 1) / 2, smooth
+
+
+def _plot_by_condition(conditions: list[Condition], path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
+    base = conditions[0].base
+    methods = [name for name in conditions[0].curves if name != base and not name.endswith(", random")]
+    for shift, method in enumerate(methods):
+        differences = [condition.difference(method, base, "reward") for condition in conditions]
+        means = np.array([difference.mean for difference in differences])
+        spread = np.array([[d.mean - d.low, d.high - d.mean] for d in differences]).T
+        axis.errorbar(np.arange(len(means)) + shift * 0.06, means, yerr=spread, fmt="o", capsize=2, label=method)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(conditions)), [condition.name for condition in conditions], rotation=20)
+    axis.set_ylabel("mean reward against no correction")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _log_probs(done: list[Group], results: Results) -> dict[str, mismatch.Steps]:
+    """By condition and step, over all seeds."""
+    merged: dict[str, mismatch.Steps] = {}
+    for group in done:
+        for step, streams in results.log_probs(group).items():
+            pieces = merged.setdefault(condition_name(group), {}).setdefault(step, [])
+            pieces.append(mismatch.Streams(**streams))
+    return merged

@@ -1,0 +1,241 @@
+"""The evidence harness: its decoder, its training of many runs at once, and its statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from evidence import mismatch, policy
+from evidence.engines import EngineSpec
+from evidence.ensemble import Group, Method, Training
+from evidence.enumerable import Enumerated
+from evidence.outcomes import Difference, pareto_k
+from evidence.policy import Shape
+from evidence.results import Results
+from evidence.studies import STUDIES
+from evidence.task import PROMPT_LENGTH, Problems, grade
+
+CPU = torch.device("cpu")
+SHAPE = Shape(hidden_size=32, ffn_size=48, num_heads=4, head_dim=8)
+NONE = Method(name="none")
+BAND = {"rs_lower_bound": 0.9995, "rs_upper_bound": 1.0005}
+GATE = Method(
+    name="gate",
+    keys={"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "geometric"} | BAND,
+)
+TINY = Group(
+    name="tiny",
+    engine=EngineSpec(dtype="bfloat16", cache="fp8_e5m2"),
+    methods=(NONE, GATE, Method(name="gate, random", like="gate")),
+    seeds=(1, 2),
+    num_steps=3,
+    response_length=10,
+    num_prompts=4,
+    warmup_steps=2,
+    eval_interval=2,
+    dump_steps=(1,),
+    shape=SHAPE,
+)
+
+
+def training_of(group: Group) -> Training:
+    engine = group.engine.create(group.shape, batch=0, length=0, device=CPU)
+    return Training(group, engine, CPU)
+
+
+def rows_of(training: Training) -> list[dict[str, Any]]:
+    rows = []
+    while training.num_steps_done < training.group.num_steps:
+        rows += training.step(lambda name, arrays: None)
+    return rows
+
+
+def test_the_decoder_is_that_of_transformers() -> None:
+    from evidence.sglang_engine import hf_config
+    from transformers import Qwen3ForCausalLM
+
+    weights = policy.new_weights(SHAPE, [3, 4], CPU)
+    ids = torch.randint(0, 32, (2, 3, 12))
+    for run in range(2):
+        model = Qwen3ForCausalLM(hf_config(SHAPE)).eval()
+        model.load_state_dict({name: weight[run] for name, weight in weights.items()})
+        expected = model(ids[run]).logits
+        torch.testing.assert_close(policy.logits_of(SHAPE, weights, ids)[run], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sampler_reports_the_log_probs_of_the_policy() -> None:
+    weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3, 4], CPU).items()}
+    prompts = torch.randint(0, 20, (2, 5, PROMPT_LENGTH))
+    engine = EngineSpec(dtype="float32").create(SHAPE, batch=0, length=0, device=CPU)
+    ids, logprobs = engine.sample(weights, prompts, 9, temperature=0.7, draw_seeds=[1, 1])
+    scored = policy.logprobs_of(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=0.7)
+    torch.testing.assert_close(logprobs, scored, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [EngineSpec(cache="fp8_e5m2"), EngineSpec(weights="fp8_e4m3"), EngineSpec(noise=0.1)])
+def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: EngineSpec) -> None:
+    weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
+    prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 64, -1)
+    engine = spec.create(SHAPE, batch=0, length=0, device=CPU)
+    ids, logprobs = engine.sample(weights, prompts, 2, temperature=1.0, draw_seeds=[1])
+    scored = policy.logprobs_of(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=1.0)
+    assert (logprobs - scored).abs().max() > 1e-4
+    by_token: dict[int, float] = {}
+    for token, logprob in zip(ids[0, :, 0].tolist(), logprobs[0, :, 0].tolist(), strict=True):
+        assert by_token.setdefault(token, logprob) == logprob
+
+
+def test_sampling_follows_the_reported_probabilities() -> None:
+    weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
+    prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 4000, -1)
+    ids, logprobs = (
+        EngineSpec()
+        .create(SHAPE, batch=0, length=0, device=CPU)
+        .sample(weights, prompts, 1, temperature=1.0, draw_seeds=[1])
+    )
+    for token in ids.unique():
+        chosen = ids[0, :, 0] == token
+        probability = float(logprobs[0, chosen].exp().mean())
+        spread = math.sqrt(probability * (1 - probability) / 4000)
+        assert abs(float(chosen.float().mean()) - probability) < 5 * spread + 1e-3
+
+
+def test_runs_of_a_group_do_not_see_each_other() -> None:
+    together = rows_of(training_of(TINY))
+    alone = rows_of(training_of(dataclasses.replace(TINY, methods=(NONE,), seeds=(2,))))
+    found = [row for row in together if row["method"] == "none" and row["seed"] == 2]
+    for row, expected in zip(found, alone, strict=True):
+        numbers = [name for name, value in expected.items() if isinstance(value, float)]
+        assert [row[name] for name in numbers] == pytest.approx([expected[name] for name in numbers], rel=1e-3)
+
+
+def test_a_correction_reaches_the_weights_and_none_does_not() -> None:
+    rows = rows_of(training_of(dataclasses.replace(TINY, methods=(NONE, Method(name="also none"), GATE))))
+    last = {row["method"]: row for row in rows if row["step"] == 2 and row["seed"] == 1}
+    assert last["none"]["kept_tokens"] == 1
+    assert 0 < last["gate"]["kept_sequences"] < 1
+    assert last["none"]["own_reward"] == last["also none"]["own_reward"]
+    assert last["none"]["entropy"] != last["gate"]["entropy"]
+
+
+def test_the_control_rejects_as_much_as_its_model_but_others() -> None:
+    training = training_of(TINY)
+    kept: dict[str, Any] = {}
+    rows = training.step(lambda name, arrays: kept.update({name: arrays}))
+    by_method = {(row["method"], row["seed"]): row for row in rows}
+    for seed in TINY.seeds:
+        model, control = by_method["gate", seed], by_method["gate, random", seed]
+        assert control["kept_sequences"] == model["kept_sequences"] < 1
+        assert control["grad_norm"] != model["grad_norm"]
+
+
+def test_stale_weights_are_those_of_earlier_steps() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(dtype="float32"), learning_rate=0.02)
+    fresh, stale = (rows_of(training_of(dataclasses.replace(group, staleness=k))) for k in (0, 2))
+    assert [row["k3"] for row in fresh if row["seed"] == 1] == pytest.approx([0, 0, 0], abs=1e-6)
+    first, second, third = [row["k3"] for row in stale if row["seed"] == 1]
+    assert first == pytest.approx(0, abs=1e-6)
+    assert 1e-5 < second < third
+
+
+def test_an_interrupted_group_goes_on_where_it_was(tmp_path: Path) -> None:
+    results, expected = Results(tmp_path), Results(tmp_path / "whole")
+    for where, stops in ((results, (1, 2, 3)), (expected, (3,))):
+        for stop in stops:
+            training = training_of(TINY)
+            rows = where.resume(TINY, training)
+            with where.saving(TINY, training, rows) as keep:
+                while training.num_steps_done < stop:
+                    rows += training.step(keep)
+            assert where.is_done(TINY) == (stop == 3)
+    assert results.rows(TINY) == expected.rows(TINY)
+    assert not list(tmp_path.glob("*.state.pt"))
+    found, whole = results.log_probs(TINY), expected.log_probs(TINY)
+    assert list(found) == list(whole) == ["step1"]
+    assert all(np.array_equal(found["step1"][name], whole["step1"][name]) for name in ("behavior", "log_ratio", "mask"))
+    assert found["step1"]["mask"].shape == (2, 32, 10)
+
+
+def test_grading() -> None:
+    problems = Problems.draw(50, 20, torch.Generator().manual_seed(0))
+    solved = problems.solve()
+    assert grade(problems.prompts_BP, solved, problems.mask_BL).tolist() == [1.0] * 50
+    broken = solved.clone()
+    broken[:, 3] = 11
+    share = grade(problems.prompts_BP, broken, problems.mask_BL)
+    torch.testing.assert_close(share, 1 - 2 / problems.mask_BL.sum(-1))
+
+
+def test_differences_are_judged_by_their_intervals() -> None:
+    difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
+    assert difference == pytest.approx((0.2, 0.2 - 0.1299, 0.2 + 0.1299, 4), abs=1e-3)
+    assert difference.verdict(0.02) == "better"
+    assert Difference.of_pairs([-0.2, -0.21, -0.19]).verdict(0.02) == "worse"
+    assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
+    assert Difference.of_pairs([0.3, -0.3, 0.1]).verdict(0.02) == "not resolved"
+    assert Difference.of_pairs([0.3]).verdict(0.02) == "not resolved"
+
+
+@pytest.mark.parametrize("shape", [0.1, 0.5, 0.9])
+def test_the_tail_index_is_found(shape: float) -> None:
+    uniform = (np.arange(200_000) + 0.5) / 200_000
+    assert pareto_k(uniform**-shape) == pytest.approx(shape, abs=0.12)
+    assert math.isnan(pareto_k(np.ones(1000)))
+
+
+def test_the_gaussian_law_is_that_of_simulated_ratios() -> None:
+    rng = np.random.default_rng(0)
+    k3, length = 3e-3, 100
+    d = rng.normal(-k3, math.sqrt(2 * k3), (4000, length))
+    sums = d.cumsum(1)
+    for band in mismatch.BANDS:
+        assert mismatch._share(sums, length, band) == pytest.approx(mismatch._law(k3, length, band), abs=0.03)
+
+
+def test_exact_weights_have_no_bias_and_the_spread_is_that_of_draws() -> None:
+    exact = Method(name="exact", keys={"use_tis": True, "tis_level": "sequence", "tis_mode": "unbounded"})
+    problem = Enumerated(0.3, seed=1)
+    assert problem.bias_and_spread(exact)[0] < 1e-5
+    assert Enumerated(0.0, seed=1).bias_and_spread(NONE)[0] < 1e-9
+    bias, spread = problem.bias_and_spread(NONE)
+    assert bias > 0.1
+
+    probability = problem._behavior.sum(1).exp()
+    drawn = probability.multinomial(4000, replacement=True, generator=torch.Generator().manual_seed(0))
+    softmax = problem._logits.detach().softmax(-1)
+    gradients = torch.zeros(len(drawn), *softmax.shape, dtype=torch.float64)
+    per_token = torch.nn.functional.one_hot(problem._responses, 2) - softmax[problem._nodes]
+    rows = torch.arange(len(drawn))[:, None]
+    gradients[rows, problem._nodes[drawn]] = per_token[drawn] * problem._reward[drawn, None, None]
+    length = problem._true_gradient.norm()
+    assert float(gradients.var(0).sum().sqrt() / length) == pytest.approx(spread, rel=0.05)
+    assert float((gradients.mean(0) - problem._true_gradient).norm() / length) == pytest.approx(
+        math.hypot(bias, spread / math.sqrt(len(drawn))), rel=0.15
+    )
+
+
+def test_every_study_has_unique_groups_and_controls_with_models() -> None:
+    groups = [group for study in STUDIES.values() for group in study.groups]
+    assert len({group.name for group in groups}) == len(groups)
+    for group in groups:
+        names = {method.name for method in group.methods}
+        assert all(method.like is None or method.like in names for method in group.methods)
+        assert not group.methods[0].keys
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
