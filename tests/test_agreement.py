@@ -13,6 +13,9 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import prepare_rollout
+from mis_ext.correction import pipeline
+from mis_ext.correction.eager import EagerBackend
+from mis_ext.hosts.slime_miles.sessions import session_for
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {
@@ -124,6 +127,46 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, er
             return call(rank, batch, args_of(**keys))
 
         assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), failing, kind, message)
+
+
+def scale_of(rank: Rank) -> mis_ext.WeightScale | None:
+    return None if rank.number == 1 else mis_ext.WeightScale(torch.tensor(1.0), torch.tensor(1.0))
+
+
+@layouts
+def test_a_scale_that_one_rank_lacks_is_named_on_all_others(layout) -> None:
+    def work(rank: Rank) -> tuple:
+        args = args_of(**SCOPE)
+        session_for(args).rollout_scale = scale_of(rank)
+        return call(rank, local_batch(rank), args)
+
+    cp_size, dp_size = layout
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "needs the scale")
+
+
+@layouts
+def test_a_backend_that_one_rank_cannot_have_is_named_on_all_others(layout, monkeypatch) -> None:
+    def choose(device: torch.device) -> Callable:
+        def make(streams, tokens_of, plan) -> EagerBackend:
+            if streams.proximal_logprobs_T.dtype == torch.float64:
+                raise ValueError("the tensors are on cuda:1")
+            return EagerBackend(streams, tokens_of, plan)
+
+        return make
+
+    monkeypatch.setattr(pipeline, "choose_backend", choose)
+
+    def work(rank: Rank) -> mis_ext.Correction:
+        layout = mis_ext.PackedLayout.context_parallel(
+            [20], total_lengths=[24], cp_rank=rank.cp_rank, cp_size=rank.groups.cp_size
+        )
+        dtype = torch.float64 if rank.number == 1 else torch.float32
+        log_probs_T = -torch.rand(layout.num_local_tokens, dtype=dtype)
+        streams = mis_ext.PackedStreams(log_probs_T, log_probs_T, torch.ones(20), layout)
+        return mis_ext.Session(mis_ext.CorrectionConfig()).correct(streams, groups=rank.groups)
+
+    cp_size, dp_size = layout
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "are on cuda:1")
 
 
 def test_of_several_failed_ranks_each_raises_its_own_error() -> None:

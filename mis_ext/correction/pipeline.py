@@ -132,6 +132,25 @@ class Correction:
 
 
 @torch.no_grad()
+def prepare(
+    streams: Streams,
+    layout: PackedLayout,
+    config: CorrectionConfig | Plan,
+    *,
+    cp_group: Group | None = None,
+    rollout_scale: WeightScale | None = None,
+) -> Backend:
+    """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates."""
+    check_lengths(streams, layout)
+    _check_ranks(layout, cp_group)
+    plan = config if isinstance(config, Plan) else plan_of(config)
+    # A rank without tokens takes part without it.
+    if layout.num_local_tokens > 0:
+        _check_scale(plan.config, rollout_scale)
+    return choose_backend(streams.proximal_logprobs_T.device)(streams, layout, plan)
+
+
+@torch.no_grad()
 def compute_correction(
     *,
     proximal_logprobs_T: Tensor,
@@ -166,12 +185,29 @@ def compute_correction(
             ``MIS_EXT_BACKEND`` cannot be had.
     """
     streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
-    check_lengths(streams, layout)
-    _check_ranks(layout, cp_group)
-    plan = config if isinstance(config, Plan) else plan_of(config)
-    _check_scale(plan.config, rollout_scale)
-    backend = choose_backend(proximal_logprobs_T.device)(streams, layout, plan)
+    backend = prepare(streams, layout, config, cp_group=cp_group, rollout_scale=rollout_scale)
+    return run_passes(
+        backend,
+        cp_group=cp_group,
+        dp_group=dp_group,
+        rollout_scale=rollout_scale,
+        token_metrics=token_metrics,
+        failed_rank=failed_rank,
+    )
 
+
+@torch.no_grad()
+def run_passes(
+    backend: Backend,
+    *,
+    cp_group: Group | None,
+    dp_group: Group | None,
+    rollout_scale: WeightScale | None,
+    token_metrics: bool,
+    failed_rank: int | None = None,
+) -> Correction:
+    """The passes of a call, and the collectives between them; arguments as of :func:`compute_correction`."""
+    plan, layout = backend.plan, backend.layout
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)

@@ -10,7 +10,7 @@ import torch
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.pipeline import Correction, check_lengths, compute_correction
+from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import DataGuards, MismatchWarning
 from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor
@@ -54,12 +54,18 @@ class Session:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
             RuntimeError: Another rank failed.
         """
-        if self._guards.are_armed or not groups.is_alone:
-            layout = streams.layout
-            with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
-                check_lengths(streams.streams, layout)
+        layout, scale = streams.layout, self.rollout_scale
+        with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
+            backend = prepare(streams.streams, layout, self.config, cp_group=groups.cp_group, rollout_scale=scale)
+            if self._guards.are_armed:
                 self._inspect(streams, groups)
-        correction = self.compute(streams, groups=groups, token_metrics=token_metrics)
+        correction = run_passes(
+            backend,
+            cp_group=groups.cp_group,
+            dp_group=groups.dp_group,
+            rollout_scale=scale,
+            token_metrics=token_metrics,
+        )
         self._watch_status(correction, groups)
         if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
