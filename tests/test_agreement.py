@@ -1,7 +1,9 @@
 """A local error on one rank is raised there and named on all others, and nobody waits in a collective."""
 
 import argparse
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import mis_ext
 from mis_ext import prepare_rollout
 from mis_ext.correction import pipeline
 from mis_ext.correction.eager import EagerBackend
+from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.sessions import session_for
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
@@ -127,6 +130,62 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, er
             return call(rank, batch, args_of(**keys))
 
         assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), failing, kind, message)
+
+
+def said_on_ranks(keys: dict[str, Any], **settings: Any) -> list[str]:
+    """What two data-parallel ranks warn about in two calls."""
+
+    def work(rank: Rank) -> None:
+        args = args_of(**keys)
+        for _ in range(2):
+            call(rank, local_batch(rank, **settings), args)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_ranks(work, dp_size=2) == [None, None]
+    return [str(warning.message) for warning in caught if issubclass(warning.category, mis_ext.MismatchWarning)]
+
+
+def test_doubts_are_voiced_by_the_first_rank_alone() -> None:
+    (message,) = said_on_ranks({}, noise=1.0)
+    assert "nats per token on average" in message
+
+
+def test_rejection_is_watched_by_the_first_rank_alone() -> None:
+    (message,) = said_on_ranks({"use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.001})
+    assert "of the tokens of a micro-batch were rejected" in message
+
+
+def test_a_sequence_on_each_of_two_ranks_is_no_single_sequence() -> None:
+    keys = {"tis_level": "sequence", "tis_batch_normalize": True}
+    assert said_on_ranks(keys, num_samples=1) == []
+    (message,) = set(said_on_ranks(keys | {"tis_normalize_scope": "micro_batch"}, num_samples=1))
+    assert "normalised over a single sequence" in message
+
+
+def test_lengths_of_padding_count_for_padded_sequences_alone() -> None:
+    def work(rank: Rank) -> torch.Tensor:
+        batch = local_batch(rank)
+        padded = {"parallel_state": rank.parallel_state, "max_seq_lens": [64] * 4}
+        output = mis_ext.compute_mis_weights_with_cp(args_of(qkv_format="thd"), **batch, **padded)
+        assert torch.equal(output[0], call(rank, batch, args_of(qkv_format="thd"))[0])
+        with pytest.raises(ValueError, match="the lengths say"):
+            mis_ext.compute_mis_weights_with_cp(args_of(qkv_format="bshd"), **batch, **padded)
+        return output[0]
+
+    assert all(isinstance(loss, torch.Tensor) for loss in run_ranks(work, cp_size=2))
+
+
+def test_the_data_parallel_group_of_miles_spans_replicas() -> None:
+    def axis(rank: int, size: int) -> SimpleNamespace:
+        return SimpleNamespace(rank=rank, size=size, group=object() if size > 1 else None)
+
+    state = SimpleNamespace(cp=axis(0, 1), intra_dp=axis(1, 2), effective_dp=axis(5, 8))
+    groups = find_groups(state)
+    assert (groups.dp_rank, groups.dp_size, groups.dp_group) == (5, 8, state.effective_dp.group)
+    for absent in ({}, {"effective_dp": None}):
+        groups = find_groups(SimpleNamespace(cp=state.cp, intra_dp=state.intra_dp, **absent))
+        assert (groups.dp_rank, groups.dp_size, groups.dp_group) == (1, 2, state.intra_dp.group)
 
 
 def scale_of(rank: Rank) -> mis_ext.WeightScale | None:

@@ -153,6 +153,7 @@ MISTAKES = {
     "-9999": (placeholder(-9999.0), "placeholders"),
     "-9999 in bfloat16": (placeholder(-9999.0, torch.bfloat16), "placeholders"),
     "-1e9": (placeholder(-1e9), "placeholders"),
+    "-1100": (placeholder(-1100.0), "placeholders below -1000"),
     "float16 min": (placeholder(-65504.0, torch.float16), "placeholders"),
     "half of the samples above 0": (half_positive, "are above 0, and no probability is above 1"),
     "probabilities": (probabilities, "are above 0"),

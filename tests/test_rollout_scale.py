@@ -1,6 +1,7 @@
 """The scale of a whole rollout: who sets it, whom it is for, and what samples that share a rollout do to it."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from test_guards import call, make_batch
 
 import mis_ext
 from mis_ext import prepare_rollout
+from mis_ext.hosts.slime_miles import rollout
 from mis_ext.hosts.slime_miles.sessions import session_for
 
 SCOPE = {"use_tis": True, "tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
@@ -176,6 +178,23 @@ def test_a_sample_without_trainable_tokens_shares_nothing() -> None:
     batch["loss_masks"][1].zero_()
     args = argparse.Namespace(**KEPT | {"tis_normalize_scope": "micro_batch"})
     prepare_rollout(args, 0, batch | {"rollout_mask_sums": torch.tensor([10.0, 10.0, 20.0, 8.0])})
+
+
+def test_a_rollout_without_trainable_tokens_has_no_denominator() -> None:
+    batch, _, _ = shared_rollout()
+    batch["loss_masks"][3].zero_()
+    args = argparse.Namespace(**KEPT)
+    prepare_rollout(args, 0, rollout_of(batch) | {"rollout_mask_sums": torch.tensor([40.0, 40.0, 20.0, 0.0])})
+    assert session_for(args).rollout_scale.denominator_factor == pytest.approx(2.0 / 1.75)
+
+
+def test_a_rank_of_an_earlier_pipeline_stage_has_no_log_probs_and_needs_no_scale(monkeypatch) -> None:
+    for is_last in (True, False):
+        stage = SimpleNamespace(is_pipeline_last_stage=lambda is_last=is_last: is_last)
+        monkeypatch.setattr(rollout, "initialized_megatron", lambda stage=stage: stage)
+        args, batch = argparse.Namespace(**SCOPE), make_batch()
+        prepare_rollout(args, 0, rollout_of(batch) if is_last else batch)
+        assert (session_for(args).rollout_scale is not None) == is_last
 
 
 def test_denominators_for_other_samples_are_refused() -> None:
