@@ -13,7 +13,7 @@ from mis_ext.checks import check_bool, check_choice, check_instance, check_known
 from mis_ext.correction.gates import Gate, label_gates
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.metrics import gate_rows, mismatch_rows, outcome_rows, weight_rows
-from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
+from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope, WeightScale
 from mis_ext.correction.weights import Weight
 
 DEFAULT_WEIGHT = Weight()
@@ -51,7 +51,7 @@ class CorrectionConfig:
     metrics: MetricChoice | tuple[str, ...] = "core"
     metric_max: float = 10.0
     warn_only: frozenset[str] = frozenset()
-    max_reject_fraction: float = 0.5
+    max_reject_fraction: float = 0.1
     metrics_only: bool = False
     _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
@@ -150,7 +150,13 @@ class CorrectionConfig:
     @property
     def is_scaled(self) -> bool:
         """Whether weights are multiplied by a number that belongs to the whole ``scope``."""
-        return self.normalize_over is not None or self.denominator == "kept"
+        return bool(self.scale_factors)
+
+    @property
+    def scale_factors(self) -> tuple[str, ...]:
+        """Which factors of a :class:`~mis_ext.WeightScale` are used; the others are 1."""
+        is_used = {"mean_weight": self.normalize_over is not None, "denominator_factor": self.denominator == "kept"}
+        return tuple(name for name in WeightScale._fields if is_used[name])
 
     def stops(self, guard: GuardName) -> bool:
         """Whether what a guard finds is an error, and not a warning."""

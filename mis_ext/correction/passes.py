@@ -107,10 +107,8 @@ def scale_of(plan: Plan, *, totals_A: Tensor, over_group_A: Tensor, rollout_scal
     else:
         scope_A = over_group_A if config.scope == "data_parallel" else totals_A
         found = scale_of_totals(plan, scope_A)
-    return WeightScale(
-        mean_weight=found.mean_weight if config.normalize_over is not None else one,
-        denominator_factor=found.denominator_factor if config.denominator == "kept" else one,
-    )
+    used = config.scale_factors
+    return WeightScale(*(factor if name in used else one for name, factor in found._asdict().items()))
 
 
 def scale_of_totals(plan: Plan, totals_A: Tensor) -> WeightScale:

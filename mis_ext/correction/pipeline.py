@@ -12,7 +12,6 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size, merge
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import Values
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.metric_row import GroupNumber, Mean, Metric, MetricRow
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import (
@@ -21,7 +20,6 @@ from mis_ext.correction.passes import (
     Sequences,
     Streams,
     scale_of,
-    scale_of_totals,
     scale_values,
     total_values,
 )
@@ -112,11 +110,6 @@ class Correction:
         return total_values(self._backend.plan, self.totals_A)
 
     @property
-    def tokens(self) -> TokenRatios:
-        """Log-ratios of the local tokens, computed when asked for."""
-        return self._backend.streams.token_ratios(self._backend.layout)
-
-    @property
     def status(self) -> Tensor:
         """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.status`."""
         return self._over_group_A[-1]
@@ -124,11 +117,6 @@ class Correction:
     def weigh(self, loss_T: Tensor) -> Tensor:
         """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
         return self._backend.weigh(loss_T, self.weights_T)
-
-    def scale_of_ranks(self, dp_group: Group | None) -> WeightScale:
-        """The scale of this call's sequences on all data-parallel ranks, for calls that see only some of them."""
-        merged_A = self._backend.merge_totals(gather_rows(self.totals_A, dp_group))
-        return scale_of_totals(self._backend.plan, merged_A)
 
 
 @torch.no_grad()
@@ -212,7 +200,7 @@ def run_passes(
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)
     gathered_WFS = gather_rows(statistics_FS, cp_group)
-    others_reject = not layout.is_whole and plan.rejects_single_tokens
+    others_reject = not layout.is_whole and plan.config.rejects_single_tokens
     keep_bits = merge_bits(backend.keep_bits(), cp_group) if others_reject else None
     sequences = backend.sequences(gathered_WFS)
     over_group_A = sequences.totals_A

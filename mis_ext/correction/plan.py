@@ -100,8 +100,6 @@ class Plan:
         metrics: Rows whose values are computed, without aliases.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
-        rejects_single_tokens: Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they
-            have no ratio.
     """
 
     config: CorrectionConfig
@@ -114,7 +112,6 @@ class Plan:
     metrics: tuple[MetricRow, ...]
     metric_index: Mapping[str, int]
     needs_group_totals: bool
-    rejects_single_tokens: bool
 
 
 _Reduction = TypeVar("_Reduction", Column, Total)
@@ -145,7 +142,6 @@ def plan_of(config: CorrectionConfig) -> Plan:
         num_sum_totals=_num_sums(totals),
         metrics=metrics,
         metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
-        rejects_single_tokens=config.rejects_single_tokens,
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
     )
 

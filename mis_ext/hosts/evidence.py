@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO
+from mis_ext.correction.formula import MAX_LOG_RATIO, Values
+from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS
 from mis_ext.hosts.packing import PackedStreams
 
@@ -80,7 +81,7 @@ def evidence_of(streams: PackedStreams) -> Tensor:
         torch.where(constant_S, length_S, 0.0).sum(),
         *(row_S.sum() for row_S in sums_S),
         _bounded(proximal_T + behavior_T).abs().sum(),
-        (difference_T.expm1() - difference_T).clamp_max(MAX_LOG_RATIO).sum(),
+        Values({"log_ratio": difference_T}, TOKEN_FORMULAS)["k3"].clamp_max(MAX_LOG_RATIO).sum(),
         *_pairs(streams, proximal_T, behavior_T, valid_T),
     ]
     # Padded, so that a call without sequences has extremes too.

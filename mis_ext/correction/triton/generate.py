@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 
-from mis_ext.correction.normalization import SCALE_FORMULAS
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
 from mis_ext.correction.triton import device, kernels
 from mis_ext.correction.triton.symbols import Program, Symbol
@@ -152,17 +152,12 @@ def _load_scale(plan: Plan) -> str:
     config = plan.config
     totals = "over_group" if config.scope == "data_parallel" else "totals"
     program = Program(_total_symbols(plan, totals), SCALE_FORMULAS)
-    results = []
-    for name, is_used in (
-        ("mean_weight", config.normalize_over is not None),
-        ("denominator_factor", config.denominator == "kept"),
-    ):
-        if is_used and config.scope == "rollout":
-            results.append(f"tl.load(rollout_{name})")
-        else:
-            results.append(f"({program[name].text}).to(tl.float32)" if is_used else _ONE)
+    results = dict.fromkeys(WeightScale._fields, _ONE)
+    for name in config.scale_factors:
+        is_given = config.scope == "rollout"
+        results[name] = f"tl.load(rollout_{name})" if is_given else f"({program[name].text}).to(tl.float32)"
     arguments = "totals, over_group, rollout_mean_weight, rollout_denominator_factor"
-    return _function("load_scale", arguments, [*program.lines, f"return {', '.join(results)}"])
+    return _function("load_scale", arguments, [*program.lines, f"return {', '.join(results.values())}"])
 
 
 def _store_metrics(plan: Plan) -> str:

@@ -1,6 +1,6 @@
 """The kernels: where tokens, sequences and numbers lie. What is computed is generated from the formulas.
 
-A name from ``GENERATED`` is a device function that :mod:`mis_ext.correction.triton.generate` writes for each
+A name that is None here is a device function that :mod:`mis_ext.correction.triton.generate` writes for each
 configuration. Sums and ratios are float64 within a kernel: what arrives in float32 is rounded once.
 """
 
@@ -8,7 +8,6 @@ import triton.language as tl
 
 from mis_ext.correction.triton.device import INFINITY, load_log_probs, locate_tile
 
-GENERATED = ("store_columns", "token_outputs", "token_kept", "decide", "load_scale", "store_metrics")
 store_columns = token_outputs = token_kept = decide = load_scale = store_metrics = None
 
 
@@ -104,7 +103,7 @@ def decisions_kernel(gathered, rows, block_totals, num_sequences, NUM_RANKS: tl.
 def merge_totals_kernel(
     rows, totals, num_rows, NUM_SUMS: tl.constexpr, NUM_TOTALS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``[num_rows, K]`` totals of blocks or of ranks to one row, float32."""
+    """``[num_rows, A]`` totals of blocks or of ranks to one row, float32."""
     is_sum = tl.arange(0, COLUMNS)[None, :] < NUM_SUMS
     identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([BLOCK, COLUMNS], tl.float64)
     total = identity
