@@ -58,7 +58,7 @@ YAML_FOLDER = Path(__file__).parents[1] / "yaml"
 SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]
 COMPILED_SHAPES = ["64x8192"]
 STEP_SHAPES = ["8x2048", "64x2048"]
-CONFIGS = ["metrics only", "recommended", "sequence MIS + norm", "token gates"]
+CONFIGS = ["metrics only", "gated MIS", "sequence MIS + norm", "token gates"]
 CONTENDERS = ["eager", "fused", "compile", "baseline"]
 BACKENDS = {"eager": "eager", "fused": "triton"}
 
@@ -287,7 +287,7 @@ def _keys(config: str, metrics: str) -> dict[str, Any]:
     if config == "metrics only":
         keys: dict[str, Any] = {"use_tis": False}
     else:
-        file = {"recommended": "mis", "sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
+        file = {"gated MIS": "gated_mis", "sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
         keys = yaml.safe_load((YAML_FOLDER / f"{file}.yaml").read_text())
     if config == "sequence MIS + norm":
         keys["tis_batch_normalize"] = True

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="folder with the other revision")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--shapes", nargs="+", default=["8x2048", "64x2048", "256x1024", "64x8192"])
-    parser.add_argument("--configs", nargs="+", default=["recommended", "metrics only"])
+    parser.add_argument("--configs", nargs="+", default=["gated MIS", "metrics only"])
     parser.add_argument("--seed", default="7")
     options, rest = parser.parse_known_args()
     workers = [Worker(folder) for folder in (THIS, options.other, options.other)]

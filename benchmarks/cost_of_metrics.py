@@ -23,7 +23,7 @@ import yaml
 
 import mis_ext
 
-YAML = Path(__file__).parents[1] / "yaml" / "mis.yaml"
+YAML = Path(__file__).parents[1] / "yaml" / "gated_mis.yaml"
 IMPORT_RUNS, CALL_RUNS, WARM_UP = 9, 15, 3
 CHOICES = {"all": "all", "core": "core", "one name": ["mis_k3_kl"], "none": []}
 MASKED_SHARE = 0.1
@@ -54,7 +54,7 @@ def main() -> None:
                 seconds[name].append((hook, reduction))
 
     print(f"{options.samples} samples of {options.length} response tokens on average, {MASKED_SHARE:.0%} masked,")
-    print(f"yaml/mis.yaml, median of {CALL_RUNS} calls in ms\n")
+    print(f"yaml/gated_mis.yaml, median of {CALL_RUNS} calls in ms\n")
     print("| | names | hook | host reduction | sum | reference / this |")
     print("|---|---|---|---|---|---|")
     medians = {

@@ -2,7 +2,7 @@
 
     python benchmarks/profile_call.py [64x8192 256x1024 ...]
 
-Samples of equal length, ``yaml/mis.yaml``. Device times are means over calls on the same inputs, which may lie in the
+Samples of equal length, ``yaml/gated_mis.yaml``. Device times are means over calls on the same inputs, which may lie in the
 L2 cache; host times are medians of calls that nothing waits for. On a CPU only the host's part is printed.
 """
 
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import mis_ext
 
 CALLS = 50
-KEYS = yaml.safe_load((Path(__file__).parents[1] / "yaml" / "mis.yaml").read_text())
+KEYS = yaml.safe_load((Path(__file__).parents[1] / "yaml" / "gated_mis.yaml").read_text())
 
 
 def main() -> None:

@@ -115,13 +115,13 @@ def test_a_run_verifies_and_measures_every_contender_it_can(tmp_path, capsys) ->
         assert row["repeats"] >= 5
         assert row["collectives"] == 0
         assert row["speedup"] * row["median_s"] == pytest.approx(lines[shape, config, "baseline", "any"]["median_s"])
-    recommended = lines["3x20", "recommended", "baseline", "any"]
+    gated = lines["3x20", "gated MIS", "baseline", "any"]
     # Five looks at the device per sample, one at the normaliser; what the package looks at does not grow with samples.
-    assert recommended["host_syncs"] == 5 * 3 + 1
-    three, one = (lines[shape, "recommended", "eager", "same"]["host_syncs"] for shape in ("3x20", "1x50"))
+    assert gated["host_syncs"] == 5 * 3 + 1
+    three, one = (lines[shape, "gated MIS", "eager", "same"]["host_syncs"] for shape in ("3x20", "1x50"))
     assert three == one
     # Three streams and the loss in; the loss, the masks and 23 metrics out; all of 4 bytes.
-    assert recommended["bytes_moved"] == 4 * 60 * (4 + 2 + 23)
+    assert gated["bytes_moved"] == 4 * 60 * (4 + 2 + 23)
 
 
 def test_a_wrong_contender_ends_the_run_before_it_is_timed(monkeypatch, capsys) -> None:
@@ -133,7 +133,7 @@ def test_a_wrong_contender_ends_the_run_before_it_is_timed(monkeypatch, capsys) 
 
     monkeypatch.setattr(host_baseline, "compute_mis_weights_with_cp", wrong)
     with pytest.raises(SystemExit, match=r"not timed, because a result is wrong.*baseline: loss"):
-        bench_correction.main([*QUICK, "--shapes", "3x20", "--configs", "recommended"])
+        bench_correction.main([*QUICK, "--shapes", "3x20", "--configs", "gated MIS"])
     assert "| median ms |" not in capsys.readouterr().out
 
 

@@ -31,7 +31,7 @@ def test_defaults_are_those_that_users_know() -> None:
     assert config.denominator == "fixed"
     assert config.metrics == "core"
     assert config.warn_only == frozenset()
-    assert config.max_reject_fraction == 0.5
+    assert config.max_reject_fraction == 0.1
 
 
 def test_an_existing_file_that_only_says_batch_normalize_gets_data_parallel_over_kept() -> None:
@@ -536,6 +536,7 @@ def test_presets_show_the_core_metrics_but_where_one_compares_or_measures() -> N
 
 def test_the_presets_that_the_readme_names_exist() -> None:
     assert set(list_presets()) == {
+        "gated_mis",
         "geometric_gate_token_weight",
         "geometric_mis",
         "icepop",
@@ -568,3 +569,8 @@ def test_the_readme_explains_every_key_guard_and_preset() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     names = [*FLAT_KEYS, *GUARD_NAMES, *list_presets()]
     assert [name for name in names if f"`{name}`" not in readme] == []
+
+
+def test_the_default_preset_rejects_nothing_until_the_evidence_says_otherwise() -> None:
+    assert preset("mis") == preset("token_tis")
+    assert not preset("mis").gates

@@ -19,7 +19,7 @@ from evidence import mismatch, policy
 from evidence.engines import EngineSpec
 from evidence.ensemble import Group, Method, Training
 from evidence.enumerable import Enumerated
-from evidence.outcomes import Difference, pareto_k
+from evidence.outcomes import Condition, Difference, pareto_k
 from evidence.policy import Shape
 from evidence.results import Results
 from evidence.studies import STUDIES
@@ -70,15 +70,15 @@ def test_the_decoder_is_that_of_transformers() -> None:
         model = Qwen3ForCausalLM(hf_config(SHAPE)).eval()
         model.load_state_dict({name: weight[run] for name, weight in weights.items()})
         expected = model(ids[run]).logits
-        torch.testing.assert_close(policy.logits_of(SHAPE, weights, ids)[run], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.forward(SHAPE, weights, ids).logits[run], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_sampler_reports_the_log_probs_of_the_policy() -> None:
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3, 4], CPU).items()}
     prompts = torch.randint(0, 20, (2, 5, PROMPT_LENGTH))
     engine = EngineSpec(dtype="float32").create(SHAPE, batch=0, length=0, device=CPU)
-    ids, logprobs = engine.sample(weights, prompts, 9, temperature=0.7, draw_seeds=[1, 1])
-    scored = policy.logprobs_of(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=0.7)
+    ids, logprobs, _ = engine.sample(weights, prompts, 9, temperature=0.7, draw_seeds=[1, 1])
+    scored = policy.score(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=0.7).logprobs
     torch.testing.assert_close(logprobs, scored, rtol=1e-4, atol=1e-5)
 
 
@@ -87,8 +87,8 @@ def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: Engin
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
     prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 64, -1)
     engine = spec.create(SHAPE, batch=0, length=0, device=CPU)
-    ids, logprobs = engine.sample(weights, prompts, 2, temperature=1.0, draw_seeds=[1])
-    scored = policy.logprobs_of(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=1.0)
+    ids, logprobs, _ = engine.sample(weights, prompts, 2, temperature=1.0, draw_seeds=[1])
+    scored = policy.score(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=1.0).logprobs
     assert (logprobs - scored).abs().max() > 1e-4
     by_token: dict[int, float] = {}
     for token, logprob in zip(ids[0, :, 0].tolist(), logprobs[0, :, 0].tolist(), strict=True):
@@ -98,7 +98,7 @@ def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: Engin
 def test_sampling_follows_the_reported_probabilities() -> None:
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
     prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 4000, -1)
-    ids, logprobs = (
+    ids, logprobs, _ = (
         EngineSpec()
         .create(SHAPE, batch=0, length=0, device=CPU)
         .sample(weights, prompts, 1, temperature=1.0, draw_seeds=[1])
@@ -184,6 +184,21 @@ def test_differences_are_judged_by_their_intervals() -> None:
     assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
     assert Difference.of_pairs([0.3, -0.3, 0.1]).verdict(0.02) == "not resolved"
     assert Difference.of_pairs([0.3]).verdict(0.02) == "not resolved"
+
+
+def test_conditions_pair_seeds_and_see_a_fall() -> None:
+    rewards = {"none": {1: [0.5] * 40, 2: [0.9] * 40}, "better": {1: [0.6] * 40, 2: [1.0] * 20 + [0.7] * 20}}
+    rows = [
+        {"method": method, "seed": seed, "step": step, "reward": reward}
+        for method, seeds in rewards.items()
+        for seed, curve in seeds.items()
+        for step, reward in enumerate(curve)
+    ]
+    condition = Condition.of_rows("c", rows)
+    assert condition.base == "none"
+    assert condition.difference("better", "none", "reward").mean == pytest.approx((0.1 - 0.05) / 2)
+    assert condition.difference("better", "none", "reward", slice(0, 10)).mean == pytest.approx(0.1)
+    assert (condition.fell("none"), condition.fell("better")) == (0, 0.5)
 
 
 @pytest.mark.parametrize("shape", [0.1, 0.5, 0.9])

@@ -43,6 +43,12 @@ class Condition:
         """Over seeds and steps."""
         return float(np.nanmean([curves[number][part] for curves in self.curves[method].values()]))
 
+    def fell(self, method: str) -> float:
+        """Share of seeds whose reward, as a mean of ten steps, ends more than 0.2 below its best."""
+        window = np.ones(10) / 10
+        smooth = [np.convolve(curves["reward"], window, "valid") for curves in self.curves[method].values()]
+        return float(np.mean([curve.max() - curve[-1] > 0.2 for curve in smooth]))
+
     def difference(self, method: str, other: str, number: str, part: slice = slice(None)) -> Difference:
         """Of the mean over steps, paired by seed."""
         ours, others = self.curves[method], self.curves[other]

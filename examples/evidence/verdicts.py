@@ -69,7 +69,8 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
         f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}, "
         f"{group.shape.num_layers} layers of {group.shape.hidden_size}; engine {group.engine.kind}. "
         "Differences are paired by seed, with 95 % "
-        f"confidence intervals; within {study.margin:g} they count as none."
+        f"confidence intervals; within {study.margin:g} they count as none. "
+        "Fell: share of seeds that end more than 0.2 below their best ten steps."
         + (f" {missing} of {len(study.groups)} groups have not run." if missing else ""),
     ]
 
@@ -86,9 +87,9 @@ def _table(condition: Condition, margin: float) -> list[str]:
         f"share of ratios above 2: {condition.mean(base, 'above_2'):.1e}. {len(condition.curves[base])} seeds.",
         "",
         "| method | mean reward | against none | last quarter, against none "
-        "| trainer's own policy at the end, against none | kept sequences | kept tokens "
+        "| trainer's own policy at the end, against none | fell | kept sequences | kept tokens "
         "| against random rejection | verdict |",
-        "|---" * 9 + "|",
+        "|---" * 10 + "|",
     ]
     for method in condition.curves:
         if method.endswith(", random"):
@@ -106,6 +107,7 @@ def _table(condition: Condition, margin: float) -> list[str]:
             ]
         else:
             cells += [""] * 3
+        cells.append(f"{condition.fell(method):.2f}")
         cells += [f"{condition.mean(method, name):.2f}" for name in ("kept_sequences", "kept_tokens")]
         has_control = control in condition.curves
         cells += [str(condition.difference(method, control, "reward")) if has_control else "", verdict]

@@ -130,7 +130,7 @@ def warn_far_from_one(what: str, low: float | None, high: float | None) -> None:
     if any(abs(edge - 1.0) > _FAR_FROM_ONE for edge in edges if edge is not None):
         warnings.warn(
             f"{what} with bounds {_text(low)} to {_text(high)} almost never fires: the geometric mean of a response is "
-            "about exp(-KL per token), so useful bounds are 1 -+ 0.0001 to 0.01",
+            "about exp(-KL per token), far closer to 1",
             stacklevel=5,
         )
 
