@@ -119,26 +119,6 @@ class Correction:
         return self._backend.weigh(loss_T, self.weights_T)
 
 
-@torch.no_grad()
-def prepare(
-    streams: Streams,
-    layout: PackedLayout,
-    config: CorrectionConfig | Plan,
-    *,
-    cp_group: Group | None = None,
-    rollout_scale: WeightScale | None = None,
-) -> Backend:
-    """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates."""
-    check_lengths(streams, layout)
-    _check_ranks(layout, cp_group)
-    plan = config if isinstance(config, Plan) else plan_of(config)
-    # A rank without tokens takes part without it.
-    if layout.num_local_tokens > 0:
-        _check_scale(plan.config, rollout_scale)
-    return choose_backend(streams.proximal_logprobs_T.device)(streams, layout, plan)
-
-
-@torch.no_grad()
 def compute_correction(
     *,
     proximal_logprobs_T: Tensor,
@@ -185,6 +165,25 @@ def compute_correction(
 
 
 @torch.no_grad()
+def prepare(
+    streams: Streams,
+    layout: PackedLayout,
+    config: CorrectionConfig | Plan,
+    *,
+    cp_group: Group | None = None,
+    rollout_scale: WeightScale | None = None,
+) -> Backend:
+    """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates."""
+    _check_lengths(streams, layout)
+    _check_ranks(layout, cp_group)
+    plan = config if isinstance(config, Plan) else plan_of(config)
+    # A rank without tokens takes part without it.
+    if layout.num_local_tokens > 0:
+        _check_scale(plan.config, rollout_scale)
+    return choose_backend(streams.proximal_logprobs_T.device)(streams, layout, plan)
+
+
+@torch.no_grad()
 def run_passes(
     backend: Backend,
     *,
@@ -228,12 +227,7 @@ def _kept(row: MetricRow, of_sequences: Values, of_group: Values) -> Metric:
     return Mean(torch.where(is_measured_S, total_S, 0.0).sum(), count_S.sum())
 
 
-def check_lengths(streams: Streams, layout: PackedLayout) -> None:
-    """Refuse streams that do not fit the layout.
-
-    Raises:
-        ValueError: A stream has more or fewer tokens.
-    """
+def _check_lengths(streams: Streams, layout: PackedLayout) -> None:
     expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
     if tuple(map(Tensor.numel, streams)) == expected:
         return
