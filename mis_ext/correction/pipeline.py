@@ -119,6 +119,7 @@ class Correction:
         return self._backend.weigh(loss_T, self.weights_T)
 
 
+@torch.no_grad()
 def compute_correction(
     *,
     proximal_logprobs_T: Tensor,
@@ -164,7 +165,6 @@ def compute_correction(
     )
 
 
-@torch.no_grad()
 def prepare(
     streams: Streams,
     layout: PackedLayout,
@@ -173,7 +173,10 @@ def prepare(
     cp_group: Group | None = None,
     rollout_scale: WeightScale | None = None,
 ) -> Backend:
-    """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates."""
+    """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates.
+
+    For callers that have switched gradients off, as for :func:`run_passes`.
+    """
     _check_lengths(streams, layout)
     _check_ranks(layout, cp_group)
     plan = config if isinstance(config, Plan) else plan_of(config)
@@ -183,7 +186,6 @@ def prepare(
     return choose_backend(streams.proximal_logprobs_T.device)(streams, layout, plan)
 
 
-@torch.no_grad()
 def run_passes(
     backend: Backend,
     *,

@@ -47,6 +47,7 @@ class Session:
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
 
+    @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
         """:func:`~mis_ext.correction.pipeline.compute_correction`, and checks of its data.
 
