@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from evidence import mismatch, policy
+from evidence import mismatch, mixture, policy
 from evidence.engines import EngineSpec
 from evidence.ensemble import Group, Method, Training
 from evidence.enumerable import Enumerated
@@ -27,6 +27,7 @@ from evidence.task import PROMPT_LENGTH, Problems, grade
 
 CPU = torch.device("cpu")
 SHAPE = Shape(hidden_size=32, ffn_size=48, num_heads=4, head_dim=8)
+EXPERTS = dataclasses.replace(SHAPE, num_experts=4, experts_per_token=2, expert_ffn_size=24)
 NONE = Method(name="none")
 BAND = {"rs_lower_bound": 0.9995, "rs_upper_bound": 1.0005}
 GATE = Method(
@@ -53,6 +54,11 @@ def training_of(group: Group) -> Training:
     return Training(group, engine, CPU)
 
 
+def uneven(weights: policy.Weights) -> policy.Weights:
+    """Larger matrices, for distributions that are far from uniform."""
+    return {name: weight * 5 if weight.dim() == 3 else weight for name, weight in weights.items()}
+
+
 def rows_of(training: Training) -> list[dict[str, Any]]:
     rows = []
     while training.num_steps_done < training.group.num_steps:
@@ -71,6 +77,86 @@ def test_the_decoder_is_that_of_transformers() -> None:
         model.load_state_dict({name: weight[run] for name, weight in weights.items()})
         expected = model(ids[run]).logits
         torch.testing.assert_close(policy.forward(SHAPE, weights, ids).logits[run], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_mixture_of_experts_is_that_of_transformers(tmp_path: Path) -> None:
+    from evidence.sglang_engine import hf_config
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeForCausalLM
+
+    weights = uneven(policy.new_weights(EXPERTS, [3, 4], CPU))
+    ids = torch.randint(0, 32, (2, 3, 12))
+    output = policy.forward(EXPERTS, weights, ids)
+    for run in range(2):
+        hf_config(EXPERTS).save_pretrained(tmp_path)
+        of_run = {name: weight[run].contiguous() for name, weight in weights.items()}
+        save_file(of_run, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        chosen: list[torch.Tensor] = []
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda module, inputs, result, chosen=chosen: chosen.append(result[2]))
+        torch.testing.assert_close(output.logits[run], model(ids[run]).logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(output.experts[run].flatten(0, 1), torch.stack(chosen, 1))
+
+
+def test_every_expert_is_rounded_and_the_router_is_not() -> None:
+    weights = policy.new_weights(EXPERTS, [3, 4], CPU)
+    rounded = EngineSpec(weights="fp8_e4m3").rounded(weights)
+    kept = {name for name, weight in rounded.items() if torch.equal(weight, weights[name])}
+    assert kept == {name for name in weights if "norm" in name or name.endswith("mlp.gate.weight")}
+
+
+def test_replayed_experts_are_used_with_the_probabilities_of_the_router() -> None:
+    weights = uneven(policy.new_weights(EXPERTS, [3, 4], CPU))
+    ids = torch.randint(0, 32, (2, 3, 12))
+    own = policy.forward(EXPERTS, weights, ids)
+    same = policy.forward(EXPERTS, weights, ids, replayed_RBSNK=own.experts)
+    assert torch.equal(same.logits, own.logits)
+    # The last experts are turned into others: only later tokens may see it.
+    others = own.experts.clone()
+    others[:, :, 7] = (own.experts[:, :, 7] + 1) % 4
+    replayed = policy.forward(EXPERTS, weights, ids, replayed_RBSNK=others)
+    assert torch.equal(replayed.logits[:, :, :7], own.logits[:, :, :7])
+    assert (replayed.logits[:, :, 7:] - own.logits[:, :, 7:]).abs().amax((0, 1, 3)).min() > 0
+    assert mixture.differ(own.experts, others)[:, :, :7].sum() == 0
+    assert not mixture.differ(own.experts, own.experts.flip(-1)).any()
+
+
+def test_replay_removes_what_flipped_experts_add_to_the_mismatch() -> None:
+    weights = uneven(policy.new_weights(EXPERTS, [3], CPU))
+    prompts = torch.randint(0, 20, (1, 64, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
+    engine = EngineSpec().create(EXPERTS, batch=0, length=0, device=CPU)
+    sampled = engine.sample(weights, prompts, 16, temperature=1.0, draw_seeds=[1])
+    ids = torch.cat([prompts, sampled.ids], -1)
+    own = policy.score(EXPERTS, weights, ids, PROMPT_LENGTH, temperature=1.0)
+    replayed = policy.score(EXPERTS, weights, ids, PROMPT_LENGTH, temperature=1.0, replayed=sampled.experts)
+    flips = mixture.differ(own.experts, sampled.experts)[..., PROMPT_LENGTH - 1 :]
+    assert 5 < flips.sum() < flips.numel() / 5
+    before, after = ((scores.logprobs - sampled.logprobs).abs() for scores in (own, replayed))
+    assert before[flips].mean() > 2 * before[~flips].mean()
+    assert after[flips].mean() < before[flips].mean() / 2
+
+
+def test_the_trainer_scores_and_learns_with_the_experts_of_the_engine() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(), shape=EXPERTS, dump_steps=(0,))
+    k3, entropy = {}, {}
+    for replays in (False, True):
+        kept: dict[str, Any] = {}
+        training = training_of(dataclasses.replace(group, replays_routing=replays))
+        rows = training.step(lambda name, arrays, kept=kept: kept.update(arrays))
+        counted = (kept["flips"] & kept["mask"]).sum((1, 2)) / kept["mask"].sum((1, 2))
+        assert [row["routing_flips"] for row in rows] == pytest.approx(counted.tolist(), rel=1e-3)
+        assert 0 < counted.mean() < 0.5
+        k3[replays] = [row["k3"] for row in rows]
+        entropy[replays] = [row["entropy"] for row in training.step(lambda name, arrays: None)]
+    assert k3[True] != k3[False]
+    assert k3[True] == pytest.approx(k3[False], rel=0.5)
+    assert entropy[True] == pytest.approx(entropy[False], rel=0.1)
+
+
+def test_routing_cannot_be_replayed_without_experts() -> None:
+    with pytest.raises(ValueError, match="replays_routing"):
+        rows_of(training_of(dataclasses.replace(TINY, replays_routing=True)))
 
 
 def test_the_sampler_reports_the_log_probs_of_the_policy() -> None:

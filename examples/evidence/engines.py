@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .policy import Shape, Weights, logits_of, new_caches
+from .policy import Shape, Weights, forward, new_caches
 
 HASH_PRIME, TABLE_SIZE = 1_000_003, 1 << 14
+
+
+class Sampled(NamedTuple):
+    """What an engine returns.
+
+    Attributes:
+        ids: ``[R, B, L]``.
+        logprobs: ``[R, B, L]``, as the engine reports them.
+        experts: ``[R, B, P + L - 1, N, K]`` of all tokens but the last, where the engine tells.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    experts: Tensor | None
 
 
 class Engine(Protocol):
@@ -19,8 +33,8 @@ class Engine(Protocol):
 
     def sample(
         self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids ``[R, B, L]`` and the log-probs ``[R, B, L]`` that the engine reports for them.
+    ) -> Sampled:
+        """Sample with the weights.
 
         Runs with equal ``draw_seeds`` draw with the same random numbers, where the engine can.
         """
@@ -37,7 +51,7 @@ class EngineSpec:
         kind: ``controlled`` or ``sglang``.
         dtype: Of the weights and of the computation: ``float32`` or ``bfloat16``.
         cache: Dtype of keys and values; ``auto`` is ``dtype``. Also ``fp8_e5m2`` and ``fp8_e4m3``.
-        weights: ``fp8_e4m3`` rounds every matrix to it, with one scale per row, before the engine gets it.
+        weights: ``fp8_e4m3`` rounds every matrix but routers to it, with one scale per row, before the engine gets it.
         noise: Controlled only: standard deviation of noise on the logits that is a function of all earlier tokens, so
             that the same state has always the same error.
         settings: SGLang only: further arguments of its server.
@@ -54,7 +68,10 @@ class EngineSpec:
         """The weights as the engine is to have them."""
         if self.weights == "auto":
             return {name: weight.detach() for name, weight in weights.items()}
-        return {name: _rounded(weight.detach()) for name, weight in weights.items()}
+        return {
+            name: weight.detach() if name.endswith("mlp.gate.weight") else _rounded(weight.detach())
+            for name, weight in weights.items()
+        }
 
     def create(self, shape: Shape, *, batch: int, length: int, device: torch.device) -> Engine:
         """The engine for responses of ``length`` tokens with their prompts."""
@@ -81,7 +98,7 @@ class ControlledEngine:
     @torch.no_grad()
     def sample(
         self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Sampled:
         """See :class:`Engine`."""
         num_runs, batch, num_prompt = prompts_RBP.shape
         weights = {name: weight.to(self._dtype) for name, weight in self._spec.rounded(weights).items()}
@@ -96,10 +113,11 @@ class ControlledEngine:
         state_RB = torch.zeros(num_runs, batch, dtype=torch.int64, device=self._device)
         for token in prompts_RBP.unbind(-1):
             state_RB = _next_state(state_RB, token)
-        start = 0
+        start, experts = 0, []
         for position in range(num_prompt, length):
-            logits = logits_of(self._shape, weights, ids[..., start:position], caches=caches, start=start)[..., -1, :]
-            scaled_RBV = logits.float() / temperature
+            output = forward(self._shape, weights, ids[..., start:position], caches=caches, start=start)
+            experts.append(output.experts)
+            scaled_RBV = output.logits[..., -1, :].float() / temperature
             if self._noise is not None:
                 scaled_RBV = scaled_RBV + self._noise[state_RB % TABLE_SIZE]
             uniform = [
@@ -112,7 +130,8 @@ class ControlledEngine:
             logprobs[..., position - num_prompt] = scaled_RBV.log_softmax(-1).gather(-1, token_RB[..., None])[..., 0]
             state_RB = _next_state(state_RB, token_RB)
             start = position
-        return ids[..., num_prompt:], logprobs
+        chosen = torch.cat(experts, 2) if self._shape.num_experts else None
+        return Sampled(ids[..., num_prompt:], logprobs, chosen)
 
     def close(self) -> None:
         """See :class:`Engine`."""

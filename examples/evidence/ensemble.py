@@ -18,11 +18,12 @@ from torch import Tensor
 import mis_ext
 
 from .engines import Engine, EngineSpec
-from .policy import Shape, Weights, logprobs_of, new_weights
+from .mixture import differ
+from .policy import Scores, Shape, Weights, new_weights, score
 from .task import PROMPT_LENGTH, Problems, grade
 
 Row = dict[str, Any]
-# A forward and backward pass keeps about 16 KB per token.
+# A forward and backward pass keeps about 16 KB per token, with 8 experts 31 KB.
 TOKENS_AT_ONCE = 1_000_000
 DUMPED_SEQUENCES = 96
 
@@ -70,6 +71,8 @@ class Group:
         temperature: Of sampling and scoring.
         eval_interval: Steps between evaluations of the trainer's own policy.
         dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
+        shape: Of the decoder.
+        replays_routing: The trainer uses the experts that the engine chose ("rollout routing replay", R3).
     """
 
     name: str
@@ -88,6 +91,7 @@ class Group:
     eval_interval: int = 20
     dump_steps: tuple[int, ...] = ()
     shape: Shape = field(default_factory=Shape)
+    replays_routing: bool = False
 
     @property
     def runs(self) -> list[tuple[Method, int]]:
@@ -112,10 +116,10 @@ class Trainer:
         self.weights = {name: weight.detach()[run_seed].clone() for name, weight in self.weights.items()}
         self._start_optimizer(group.learning_rate)
 
-    def score(self, ids_RBS: Tensor, weights: Weights | None = None) -> Tensor:
-        """``[R, B, L]``: log-probs of the responses."""
-        weights = self.weights if weights is None else weights
-        return logprobs_of(self._shape, weights, ids_RBS, PROMPT_LENGTH, temperature=self._group.temperature)
+    def score(self, ids_RBS: Tensor, replayed: Tensor | None = None) -> Scores:
+        """Log-probs of the responses, with the trainer's own experts or with replayed ones."""
+        temperature = self._group.temperature
+        return score(self._shape, self.weights, ids_RBS, PROMPT_LENGTH, temperature=temperature, replayed=replayed)
 
     def step(self, losses_R: Iterable[Tensor]) -> Tensor:
         """One optimizer step of every run for the sum of losses ``[R]``, each of which is let go after its gradient.
@@ -155,7 +159,7 @@ class Trainer:
         for _ in range(self._group.warmup_steps):
             drawn = [Problems.draw(256, self._group.response_length, generator) for generator in generators]
             ids = torch.stack([torch.cat([problems.prompts_BP, problems.solve()], 1) for problems in drawn])
-            self.step([-self.score(ids.to(self._device)).mean((1, 2))])
+            self.step([-self.score(ids.to(self._device)).logprobs.mean((1, 2))])
 
 
 class Training:
@@ -175,11 +179,12 @@ class Training:
         group, trainer, step = self.group, self._trainer, self.num_steps_done
         self._history.append({name: weight.detach().clone() for name, weight in trainer.weights.items()})
         rollout = _sample(group, self._engine, self._history[0], self._problems, step, self.device)
-        with torch.no_grad():
-            proximal = torch.cat([trainer.score(rollout.ids[:, part]) for part in _parts(rollout.ids)], 1)
+        proximal, flips = _score(trainer, rollout)
         if step in group.dump_steps:
-            keep(f"step{step}", _dump(group, rollout, proximal))
+            keep(f"step{step}", _dump(group, rollout, proximal, flips))
         numbers = _mismatch(proximal, rollout.behavior, rollout.mask)
+        if flips is not None:
+            numbers["routing_flips"] = (flips & rollout.mask).sum((1, 2)) / rollout.mask.sum((1, 2))
         numbers |= {"reward": rollout.reward.mean(1), "solved": (rollout.reward == 1).float().mean(1)}
         numbers |= _update(group, trainer, rollout, proximal, self._rejecters)
         if step % group.eval_interval == 0 or step + 1 == group.num_steps:
@@ -209,13 +214,18 @@ class Training:
 
 @dataclass(frozen=True)
 class _Rollout:
-    """``ids`` ``[R, B, S]``, ``behavior`` and ``mask`` ``[R, B, L]``, ``reward`` and ``advantage`` ``[R, B]``."""
+    """``ids`` ``[R, B, S]``, ``behavior`` and ``mask`` ``[R, B, L]``, ``reward`` and ``advantage`` ``[R, B]``.
+
+    ``experts`` ``[R, B, S - 1, N, K]`` are the engine's, where it tells; ``replayed`` those that the trainer is to use.
+    """
 
     ids: Tensor
     behavior: Tensor
     mask: Tensor
     reward: Tensor
     advantage: Tensor
+    experts: Tensor | None
+    replayed: Tensor | None
 
 
 def _sample(
@@ -233,13 +243,29 @@ def _sample(
     prompts = torch.stack([drawn[seed].prompts_BP for _, seed in group.runs]).to(device)
     mask = torch.stack([drawn[seed].mask_BL for _, seed in group.runs]).to(device)
     draw_seeds = [1_000_000 * (seed + 1) + step for _, seed in group.runs]
-    responses, behavior = engine.sample(
+    responses, behavior, experts = engine.sample(
         weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=draw_seeds
     )
+    if group.replays_routing and experts is None:
+        raise ValueError("replays_routing: this engine does not tell its experts, or the model has none")
     reward = grade(prompts, responses, mask)
     grouped = reward.view(len(group.runs), group.num_prompts, group.samples_per_prompt)
     advantage = (grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-4)
-    return _Rollout(torch.cat([prompts, responses], -1), behavior, mask, reward, advantage.flatten(1))
+    ids, replayed = torch.cat([prompts, responses], -1), experts if group.replays_routing else None
+    return _Rollout(ids, behavior, mask, reward, advantage.flatten(1), experts, replayed)
+
+
+@torch.no_grad()
+def _score(trainer: Trainer, rollout: _Rollout) -> tuple[Tensor, Tensor | None]:
+    """``[R, B, L]``: log-probs, and whether the trainer's routers choose others than the engine's for a token."""
+    parts = _parts(rollout.ids)
+    scores = [trainer.score(rollout.ids[:, part], _part(rollout.replayed, part)) for part in parts]
+    proximal = torch.cat([piece.logprobs for piece in scores], 1)
+    if rollout.experts is None:
+        return proximal, None
+    own = torch.cat([piece.experts for piece in scores if piece.experts is not None], 1)
+    # A token's log-prob comes from the position before it.
+    return proximal, differ(own, rollout.experts)[..., PROMPT_LENGTH - 1 :]
 
 
 def _update(
@@ -254,7 +280,11 @@ def _update(
         mask = rollout.mask[:, own]
         weights, keep = _correct(group, proximal[:, own], rollout.behavior[:, own], mask, rejecters)
         data = rollout.ids[:, own], proximal[:, own], rollout.advantage[:, own], weights, keep, mask
-        losses_R = (_loss(trainer, *(tensor[:, part] for tensor in data)) / per_update for part in _parts(data[0]))
+        replayed = _part(rollout.replayed, own)
+        losses_R = (
+            _loss(trainer, *(tensor[:, part] for tensor in data), _part(replayed, part)) / per_update
+            for part in _parts(data[0])
+        )
         norms.append(trainer.step(losses_R))
         kept.append(keep.sum((1, 2)) / mask.sum((1, 2)))
         kept_sequences.append(keep.any(-1).float().mean(1))
@@ -266,13 +296,20 @@ def _update(
 
 
 def _loss(
-    trainer: Trainer, ids: Tensor, proximal: Tensor, advantage: Tensor, weights: Tensor, keep: Tensor, mask: Tensor
+    trainer: Trainer,
+    ids: Tensor,
+    proximal: Tensor,
+    advantage: Tensor,
+    weights: Tensor,
+    keep: Tensor,
+    mask: Tensor,
+    replayed: Tensor | None,
 ) -> Tensor:
     """``[R]``: PPO's clipped loss, summed over sequences.
 
     The hosts' reduction: every sequence is divided by its original number of tokens, rejected or not.
     """
-    ratio = (trainer.score(ids) - proximal).exp()
+    ratio = (trainer.score(ids, replayed).logprobs - proximal).exp()
     loss = torch.maximum(-ratio * advantage[..., None], -ratio.clamp(0.8, 1.28) * advantage[..., None])
     return (torch.where(keep, loss * weights, 0.0).sum(-1) / mask.sum(-1)).sum(1)
 
@@ -281,6 +318,10 @@ def _parts(ids: Tensor) -> list[slice]:
     """Parts of the batch ``[R, B, S]`` that fit into memory."""
     size = max(TOKENS_AT_ONCE // (ids.shape[0] * ids.shape[2]), 1)
     return [slice(start, start + size) for start in range(0, ids.shape[1], size)]
+
+
+def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, part]
 
 
 def _correct(
@@ -344,19 +385,17 @@ def _evaluate(group: Group, evaluator: Engine, weights: Weights, device: torch.d
     problems = Problems.draw(256, group.response_length, torch.Generator().manual_seed(99))
     prompts = problems.prompts_BP.to(device).expand(len(group.runs), -1, -1)
     seeds = [77] * len(group.runs)
-    responses, _ = evaluator.sample(
-        weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=seeds
-    )
-    return grade(prompts, responses, problems.mask_BL.to(device)).mean(1)
+    sampled = evaluator.sample(weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=seeds)
+    return grade(prompts, sampled.ids, problems.mask_BL.to(device)).mean(1)
 
 
-def _dump(group: Group, rollout: _Rollout, proximal: Tensor) -> dict[str, Any]:
+def _dump(group: Group, rollout: _Rollout, proximal: Tensor, flips: Tensor | None) -> dict[str, Any]:
     runs = [run for run, (method, _) in enumerate(group.runs) if method is group.methods[0]]
     tensors = {
         "behavior": rollout.behavior.half(),
         "log_ratio": (proximal - rollout.behavior).half(),
         "mask": rollout.mask,
-    }
+    } | ({} if flips is None else {"flips": flips})
     return {name: tensor[runs, :DUMPED_SEQUENCES].cpu().numpy() for name, tensor in tensors.items()}
 
 

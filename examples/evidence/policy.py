@@ -1,7 +1,7 @@
 """Many decoders of one shape at once: every weight has the run as its first dimension.
 
 Shapes: R runs, B sequences, S tokens of prompt and response, P of the prompt, L of the response, V vocabulary, M all
-tokens of a run (B x S), D numbers of a head.
+tokens of a run (B x S), D numbers of a head, N layers, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .mixture import mix
+
 Weights = dict[str, Tensor]
 """By name of the checkpoint format of transformers, ``[R, ...]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Qwen3 decoder: RMSNorm, SwiGLU, rotary positions, grouped queries with normalised heads."""
+    """A Qwen3 decoder: RMSNorm, SwiGLU, rotary positions, grouped queries with normalised heads.
+
+    With ``num_experts`` every layer's SwiGLU is Qwen3-MoE's mixture of experts, and ``ffn_size`` is not used.
+    """
 
     num_layers: int = 2
     hidden_size: int = 64
     ffn_size: int = 128
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_ffn_size: int = 64
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
@@ -35,7 +43,7 @@ class Shape:
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one run, by name."""
-        hidden, ffn, head = self.hidden_size, self.ffn_size, self.head_dim
+        hidden, head = self.hidden_size, self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (self.vocab_size, hidden)}
         for index in range(self.num_layers):
             layer = {
@@ -47,13 +55,21 @@ class Shape:
                 "self_attn.k_norm": (head,),
                 "self_attn.o_proj": (hidden, self.num_heads * head),
                 "post_attention_layernorm": (hidden,),
-                "mlp.gate_proj": (ffn, hidden),
-                "mlp.up_proj": (ffn, hidden),
-                "mlp.down_proj": (hidden, ffn),
             }
+            if self.num_experts:
+                layer["mlp.gate"] = (self.num_experts, hidden)
+            for block, size in self._blocks().items():
+                layer |= {f"{block}.{name}_proj": (size, hidden) for name in ("gate", "up")}
+                layer[f"{block}.down_proj"] = (hidden, size)
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         shapes |= {"model.norm": (hidden,), "lm_head": (self.vocab_size, hidden)}
         return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+    def _blocks(self) -> dict[str, int]:
+        """A layer's SwiGLU blocks and their widths."""
+        if not self.num_experts:
+            return {"mlp": self.ffn_size}
+        return {f"mlp.experts.{expert}": self.expert_ffn_size for expert in range(self.num_experts)}
 
 
 def new_weights(shape: Shape, seeds: list[int], device: torch.device) -> Weights:
@@ -86,13 +102,34 @@ def new_caches(shape: Shape, num_sequences: int, length: int, dtype: torch.dtype
     ]
 
 
-def logits_of(
-    shape: Shape, weights: Weights, ids_RBS: Tensor, *, caches: list[Cache] | None = None, start: int = 0
-) -> Tensor:
-    """``[R, B, S, V]`` in the weights' dtype.
+class Output(NamedTuple):
+    """What a forward returns.
+
+    Attributes:
+        logits: ``[R, B, S, V]`` in the weights' dtype.
+        experts: ``[R, B, S, N, K]``, which the routers chose, likeliest first; None without experts.
+    """
+
+    logits: Tensor
+    experts: Tensor | None
+
+
+def forward(
+    shape: Shape,
+    weights: Weights,
+    ids_RBS: Tensor,
+    *,
+    caches: list[Cache] | None = None,
+    start: int = 0,
+    replayed_RBSNK: Tensor | None = None,
+) -> Output:
+    """Run the decoder.
 
     With caches, the tokens are those from position ``start`` on: earlier keys and values come from the caches, and the
     new ones are stored there. New tokens see each other as computed, not as stored, as in an engine's prefill.
+
+    With ``replayed_RBSNK`` these experts are used instead of the routers' own choice, with the routers' probabilities
+    (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370).
     """
     num_runs, batch, length = ids_RBS.shape
     runs_R11 = torch.arange(num_runs, device=ids_RBS.device)[:, None, None]
@@ -100,6 +137,7 @@ def logits_of(
         (ids_RBS + runs_R11 * shape.vocab_size).flatten(1), weights["model.embed_tokens.weight"].flatten(0, 1)
     )
     cos_sin = _rotation(shape, start, length, hidden)
+    chosen = []
     for index in range(shape.num_layers):
         prefix = f"model.layers.{index}."
         layer = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -107,16 +145,39 @@ def logits_of(
         normed = _norm(hidden, layer["input_layernorm.weight"][:, None], shape.norm_eps)
         hidden = hidden + _attention(shape, layer, normed, batch, cos_sin, cache, start)
         normed = _norm(hidden, layer["post_attention_layernorm.weight"][:, None], shape.norm_eps)
+        if shape.num_experts:
+            replayed = None if replayed_RBSNK is None else replayed_RBSNK[..., index, :].flatten(1, 2)
+            mixed, own_RMK = mix(layer, normed, shape.num_experts, shape.experts_per_token, replayed)
+            hidden = hidden + mixed
+            chosen.append(own_RMK.view(num_runs, batch, length, -1))
+            continue
         gated = F.silu(_linear(normed, layer["mlp.gate_proj.weight"])) * _linear(normed, layer["mlp.up_proj.weight"])
         hidden = hidden + _linear(gated, layer["mlp.down_proj.weight"])
     hidden = _norm(hidden, weights["model.norm.weight"][:, None], shape.norm_eps)
-    return _linear(hidden, weights["lm_head.weight"]).view(num_runs, batch, length, -1)
+    logits = _linear(hidden, weights["lm_head.weight"]).view(num_runs, batch, length, -1)
+    return Output(logits, torch.stack(chosen, -2) if chosen else None)
 
 
-def logprobs_of(shape: Shape, weights: Weights, ids_RBS: Tensor, num_prompt: int, *, temperature: float) -> Tensor:
-    """``[R, B, L]`` float32: log-probs in nats of the tokens behind the prompt, of softmax(logits / T)."""
-    logits = logits_of(shape, weights, ids_RBS[..., :-1])[..., num_prompt - 1 :, :].float() / temperature
-    return logits.log_softmax(-1).gather(-1, ids_RBS[..., num_prompt:, None])[..., 0]
+class Scores(NamedTuple):
+    """``logprobs`` ``[R, B, L]`` in nats, float32, of softmax(logits / T), and ``experts`` ``[R, B, S - 1, N, K]``."""
+
+    logprobs: Tensor
+    experts: Tensor | None
+
+
+def score(
+    shape: Shape,
+    weights: Weights,
+    ids_RBS: Tensor,
+    num_prompt: int,
+    *,
+    temperature: float,
+    replayed: Tensor | None = None,
+) -> Scores:
+    """Score the tokens behind the prompt; ``replayed`` as in :func:`forward`, ``[R, B, S - 1, N, K]``."""
+    logits, experts = forward(shape, weights, ids_RBS[..., :-1], replayed_RBSNK=replayed)
+    scaled = logits[..., num_prompt - 1 :, :].float() / temperature
+    return Scores(scaled.log_softmax(-1).gather(-1, ids_RBS[..., num_prompt:, None])[..., 0], experts)
 
 
 def _linear(x_RMI: Tensor, weight_ROI: Tensor) -> Tensor:

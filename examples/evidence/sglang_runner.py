@@ -2,13 +2,15 @@
 
 What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and
 sampler. Left out is what stands around it: server, scheduler process, tokenizer, cache of prefixes. The calls are those
-of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU.
+of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU; a mixture of experts has run
+on the CPU only.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from array import array
@@ -16,11 +18,12 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from grpo.sglang_engine import CPU_SETTINGS, FUSED
+from safetensors.torch import load_file
 from torch import Tensor
 
 GPU_SETTINGS: dict[str, Any] = {
@@ -30,9 +33,27 @@ GPU_SETTINGS: dict[str, Any] = {
     "disable_overlap_schedule": True,
     # An upper bound only: the cache is as large as the batch needs.
     "mem_fraction_static": 0.5,
+    # Others reorder the experts' weights after loading, which load() would not do.
+    "moe_runner_backend": "triton",
 }
 # Log-probs are those at the sampling temperature.
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Generated(NamedTuple):
+    """What the runner returns; P and L are the lengths of prompts and responses.
+
+    Attributes:
+        ids: [B, L], int64.
+        logprobs: [B, L], float32: the sampler's, of softmax(logits / temperature).
+        experts: [B, P + L - 1, layers, experts of a token] of every token but the last. None without experts, and with
+            CUDA graphs, which do not show what their layers chose.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    experts: Tensor | None
 
 
 class SGLangRunner:
@@ -42,7 +63,7 @@ class SGLangRunner:
     whose rendezvous that group would join.
 
     Args:
-        hf_config: A Qwen3 configuration without tied embeddings.
+        hf_config: A Qwen3 or Qwen3-MoE configuration without tied embeddings.
         device: A CUDA device or the CPU.
         batch_size: Prompts of every call. CUDA graphs are captured for this size only.
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
@@ -52,7 +73,7 @@ class SGLangRunner:
     Raises:
         ValueError: ``max_length`` is too long, or the weights would be quantised, which ``load`` cannot write.
         RuntimeError: The process already has a process group, or SGLang's model has tensors that are not in the
-            transformers model.
+            transformers model, or of another shape: on a CPU it pads experts' widths to multiples of 64.
     """
 
     def __init__(
@@ -105,6 +126,7 @@ class SGLangRunner:
             with _kept_random_state(device):
                 self._runner = _start(arguments, gpu_id=device.index or 0)
         self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
+        self._chosen = _record_experts(self._runner.model)
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
 
@@ -135,16 +157,13 @@ class SGLangRunner:
         self._clear_pools()
 
     @torch.no_grad()
-    def generate(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def generate(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0) -> Generated:
         """Sample ``num_tokens`` tokens after each prompt; nothing ends a response earlier.
 
         Args:
             prompts_BP: Token ids, int64, ``batch_size`` rows of one length.
             num_tokens: Length L of the responses.
             temperature: Divides the logits, above 0.
-
-        Returns:
-            Token ids [B, L], int64, and the sampler's log-probs [B, L], float32, of softmax(logits / temperature).
 
         Raises:
             ValueError: The batch has another size, is too long, or the temperature is not above 0.
@@ -161,6 +180,7 @@ class SGLangRunner:
         self._check_held()
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
+        self._chosen.clear()
         try:
             batch = self._prefill_batch(prompts_BP, num_tokens=num_tokens, temperature=temperature)
             with _kept_random_state(self._device):
@@ -175,7 +195,7 @@ class SGLangRunner:
                 self._random_state = _random_state(self._device)
         finally:
             self._clear_pools()
-        return torch.stack(ids, dim=1), torch.stack(log_probs, dim=1)
+        return Generated(torch.stack(ids, dim=1), torch.stack(log_probs, dim=1), self._experts(num_tokens))
 
     def close(self) -> None:
         """Free the engine and leave its process groups."""
@@ -252,6 +272,17 @@ class SGLangRunner:
         ids = self._runner.sample(result.logits_output, forward_batch)
         return ids.long(), result.logits_output.next_token_logprobs.float()
 
+    def _experts(self, num_forwards: int) -> Tensor | None:
+        """Return what ``Generated.experts`` says of the last call."""
+        if not self._chosen or self.used_cuda_graphs:
+            return None
+        num_layers = len(self._chosen) // num_forwards
+        by_forward = [
+            torch.stack(self._chosen[start : start + num_layers], dim=1).unflatten(0, (self._batch_size, -1))
+            for start in range(0, len(self._chosen), num_layers)
+        ]
+        return torch.cat(by_forward, dim=1).long()
+
     def _check_held(self) -> None:
         """Raise a RuntimeError if the last ``load`` left other values in the engine than were given."""
         if self._runner is None:
@@ -277,7 +308,7 @@ def _prepare_cpu() -> None:
 
 
 def _write_checkpoint(hf_config: Any, folder: Path, *, seed: int) -> dict[str, torch.Size]:
-    """Write random weights; return the name and shape of each."""
+    """Write random weights; return the name and shape of each in the file. In memory transformers joins experts."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -286,7 +317,7 @@ def _write_checkpoint(hf_config: Any, folder: Path, *, seed: int) -> dict[str, t
     model.save_pretrained(folder)
     # Its sampling defaults are for users who set none.
     (folder / "generation_config.json").unlink(missing_ok=True)
-    return {name: weight.shape for name, weight in model.state_dict().items()}
+    return {name: weight.shape for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 def _start(arguments: dict[str, Any], *, gpu_id: int) -> Any:
@@ -316,27 +347,50 @@ def _start(arguments: dict[str, Any], *, gpu_id: int) -> Any:
 def _engine_rows(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """Return, per transformers name, the rows of SGLang's tensor that hold it.
 
-    SGLang joins some projections, and pads the vocabulary with more rows.
+    SGLang joins some projections, and pads the vocabulary with more rows. A layer's experts are one tensor.
     """
-    whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
     rows: dict[str, Tensor] = {}
     unused = set(parameters)
     for name, shape in shapes.items():
-        part = next((component for component in name.split(".") if component in whole_of), None)
-        held, start = name, 0
-        if part is not None:
-            held = name.replace(part, whole_of[part])
-            parts = FUSED[whole_of[part]]
-            start = sum(shapes[name.replace(part, before)][0] for before in parts[: parts.index(part)])
+        expert = EXPERT.fullmatch(name)
+        held, start = _place_of_expert(expert, shape) if expert else _place(name, shapes)
         if held not in parameters:
             raise RuntimeError(f"SGLang's model has no {held}")
-        rows[name] = parameters[held].data[start : start + shape[0]]
+        tensor = parameters[held].data[int(expert[2])] if expert else parameters[held].data
+        rows[name] = tensor[start : start + shape[0]]
         if rows[name].shape != shape:
             raise RuntimeError(f"SGLang's {held} has shape {list(parameters[held].shape)}, {name} has {list(shape)}")
         unused.discard(held)
     if unused:
         raise RuntimeError(f"SGLang's model has tensors that load() would not write: {sorted(unused)}")
     return rows
+
+
+def _place(name: str, shapes: dict[str, torch.Size]) -> tuple[str, int]:
+    """Return the name of SGLang's tensor and the first row in it."""
+    whole_of = {part: whole for whole, parts in FUSED.items() for part in parts}
+    part = next((component for component in name.split(".") if component in whole_of), None)
+    if part is None:
+        return name, 0
+    parts = FUSED[whole_of[part]]
+    start = sum(shapes[name.replace(part, before)][0] for before in parts[: parts.index(part)])
+    return name.replace(part, whole_of[part]), start
+
+
+def _place_of_expert(expert: re.Match[str], shape: torch.Size) -> tuple[str, int]:
+    """Return the same in the matrices of one expert: gate above up, and down."""
+    if expert[3] == "down":
+        return f"{expert[1]}.w2_weight", 0
+    return f"{expert[1]}.w13_weight", shape[0] if expert[3] == "up" else 0
+
+
+def _record_experts(model: torch.nn.Module) -> list[Tensor]:
+    """Return a list to which every router adds the experts [tokens, K] that it chose, layer by layer."""
+    chosen: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.topk"):
+            module.register_forward_hook(lambda module, inputs, output: chosen.append(output.topk_ids.clone()))
+    return chosen
 
 
 def _kept_random_state(device: torch.device) -> Any:
