@@ -26,11 +26,15 @@ BANDS = {
 
 @dataclass(frozen=True)
 class Streams:
-    """``behavior`` and ``log_ratio`` in nats, and ``mask``; each ``[seeds, B, L]``."""
+    """``behavior`` and ``log_ratio`` in nats, and ``mask``; each ``[seeds, B, L]``.
+
+    ``flips``: of a mixture of experts, whether the trainer's routers choose others than the engine's.
+    """
 
     behavior: NDArray[np.float16]
     log_ratio: NDArray[np.float16]
     mask: NDArray[np.bool_]
+    flips: NDArray[np.bool_] | None = None
 
 
 Steps = dict[str, list[Streams]]
@@ -52,7 +56,7 @@ def section(name: str, conditions: dict[str, Steps], output: Path) -> list[str]:
         lines += [
             f"| {condition} | {step.removeprefix('step')} | {_numbers(pieces)} |" for step, pieces in steps.items()
         ]
-    lines += ["", f"![where]({name}_where.png)"]
+    lines += ["", *_flips(conditions), f"![where]({name}_where.png)"]
     _plot_where(conditions, output / f"{name}_where.png")
     lines += ["", f"![length]({name}_length.png)", "", *_plot_length(conditions, output / f"{name}_length.png")]
     return lines
@@ -76,6 +80,39 @@ def _numbers(pieces: list[Streams]) -> str:
             f"{rare.mean():.2f}",
         )
     )
+
+
+def _flips(conditions: dict[str, Steps]) -> list[str]:
+    """A table of tokens whose own position has other experts in some layer, beside all other tokens."""
+    lines = []
+    for condition, steps in conditions.items():
+        for step, pieces in steps.items():
+            flips = [piece.flips[piece.mask] for piece in pieces if piece.flips is not None]
+            if not flips:
+                continue
+            d, flipped = _valid(pieces, "log_ratio"), np.concatenate(flips)
+            k3 = np.expm1(d) - d
+            cells = [f"{flipped.mean():.1e}", f"{k3[flipped].sum() / k3.sum():.2f}"]
+            for tokens in (flipped, ~flipped):
+                ratio = np.exp(np.abs(d[tokens]))
+                cells += (
+                    [f"{k3[tokens].mean():.1e}", f"{(ratio > 2).mean():.1e}", f"{ratio.max():.3f}"]
+                    if ratio.size
+                    else ["", "", ""]
+                )
+            lines.append(f"| {condition} | {step.removeprefix('step')} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "Flipped are tokens for which the trainer's routers choose other experts than the engine's, in any layer at "
+        "their own position; with replay, would choose. A ratio below 1 counts as its reciprocal.",
+        "",
+        "| engine | step | flipped tokens | share of k3 there | k3 there | ratio > 2 there | largest ratio there "
+        "| k3 elsewhere | ratio > 2 elsewhere | largest ratio elsewhere |",
+        "|---" * 10 + "|",
+        *lines,
+        "",
+    ]
 
 
 def _plot_where(conditions: dict[str, Steps], path: Path) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from .engines import EngineSpec
 from .ensemble import Group, Method
+from .policy import Shape
 
 PRESETS = Path(__file__).parents[2] / "yaml"
 SEEDS = (1, 2, 3, 4)
@@ -73,6 +74,8 @@ FEW = (NONE, TOKEN_TIS, TOKEN_MASK, SEQUENCE_TIS, *FILTERS[1:4], FILTERS[-1])
 FP8_CACHE = EngineSpec(kind="sglang", cache="fp8_e5m2")
 FP8_WEIGHTS = EngineSpec(kind="sglang", weights="fp8_e4m3")
 BF16 = EngineSpec(kind="sglang")
+# As wide for each token as the dense decoder.
+EXPERTS = Shape(num_experts=8, experts_per_token=2, expert_ffn_size=64)
 
 
 def _by_seeds(group: Group, size: int) -> tuple[Group, ...]:
@@ -96,6 +99,60 @@ def _two_engines(name: str, question: str, engine: EngineSpec, methods: tuple[Me
     )
 
 
+_MOE_METHODS = (NONE, TOKEN_TIS, TOKEN_MASK, FILTERS[1], FILTERS[-1])
+_MOE_GROUP = Group(
+    name="moe",
+    engine=BF16,
+    methods=_MOE_METHODS,
+    seeds=SEEDS,
+    num_prompts=64,
+    dump_steps=(0, 30, 60, 119),
+    shape=EXPERTS,
+)
+_MOE = Study(
+    name="moe",
+    question="What do corrections do for a small mixture of experts, whose engine (bf16) routes some tokens otherwise?",
+    groups=_by_seeds(_MOE_GROUP, 1),
+)
+_MOE_CONTROLLED = Study(
+    name="moe_controlled",
+    question="What do corrections do for a small mixture of experts (controlled bf16 engine), without and with R3?",
+    groups=tuple(
+        group
+        for name, replays in (("moe_controlled", False), ("moe_controlled_replayed", True))
+        for group in _by_seeds(
+            replace(_MOE_GROUP, name=name, engine=replace(BF16, kind="controlled"), replays_routing=replays), 2
+        )
+    ),
+)
+_MOE_MISMATCH = Study(
+    name="moe_mismatch",
+    question="Where do engine (SGLang, bf16) and trainer (float32) differ: dense, with experts, with experts replayed?",
+    groups=tuple(
+        part
+        for name, shape, replays in (
+            ("dense", Shape(), False),
+            ("experts", EXPERTS, False),
+            ("replayed", EXPERTS, True),
+        )
+        for group in [
+            # Small enough for a CPU: 1 to 3 minutes each on one core.
+            Group(
+                name=f"moe_mismatch_{name}",
+                engine=BF16,
+                methods=(NONE,),
+                seeds=(1, 2),
+                num_steps=6,
+                warmup_steps=40,
+                num_prompts=12,
+                dump_steps=(0, 5),
+                shape=shape,
+                replays_routing=replays,
+            )
+        ]
+        for part in (group, group.with_seeds((3, 4)))
+    ),
+)
 _LENGTH = Study(
     name="length",
     question="How do gates on products and on geometric means accept, as responses grow?",
@@ -196,6 +253,9 @@ STUDIES = {
             BF16,
             FEW,
         ),
+        _MOE,
+        _MOE_CONTROLLED,
+        _MOE_MISMATCH,
         _LENGTH,
         _STALENESS,
         _NOISE,

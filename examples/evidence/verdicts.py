@@ -67,12 +67,19 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
         "",
         f"{group.num_steps} rollouts of {group.num_prompts} x {group.samples_per_prompt} responses of "
         f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}, "
-        f"{group.shape.num_layers} layers of {group.shape.hidden_size}; engine {group.engine.kind}. "
+        f"{group.shape.num_layers} layers of {group.shape.hidden_size}{_experts(done)}; engine {group.engine.kind}. "
         "Differences are paired by seed, with 95 % "
         f"confidence intervals; within {study.margin:g} they count as none. "
         "Fell: share of seeds that end more than 0.2 below their best ten steps."
         + (f" {missing} of {len(study.groups)} groups have not run." if missing else ""),
     ]
+
+
+def _experts(groups: list[Group]) -> str:
+    shape = next((group.shape for group in groups if group.shape.num_experts), None)
+    if shape is None:
+        return ""
+    return f", mixtures with {shape.experts_per_token} of {shape.num_experts} experts of {shape.expert_ffn_size}"
 
 
 def _table(condition: Condition, margin: float) -> list[str]:
