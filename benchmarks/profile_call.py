@@ -2,8 +2,8 @@
 
     python benchmarks/profile_call.py [64x8192 256x1024 ...]
 
-Samples of equal length, ``yaml/gated_mis.yaml``. Device times are means over calls on the same inputs, which may lie in the
-L2 cache; host times are medians of calls that nothing waits for. On a CPU only the host's part is printed.
+Samples of equal length, ``yaml/gated_mis.yaml``. Device times are means over calls on the same inputs, which may lie
+in the L2 cache; host times are medians of calls that nothing waits for. On a CPU only the host's part is printed.
 """
 
 import argparse

@@ -294,6 +294,16 @@ def test_the_tail_index_is_found(shape: float) -> None:
     assert math.isnan(pareto_k(np.ones(1000)))
 
 
+def test_tokens_with_flipped_experts_are_told_from_the_others() -> None:
+    d = np.array([[[0.01, -0.75, 0.02, 5.0]]], dtype=np.float16)
+    flips, mask = np.array([[[0, 1, 0, 1]]], dtype=bool), np.array([[[1, 1, 1, 0]]], dtype=bool)
+    streams = mismatch.Streams(behavior=np.zeros_like(d), log_ratio=d, mask=mask, flips=flips)
+    row = mismatch._flips({"engine": {"step7": [streams]}})[-2]
+    # One of three tokens; k3 = e^-0.75 - 1 + 0.75 there, and the ratio e^0.75.
+    assert row == "| engine | 7 | 3.3e-01 | 1.00 | 2.2e-01 | 1.0e+00 | 2.117 | 1.3e-04 | 0.0e+00 | 1.020 |"
+    assert not mismatch._flips({"dense": {"step7": [dataclasses.replace(streams, flips=None)]}})
+
+
 def test_the_gaussian_law_is_that_of_simulated_ratios() -> None:
     rng = np.random.default_rng(0)
     k3, length = 3e-3, 100
@@ -323,6 +333,16 @@ def test_exact_weights_have_no_bias_and_the_spread_is_that_of_draws() -> None:
     assert float((gradients.mean(0) - problem._true_gradient).norm() / length) == pytest.approx(
         math.hypot(bias, spread / math.sqrt(len(drawn))), rel=0.15
     )
+
+
+def test_a_call_of_one_response_normalises_sequence_weights_away() -> None:
+    problem = Enumerated(0.4, seed=1)
+    sequence = Method(name="sequence", keys={"use_tis": True, "tis_level": "sequence", "tis_mode": "unbounded"})
+    uncorrected = problem.rollout_error(NONE, None)
+    assert problem.rollout_error(sequence, 1) == pytest.approx(uncorrected)
+    assert problem.rollout_error(sequence, 256) != pytest.approx(uncorrected, rel=0.01)
+    bias, spread = problem.bias_and_spread(NONE)
+    assert uncorrected == pytest.approx(math.hypot(bias, spread / 16), rel=0.05)
 
 
 def test_every_study_has_unique_groups_and_controls_with_models() -> None:

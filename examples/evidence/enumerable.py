@@ -25,6 +25,8 @@ LENGTH, VOCABULARY = 10, 2
 NOISES = (0.03, 0.1, 0.2, 0.4, 0.8)
 BATCHES = (16, 64, 256, 1024, 4096, 16384, 65536)
 NUM_POLICIES = 20
+ROLLOUT, NUM_ROLLOUTS = 256, 100
+MICRO_BATCHES = (1, 4, 16, 64, 256)
 
 
 def report(methods: tuple[Method, ...], output: Path) -> None:
@@ -33,12 +35,15 @@ def report(methods: tuple[Method, ...], output: Path) -> None:
     lines = [
         "# Bias and variance by level, exactly",
         "",
-        "`python examples/evidence.py report`; no GPU, no rollouts. "
-        f"{NUM_POLICIES} random policies over all {VOCABULARY**LENGTH:,} responses of {LENGTH} tokens, "
-        "rewards N(0, 1). The engine's logits have noise. Bias is the length of the difference between the mean "
-        "corrected gradient and the true one; spread is the root of the summed variances of one response's gradient. "
-        "Both are over the length of the true gradient, medians over the policies. A batch of n responses has the "
-        "squared error bias^2 + spread^2 / n; the smallest is bold. Nothing is self-normalised.",
+        "`python examples/evidence.py report`; no GPU, no rollouts.",
+        f"{NUM_POLICIES} random policies over all {VOCABULARY**LENGTH:,} responses of {LENGTH} tokens.",
+        "Rewards are N(0, 1).",
+        "The engine's logits have noise.",
+        "Bias is the length of the mean corrected gradient minus the true one.",
+        "Spread is the root of the summed variances of one response's gradient.",
+        "Both are over the length of the true gradient, medians over the policies.",
+        "A batch of n responses has the squared error bias^2 + spread^2 / n; the smallest is bold.",
+        "Nothing is normalised.",
         "",
         "| noise | k3 | method | bias | spread | " + " | ".join(f"error at n={n:,}" for n in BATCHES) + " |",
         "|---" * (5 + len(BATCHES)) + "|",
@@ -56,9 +61,32 @@ def report(methods: tuple[Method, ...], output: Path) -> None:
     axes[0].legend(fontsize=7)
     figure.savefig(output / "enumerable.png", dpi=110)
     plt.close(figure)
-    lines += ["", "![error](enumerable.png)"]
+    lines += ["", "![error](enumerable.png)", *_normalisation(methods)]
     (output / "enumerable.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(output / "enumerable.md")
+
+
+def _normalisation(methods: tuple[Method, ...]) -> list[str]:
+    """A section: how many responses share the mean weight that they are divided by."""
+    lines = [
+        "",
+        "## Self-normalisation per call or per rollout",
+        "",
+        f"{NUM_ROLLOUTS} rollouts of {ROLLOUT} drawn responses for each of {NUM_POLICIES} policies.",
+        "The weights of a call are divided by their mean.",
+        "Error of a rollout's mean gradient, relative, as root mean square; medians over policies.",
+        "",
+        "| noise | method | not normalised | " + " | ".join(f"calls of {size}" for size in MICRO_BATCHES) + " |",
+        "|---" * (3 + len(MICRO_BATCHES)) + "|",
+    ]
+    weighted = [method for method in methods if method.name in ("token_tis", "sequence_tis")]
+    for noise in (0.2, 0.4, 0.8):
+        for method in weighted:
+            problems = [Enumerated(noise, seed) for seed in range(NUM_POLICIES)]
+            errors = np.array([[p.rollout_error(method, size) for size in (None, *MICRO_BATCHES)] for p in problems])
+            cells = " | ".join(f"{error:.3f}" for error in np.median(errors, axis=0))
+            lines.append(f"| {noise} | {method.name} | {cells} |")
+    return lines
 
 
 def _errors(methods: tuple[Method, ...], noise: float) -> tuple[float, dict[str, tuple[float, float]]]:
@@ -100,19 +128,42 @@ class Enumerated:
 
     def bias_and_spread(self, method: Method) -> tuple[float, float]:
         """Relative to the length of the true gradient."""
-        weights = self._weights(method)
         probability = self._behavior.sum(1).exp()
-        # The gradient with respect to the logits of a node on the way: weight * reward * (one-hot - probabilities).
-        softmax = self._logits.detach().softmax(-1)
-        one_hot = torch.nn.functional.one_hot(self._responses, VOCABULARY)
-        token_gradient = (one_hot - softmax[self._nodes]) * (weights * self._reward[:, None])[..., None]
-        mean, second = (torch.zeros_like(softmax) for _ in range(2))
+        token_gradient = self._token_gradients(self._weights(method), torch.arange(len(self._responses)))
+        mean, second = (torch.zeros_like(self._true_gradient) for _ in range(2))
         # A response visits a node once: the second moments of nodes need no cross terms.
         mean.index_put_((self._nodes,), token_gradient * probability[:, None, None], accumulate=True)
         second.index_put_((self._nodes,), token_gradient.square() * probability[:, None, None], accumulate=True)
         length = self._true_gradient.norm()
         spread = (second - mean.square()).sum().clamp(min=0).sqrt()
         return float((mean - self._true_gradient).norm() / length), float(spread / length)
+
+    def rollout_error(self, method: Method, call_size: int | None) -> float:
+        """Of drawn rollouts: root mean square of the relative error of the mean gradient.
+
+        Args:
+            method: Its weights; their mean in a call is taken over tokens or sequences, which have as many tokens each.
+            call_size: Responses of a call, whose weights are divided by their mean; None: not divided.
+        """
+        generator = torch.Generator().manual_seed(0)
+        probability = self._behavior.sum(1).exp()
+        drawn = probability.multinomial(NUM_ROLLOUTS * ROLLOUT, replacement=True, generator=generator)
+        weights = self._weights(method)[drawn]
+        if call_size is not None:
+            calls = weights.view(-1, call_size, LENGTH)
+            weights = (calls / calls.mean((1, 2), keepdim=True)).view_as(weights)
+        rollouts = torch.arange(NUM_ROLLOUTS).repeat_interleave(ROLLOUT)[:, None]
+        gradient = self._token_gradients(weights, drawn) / ROLLOUT
+        mean = torch.zeros(NUM_ROLLOUTS, *self._logits.shape, dtype=torch.float64)
+        mean.index_put_((rollouts, self._nodes[drawn]), gradient, accumulate=True)
+        errors = (mean - self._true_gradient).flatten(1).square().sum(1)
+        return float(errors.mean().sqrt() / self._true_gradient.norm())
+
+    def _token_gradients(self, weights: Tensor, responses: Tensor) -> Tensor:
+        """``[N, LENGTH, VOCABULARY]``: weight * reward * (one-hot - probabilities), of the nodes on the way."""
+        softmax = self._logits.detach().softmax(-1)[self._nodes[responses]]
+        one_hot = torch.nn.functional.one_hot(self._responses[responses], VOCABULARY)
+        return (one_hot - softmax) * (weights * self._reward[responses, None])[..., None]
 
     def _weights(self, method: Method) -> Tensor:
         proximal, behavior = self._proximal.detach(), self._behavior

@@ -104,8 +104,8 @@ def _flips(conditions: dict[str, Steps]) -> list[str]:
     if not lines:
         return []
     return [
-        "Flipped are tokens for which the trainer's routers choose other experts than the engine's, in any layer at "
-        "their own position; with replay, would choose. A ratio below 1 counts as its reciprocal.",
+        "Flipped: the trainer's routers choose other experts than the engine's, in any layer at the token's position.",
+        "With replay they would. A ratio below 1 counts as its reciprocal.",
         "",
         "| engine | step | flipped tokens | share of k3 there | k3 there | ratio > 2 there | largest ratio there "
         "| k3 elsewhere | ratio > 2 elsewhere | largest ratio elsewhere |",

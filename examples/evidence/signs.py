@@ -49,9 +49,11 @@ def report(results: Results, output: Path) -> None:
     lines = [
         "# Which number warns first?",
         "",
-        f"`python examples/evidence.py report`. {len(runs)} runs without correction, stale or with noise, each against "
-        "the fresh run without noise and with the same seed. Shortfall: how much less reward in the last quarter. "
-        "Sign: the mean over the first ten steps. Rank correlation (Spearman) over runs.",
+        "`python examples/evidence.py report`.",
+        f"{len(runs)} runs without correction, stale or with noise.",
+        "Each is against the fresh run without noise and with its seed.",
+        "Shortfall: how much less reward in the last quarter. Sign: the mean over the first ten steps.",
+        "Rank correlation (Spearman) over runs.",
         "",
         "| sign | rank correlation with the shortfall | within stale runs | within noisy runs |",
         "|---|---|---|---|",

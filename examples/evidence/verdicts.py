@@ -61,17 +61,16 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
     group, machine = done[0], results.machine(done[0])
     missing = len(study.groups) - len(done)
     return [
-        f"`python examples/evidence.py run {study.name}`, then `report`. "
-        + ", ".join(f"{name} {value}" for name, value in machine.items())
-        + ".",
+        f"`python examples/evidence.py run {study.name}`, then `report`.",
+        f"{', '.join(f'{name} {value}' for name, value in machine.items())}; engine {group.engine.kind}.",
         "",
         f"{group.num_steps} rollouts of {group.num_prompts} x {group.samples_per_prompt} responses of "
-        f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}, "
-        f"{group.shape.num_layers} layers of {group.shape.hidden_size}{_experts(done)}; engine {group.engine.kind}. "
-        "Differences are paired by seed, with 95 % "
-        f"confidence intervals; within {study.margin:g} they count as none. "
-        "Fell: share of seeds that end more than 0.2 below their best ten steps."
-        + (f" {missing} of {len(study.groups)} groups have not run." if missing else ""),
+        f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}.",
+        f"{group.shape.num_layers} layers of {group.shape.hidden_size}{_experts(done)}.",
+        "Differences are paired by seed, with 95 % confidence intervals.",
+        f"An interval within {study.margin:g} of 0 counts as no difference.",
+        "Fell: share of seeds that end more than 0.2 below their best ten steps.",
+        *([f"{missing} of {len(study.groups)} groups have not run."] if missing else []),
     ]
 
 
@@ -89,8 +88,8 @@ def _table(condition: Condition, margin: float) -> list[str]:
     k3 = [condition.mean(base, "k3", part) for part in (slice(0, 20), end)]
     ess = [condition.mean(base, "ess_sequence", part) for part in (slice(0, 20), end)]
     lines = [
-        f"Without correction: k3 {k3[0]:.1e} in the first 20 steps, {k3[1]:.1e} in the last quarter; "
-        f"sequence ESS {ess[0]:.2f}, {ess[1]:.2f}; "
+        f"Without correction: k3 {k3[0]:.1e} in the first 20 steps, {k3[1]:.1e} in the last quarter.",
+        f"Sequence ESS {ess[0]:.2f}, {ess[1]:.2f}; "
         f"share of ratios above 2: {condition.mean(base, 'above_2'):.1e}. {len(condition.curves[base])} seeds.",
         "",
         "| method | mean reward | against none | last quarter, against none "
