@@ -308,11 +308,19 @@ def test_interrupted_run_leaves_metrics_plot_and_checkpoint(interrupted: Path):
     assert (interrupted / "checkpoint.pt").exists()
 
 
+def leave_a_run(folder: Path) -> None:
+    left = {"metrics.jsonl": '{"step": 0}\n{"step": 1}\n', "metrics.png": "plot", "checkpoint.pt": "weights"}
+    for name, content in left.items():
+        (folder / name).write_text(content)
+
+
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path):
     done = len(read_metrics(interrupted / "metrics.jsonl"))
     resumed = train(interrupted, "--num-rollout", str(done + 2), "--resume")
     assert [row["step"] for row in resumed] == list(range(done + 2))
-    assert learned(resumed) == learned(train(tmp_path, "--num-rollout", str(done + 2)))
+    leave_a_run(tmp_path)
+    assert learned(resumed) == learned(train(tmp_path, "--num-rollout", str(done + 2), "--overwrite"))
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
     for row in resumed:
         assert all(math.isfinite(value) for value in row.values())
@@ -334,23 +342,15 @@ def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
     assert settings["ranks"] == 2
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_overwrite_replaces_the_first(tmp_path: Path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    left = {"metrics.jsonl": '{"step": 0}\n{"step": 1}\n', "metrics.png": "plot", "checkpoint.pt": "weights"}
-    for name, content in left.items():
-        (folder / name).write_text(content)
-    command = [str(EXAMPLES / "train_grpo.py"), "--output-dir", str(folder), *SMALL_RUN, "--num-rollout", "1"]
-    with torchrun(*command) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode != 0
-    for part in (str(folder), "--resume", "--overwrite"):
-        assert part in output
-    assert {path.name: path.read_text() for path in folder.iterdir()} == left
-
-    (row,) = train(folder, "--num-rollout", "1", "--overwrite")
-    assert "rollout/reward" in row
-    assert (folder / "metrics.png").read_bytes().startswith(b"\x89PNG")
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path):
+    leave_a_run(tmp_path)
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), "--output-dir", str(tmp_path), *SMALL_RUN]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert refused.returncode != 0
+    for part in (str(tmp_path), "--resume", "--overwrite"):
+        assert part in refused.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == left
 
 
 def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> dict[str, torch.Tensor]:
