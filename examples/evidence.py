@@ -65,6 +65,8 @@ def main() -> None:
         for group in groups:
             if not results.is_done(group) and not stop:
                 run(group, results, torch.device(options.device), stop)
+        left = sum(not results.is_done(group) for group in groups)
+        print(f"{left} of {len(groups)} groups left: the same command goes on" if left else "nothing left to run")
 
 
 class Stop:

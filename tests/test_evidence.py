@@ -246,6 +246,8 @@ def test_an_interrupted_group_goes_on_where_it_was(tmp_path: Path) -> None:
             assert where.is_done(TINY) == (stop == 3)
     assert results.rows(TINY) == expected.rows(TINY)
     assert not list(tmp_path.glob("*.state.pt"))
+    with pytest.raises(ValueError, match="results of other settings than tiny"):
+        results.is_done(dataclasses.replace(TINY, learning_rate=0.5))
     found, whole = results.log_probs(TINY), expected.log_probs(TINY)
     assert list(found) == list(whole) == ["step1"]
     assert all(np.array_equal(found["step1"][name], whole["step1"][name]) for name in ("behavior", "log_ratio", "mask"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import lzma
 import platform
@@ -29,8 +30,16 @@ class Results:
         self._folder = folder
 
     def is_done(self, group: Group) -> bool:
-        """Whether the group is finished."""
-        return self._rows(group).exists()
+        """Whether the group is finished.
+
+        Raises:
+            ValueError: There are results of a group with this name, but other settings.
+        """
+        if not self._rows(group).exists():
+            return False
+        if self._read(group)[0]["settings"] != settings(group):
+            raise ValueError(f"{self._rows(group)} has results of other settings than {group.name} has now: move them")
+        return True
 
     def rows(self, group: Group) -> list[Row]:
         """Of a finished group."""
@@ -38,7 +47,7 @@ class Results:
 
     def machine(self, group: Group) -> dict[str, Any]:
         """Where a finished group ran."""
-        return self._read(group)[0]
+        return {name: value for name, value in self._read(group)[0].items() if name != "settings"}
 
     def log_probs(self, group: Group) -> dict[str, dict[str, Any]]:
         """Of a finished group's steps: ``behavior``, ``log_ratio`` and ``mask``, each ``[seeds, B, L]``."""
@@ -83,7 +92,7 @@ class Results:
     def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         if kept:
             np.savez_compressed(self._folder / f"{group.name}.npz", **kept)
-        lines = [_machine(training.device), *rows]
+        lines = [_machine(training.device) | {"settings": settings(group)}, *rows]
         scratch = self._rows(group).with_suffix(".part")
         with lzma.open(scratch, "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -99,6 +108,25 @@ class Results:
 
     def _state(self, group: Group) -> Path:
         return self._folder / f"{group.name}.state.pt"
+
+
+def settings(group: Group) -> dict[str, Any]:
+    """What a group sets, as JSON has it; what it leaves at its default is left out."""
+    found: dict[str, Any] = json.loads(json.dumps(_set_fields(group)))
+    return found
+
+
+def _set_fields(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_set_fields(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {}
+    for field in dataclasses.fields(value):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(value, field.name) != default:
+            fields[field.name] = _set_fields(getattr(value, field.name))
+    return fields
 
 
 def _machine(on: torch.device) -> dict[str, Any]:
