@@ -47,10 +47,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
-    if "sglang" in args.engines and find_spec("sglang") is None:
+    if {"sglang", "sglang-deterministic"} & {*args.engines} and find_spec("sglang") is None:
         parser.error(INSTALL_HINT)
-    if "sglang" in args.engines and on_gpu:
-        parser.error("--engines sglang is aligned on a CPU only: hide the GPUs with CUDA_VISIBLE_DEVICES=")
+    if "sglang-deterministic" in args.engines and not on_gpu:
+        parser.error("--engines sglang-deterministic: SGLang has that mode on a GPU only")
     return args
 
 

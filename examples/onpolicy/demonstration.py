@@ -19,15 +19,17 @@ from mis_ext.onpolicy.recording.recordings import describe
 
 from .engines import ContinuousBatching, Engine, StaticContext
 from .pieces import Pieces
-from .sglang_arm import SGLang
+from .sglang_arm import DeterministicSGLang, SGLang
 from .trainer import Sample, Trainer
 
-EngineName = Literal["transformers", "megatron", "sglang"]
+EngineName = Literal["transformers", "megatron", "sglang", "sglang-deterministic"]
 PIECES: dict[EngineName, Pieces] = {
     "transformers": ContinuousBatching.pieces,
     "megatron": StaticContext.pieces,
     "sglang": SGLang.pieces,
+    "sglang-deterministic": DeterministicSGLang.pieces,
 }
+_ENGINES = {"transformers": ContinuousBatching, "sglang": SGLang, "sglang-deterministic": DeterministicSGLang}
 
 SEED = 5
 LEARNING_RATE = 1e-4
@@ -130,7 +132,7 @@ class Experiment:
         if setting.engine == "megatron":
             self._engine = StaticContext(shape, pieces, dtype=dtype, device=device, seed=SEED)
         else:
-            engine = SGLang if setting.engine == "sglang" else ContinuousBatching
+            engine = _ENGINES[setting.engine]
             self._engine = engine(shape, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens)
         self._samples: list[Sample] = []
 

@@ -73,7 +73,8 @@ class Engine(Protocol):
 class ContinuousBatching:
     """transformers: paged cache, chunked prefill, several requests in one batch, a thread of its own."""
 
-    pieces = frozenset(Piece)
+    # Its activation rounds as the trainer's does.
+    pieces = frozenset(Piece) - {Piece.ACTIVATION}
     # The trainer has angles only, no sines.
     unpaired = ("model.rotary_emb",)
 

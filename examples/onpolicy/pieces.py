@@ -26,6 +26,7 @@ class Piece(str, Enum):
     TRAINER_ATTENTION = "trainer attention"
     ENGINE_ATTENTION = "engine attention"
     ROPE = "rotary frequencies"
+    ACTIVATION = "activation rounding"
     PRODUCTS = "fixed-tile products"
     FORMULA = "log-prob formula"
 

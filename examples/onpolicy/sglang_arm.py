@@ -1,4 +1,4 @@
-"""SGLang's real engine in the demonstration, on the CPU: its own scheduler, radix cache and sampler."""
+"""SGLang's real engine in the demonstration: its own scheduler, radix cache and sampler."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from grpo.engine import Completion
+from grpo.engine_settings import Scalar
 from grpo.model import ModelShape, hf_config
 from grpo.sglang_engine import SGLangEngine
 from torch import Tensor
@@ -25,8 +26,9 @@ from .trainer import Trainer
 class SGLang:
     """``sglang.Engine`` in a process of its own, whose scheduler, in another one, runs an aligned model."""
 
-    # Its rotary embedding and its log-probs are those of transformers.
-    pieces = frozenset(Piece) - {Piece.ROPE}
+    # On a CPU its rotary embedding and activation are those of transformers.
+    pieces = frozenset(Piece) - (frozenset() if torch.cuda.is_available() else {Piece.ROPE, Piece.ACTIVATION})
+    settings: Mapping[str, Scalar] = {}
     # The trainer has angles, SGLang rotated queries and keys; SGLang normalises all heads of all tokens as one list of
     # rows, and its other norms return the residual too.
     unpaired = ("rotary_pos_emb", "*.q_layernorm", "*.k_layernorm", "model.layers.*_layernorm", "model.norm")
@@ -35,7 +37,11 @@ class SGLang:
         self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int
     ) -> None:
         self.names = to_sglang(shape)
-        self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens)
+        settings = dict(self.settings)
+        if pieces and torch.cuda.is_available():
+            # A captured graph calls no Python.
+            settings["disable_cuda_graph"] = True
+        self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens, settings)
         # What the cache holds was computed otherwise.
         self._engine.flush_cache()
         self._engine.call_scheduler(
@@ -43,6 +49,9 @@ class SGLang:
             norms=Piece.NORM in pieces,
             attention=Piece.ENGINE_ATTENTION in pieces,
             products=Piece.PRODUCTS in pieces,
+            rotary=Piece.ROPE in pieces,
+            activation=Piece.ACTIVATION in pieces,
+            formula=bool(pieces),
         )
 
     def update_weights(self, trainer: Trainer, *, version: int) -> None:
@@ -66,6 +75,12 @@ class SGLang:
         # The next experiment takes the engine over.
 
 
+class DeterministicSGLang(SGLang):
+    """The same in SGLang's own deterministic mode, which its CPU engine does not have."""
+
+    settings: Mapping[str, Scalar] = {"enable_deterministic_inference": True}
+
+
 class _Running(NamedTuple):
     directory: tempfile.TemporaryDirectory[str]
     engine: SGLangEngine
@@ -74,9 +89,11 @@ class _Running(NamedTuple):
 _running: dict[Hashable, _Running] = {}
 
 
-def _engine_for(shape: ModelShape, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> _Running:
+def _engine_for(
+    shape: ModelShape, dtype: torch.dtype, seed: int, max_batch_tokens: int, settings: dict[str, Scalar]
+) -> _Running:
     """The running engine, which the experiment before may have started: a start takes longer than an experiment."""
-    key = (shape, dtype, seed, max_batch_tokens)
+    key = (shape, dtype, seed, max_batch_tokens, *settings.items())
     if key not in _running:
         stop_engine()
         directory = tempfile.TemporaryDirectory(prefix="sglang-on-policy-")
@@ -86,6 +103,7 @@ def _engine_for(shape: ModelShape, dtype: torch.dtype, seed: int, max_batch_toke
             workdir=Path(directory.name),
             dtype=dtype,
             max_batch_tokens=max_batch_tokens,
+            settings=settings,
             run_scheduler=run_scheduler,
         )
         _running[key] = _Running(directory, engine)

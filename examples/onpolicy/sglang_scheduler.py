@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, rms_norm
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, rms_norm
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.rows import Rows
 
@@ -26,6 +26,26 @@ MODULES = (
     "model.norm",
     "logits_processor",
 )
+
+
+class Alignment(NamedTuple):
+    """What is aligned inside of SGLang.
+
+    Attributes:
+        norms: The rounding of RMSNorm and of the addition of the residual before it.
+        attention: Attention in fixed blocks over the paged cache.
+        products: Projections and logits in fixed tiles.
+        rotary: Frequencies computed on the CPU, as transformers and Megatron-Core do; rotation by torch.
+        activation: SwiGLU rounds after SiLU.
+        formula: Log-probs are logarithms of the probabilities also in SGLang's deterministic mode.
+    """
+
+    norms: bool = False
+    attention: bool = False
+    products: bool = False
+    rotary: bool = False
+    activation: bool = False
+    formula: bool = False
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -42,13 +62,14 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._model = self.tp_worker.model_runner.model
+            self._runner = self.tp_worker.model_runner
+            self._model = self._runner.model
             self._alignment, self._recording = ExitStack(), ExitStack()
 
-        def align(self, *, norms: bool, attention: bool, products: bool) -> None:
+        def align(self, **what: bool) -> None:
             """Align what is True, and nothing else."""
             self._alignment.close()
-            align(self._model, self._alignment, norms=norms, attention=attention, products=products)
+            align(self._runner, self._alignment, Alignment(**what))
 
         def start_recording(self) -> None:
             """Record every forward from now on; one request at a time."""
@@ -64,33 +85,93 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
-def align(model: nn.Module, stack: ExitStack, *, norms: bool, attention: bool, products: bool) -> None:
+def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
     """Align a model of SGLang with the trainer, until the stack closes.
 
     Args:
-        model: SGLang's.
+        runner: SGLang's ``ModelRunner``.
         stack: Undoes it.
-        norms: The rounding of RMSNorm and of the addition of the residual before it.
-        attention: Its attention backend in fixed blocks.
-        products: Projections and logits in fixed tiles.
+        what: Pieces.
     """
+    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+    from sglang.srt.models import utils
 
     def modules_of(*types: type[nn.Module]) -> list[nn.Module]:
-        return [module for module in model.modules() if isinstance(module, types)]
+        return [module for module in runner.model.modules() if isinstance(module, types)]
 
-    if products:
+    def set_forward(module: nn.Module, forward: Any) -> None:
+        module.forward = forward
+        stack.callback(delattr, module, "forward")
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    if what.products:
         # The logits are a product inside of LogitsProcessor.
         stack.enter_context(batch_invariant_forward(*modules_of(LinearBase, LogitsProcessor)))
-    if attention:
-        # It calls torch's attention once per sequence, with all keys from the first on.
-        stack.enter_context(batch_invariant_forward(*modules_of(RadixAttention)))
-    for norm in modules_of(RMSNorm) if norms else ():
-        norm.forward = partial(_norm_forward, norm)
-        stack.callback(delattr, norm, "forward")
+    for layer in modules_of(RadixAttention) if what.attention else ():
+        set_forward(layer, partial(_attention_forward, layer))
+    for norm in modules_of(RMSNorm) if what.norms else ():
+        set_forward(norm, partial(_norm_forward, norm))
+    if what.norms and torch.cuda.is_available():
+        # A kernel of its own normalises queries and keys, and calls no module.
+        replace(utils, "can_use_fused_inplace_qknorm", lambda *_: False)
+    for rotary in modules_of(RotaryEmbedding) if what.rotary else ():
+        set_forward(rotary, rotary.forward_native)
+        replace(rotary, "cos_sin_cache", _cos_sin(rotary))
+    for activation in modules_of(SiluAndMul) if what.activation else ():
+        set_forward(activation, activation.forward_native)
+    if what.formula:
+        replace(runner.sampler, "enable_deterministic", False)
+
+
+def _attention_forward(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
+) -> Tensor:
+    """Attend to the paged cache in the trainer's blocks, whatever attention backend the engine has."""
+    from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+
+    assert save_kv_cache
+    heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
+    pool = get_token_to_kv_pool()
+    pool.set_kv_buffer(layer, batch.out_cache_loc, key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim))
+    lengths_k, longest_k = batch.seq_lens, int(batch.seq_lens_cpu.max())
+    if batch.forward_mode.is_decode():
+        lengths_q, longest_q = torch.ones_like(lengths_k), 1
+    else:
+        lengths_q, longest_q = batch.extend_seq_lens, max(batch.extend_seq_lens_cpu)
+    slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices, :longest_k]
+    slots = slots[torch.arange(longest_k, device=slots.device) < lengths_k[:, None]]
+    output = attention(
+        query.view(-1, heads, dim),
+        pool.get_key_buffer(layer.layer_id)[slots],
+        pool.get_value_buffer(layer.layer_id)[slots],
+        cu_seqlens_q=_offsets(lengths_q),
+        cu_seqlens_k=_offsets(lengths_k),
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        scale=layer.scaling,
+    )
+    return output.flatten(1)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _cos_sin(rotary: Any) -> Tensor:
+    """SGLang's table ``[positions, dim]``, cosines before sines, of frequencies that the CPU computed."""
+    exponents = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float, device="cpu") / rotary.rotary_dim
+    table = rotary.cos_sin_cache
+    frequencies = (1.0 / rotary.base**exponents).to(table.device)
+    angles = torch.arange(len(table), dtype=torch.float, device=table.device)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(table.dtype)
 
 
 def _norm_forward(
