@@ -39,8 +39,8 @@ class SGLang:
         self.names = to_sglang(shape)
         settings = dict(self.settings)
         if pieces and torch.cuda.is_available():
-            # A captured graph calls no Python.
-            settings["disable_cuda_graph"] = True
+            # A captured graph calls no Python; with overlap a finished request is decoded once more, and recorded.
+            settings |= {"disable_cuda_graph": True, "disable_overlap_schedule": True}
         self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens, settings)
         # What the cache holds was computed otherwise.
         self._engine.flush_cache()
