@@ -131,38 +131,51 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
         replace(runner.sampler, "enable_deterministic", False)
 
 
-def _attention_forward(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
-) -> Tensor:
-    """Attend to the paged cache in the trainer's blocks, whatever attention backend the engine has."""
-    from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+class _Keys(NamedTuple):
+    """Where the keys of a batch lie in the paged cache, and whose they are; the same for all layers."""
 
-    assert save_kv_cache
-    heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
-    pool = get_token_to_kv_pool()
-    pool.set_kv_buffer(layer, batch.out_cache_loc, key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim))
+    slots: Tensor
+    arguments: dict[str, Any]
+
+
+def _keys_of(batch: Any) -> _Keys:
+    from sglang.srt.model_executor.forward_context import get_req_to_token_pool
+
     lengths_k, longest_k = batch.seq_lens, int(batch.seq_lens_cpu.max())
     if batch.forward_mode.is_decode():
         lengths_q, longest_q = torch.ones_like(lengths_k), 1
     else:
         lengths_q, longest_q = batch.extend_seq_lens, max(batch.extend_seq_lens_cpu)
     slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices, :longest_k]
-    slots = slots[torch.arange(longest_k, device=slots.device) < lengths_k[:, None]]
-    output = attention(
-        query.view(-1, heads, dim),
-        pool.get_key_buffer(layer.layer_id)[slots],
-        pool.get_value_buffer(layer.layer_id)[slots],
-        cu_seqlens_q=_offsets(lengths_q),
-        cu_seqlens_k=_offsets(lengths_k),
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
-        scale=layer.scaling,
-    )
-    return output.flatten(1)
+    arguments = {
+        "cu_seqlens_q": _offsets(lengths_q),
+        "cu_seqlens_k": _offsets(lengths_k),
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
+    return _Keys(slots[torch.arange(longest_k, device=slots.device) < lengths_k[:, None]], arguments)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
     return nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _attention_forward(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
+) -> Tensor:
+    """Attend to the paged cache in the trainer's blocks, whatever attention backend the engine has."""
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    assert save_kv_cache
+    heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
+    pool = get_token_to_kv_pool()
+    pool.set_kv_buffer(layer, batch.out_cache_loc, key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim))
+    if not hasattr(batch, "keys_in_cache"):
+        # Found once per forward: it reads from the device.
+        batch.keys_in_cache = _keys_of(batch)
+    slots, arguments = batch.keys_in_cache
+    keys, values = (cache(layer.layer_id)[slots] for cache in (pool.get_key_buffer, pool.get_value_buffer))
+    return attention(query.view(-1, heads, dim), keys, values, scale=layer.scaling, **arguments).flatten(1)
 
 
 def _cos_sin(rotary: Any) -> Tensor:
