@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tiny_decoder import HIDDEN, SEQUENCES, TinyDecoder, packed, padded, planted, recording_of
 from torch import Tensor, nn
 
+from mis_ext.onpolicy.audit.log_probs import audit_logprobs
 from mis_ext.onpolicy.recording import row_difference
 from mis_ext.onpolicy.recording.comparison import compare
 from mis_ext.onpolicy.recording.name_map import NameMap
@@ -235,14 +236,15 @@ def test_signed_zero_is_a_difference_of_no_ulp() -> None:
     assert (found.num_differing, found.max_ulp, found.max_abs) == (3, 0, 0.0)
 
 
-def test_the_same_nan_is_equal_and_reported_and_another_is_not() -> None:
+def test_the_same_nan_is_no_difference_and_no_pass_as_in_the_audit() -> None:
     values = VALUES.clone()
     values[0, 0] = math.nan
     a = made(x=(values, THREE))
     same = compare(a, made(x=(values.clone(), THREE)))
-    assert same.passed
-    assert same.modules[0].num_nan == 1
-    assert "1 elements are NaN" in same.summary()
+    assert (same.verdict, same.passed) == ("INVALID", False)
+    assert (same.num_nan, same.modules[0].num_differing) == (1, 0)
+    assert "1 elements are NaN, first in x" in same.summary()
+    assert audit_logprobs([values[0]], [values[0].clone()]).verdict.value == same.verdict
     found = compare(a, X).modules[0]
     assert (found.num_differing, found.num_nan, found.max_ulp) == (1, 1, 0)
     assert math.isnan(found.max_abs)
@@ -275,7 +277,7 @@ def test_an_integer_equals_a_float_of_the_same_value_only(integer: int, number: 
 
 def test_complex_numbers_are_compared_in_both_parts() -> None:
     a = torch.tensor([[1 + 1j], [0j], [complex(math.nan, 2)]])
-    assert compare(made(x=(a, THREE)), made(x=(a.clone(), THREE))).passed
+    assert compare(made(x=(a, THREE)), made(x=(a.clone(), THREE))).first_divergent is None
     b = torch.tensor([[1 + 5j], [complex(0.0, -0.0)], [complex(math.nan, 2)]])
     found = compare(made(x=(a, THREE)), made(x=(b, THREE))).modules[0]
     assert (found.num_differing, found.max_abs, found.num_nan) == (2, 4.0, 1)
@@ -285,7 +287,7 @@ def test_complex_numbers_are_compared_in_both_parts() -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_floats_of_8_bits_are_compared_by_their_bits(dtype: torch.dtype) -> None:
     a = torch.tensor([[0.0], [math.nan], [2.0]])
-    assert compare(made(x=(a.to(dtype), THREE)), made(x=(a.to(dtype), THREE))).passed
+    assert compare(made(x=(a.to(dtype), THREE)), made(x=(a.to(dtype), THREE))).first_divergent is None
     b = torch.tensor([[-0.0], [math.nan], [1.5]])
     found = compare(made(x=(a.to(dtype), THREE)), made(x=(b.to(dtype), THREE))).modules[0]
     assert (found.num_differing, found.max_abs, found.num_nan) == (2, 0.5, 1)

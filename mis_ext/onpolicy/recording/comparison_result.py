@@ -24,7 +24,8 @@ class ModuleDifference:
         num_only_b: Likewise.
         max_abs: Largest absolute difference; NaN where a number stands against a NaN.
         max_ulp: Largest distance in units in the last place, NaNs left aside.
-        num_nan: Elements that are NaN on either side; the same NaN on both is no difference.
+        num_nan: Elements that are NaN on either side. The same NaN on both is no difference, but no number either: it
+            makes the verdict INVALID, as in :func:`mis_ext.onpolicy.audit_logprobs`.
         first: The first differing row, by sequence, then position.
         inputs_equal: Whether every recorded input of the module is equal up to the first differing row, in its
             sequence; where no row differs, in all rows. None where none differs, but not all were compared: only one
@@ -103,11 +104,16 @@ class Comparison:
         return sum(module.num_rows for module in self.modules)
 
     @property
+    def num_nan(self) -> int:
+        """Elements that are NaN on either side, over all outputs."""
+        return sum(module.num_nan for module in self.modules)
+
+    @property
     def verdict(self) -> Verdict:
-        """EXACT: all there and all bits equal; DIFFERENT: some bit differs; INVALID: too little was compared."""
+        """EXACT: all there, numbers, and all bits equal; DIFFERENT: some bit differs; INVALID: neither can be said."""
         if self.first_divergent is not None:
             return "DIFFERENT"
-        return "INVALID" if self.problems or not self.num_rows else "EXACT"
+        return "INVALID" if self.problems or not self.num_rows or self.num_nan else "EXACT"
 
     @property
     def passed(self) -> bool:
@@ -123,11 +129,13 @@ class Comparison:
             lines += [f"culprit: {module.blame()}" for module in others]
             if not self.culprits:
                 lines.append(_no_culprit(self.first_divergent))
-        num_nan = sum(module.num_nan for module in self.modules)
-        lines += [f"{num_nan} elements are NaN"] if num_nan else []
+        lines += [f"{self.num_nan} elements are NaN, first in {self._first_with_nan()}"] if self.num_nan else []
         lines += [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
+
+    def _first_with_nan(self) -> str:
+        return next(module.name for module in self.modules if module.num_nan)
 
 
 def _no_culprit(first: ModuleDifference) -> str:
