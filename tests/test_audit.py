@@ -14,16 +14,22 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-from mis_ext.onpolicy.audit.report import Verdict
+from mis_ext.onpolicy.audit import log_probs as module
+from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Verdict
 
 NAN, INF = math.nan, math.inf
+SHOWN = Evidence(rollout="a record", train="a control")
 INTEGER = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+
+
+def audit_logprobs(*streams: object, **keywords: object) -> AuditReport:
+    """With a statement of where the rollout log-probs came from, unless a test says otherwise."""
+    return module.audit_logprobs(*streams, **{"provenance": "decode"} | keywords)
 
 
 def log_probs(*lengths: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -202,8 +208,8 @@ INVALID = {
     "empty lists": ({"train": [], "rollout": [], "masks": None}, "no active token", None, None),
     "missing rollout sample": ({"rollout": [None]}, "rollout log-probs are missing", 0, None),
     "missing train sample": ({"train": [None]}, "train log-probs are missing", 0, None),
-    "fewer samples": ({"rollout": []}, "different lengths: 1 of train, 0 of rollout", None, None),
-    "fewer masks": ({"masks": []}, "0 of mask", None, None),
+    "fewer samples": ({"rollout": []}, "different lengths: 1 of train_log_probs, 0 of rollout_log_probs", None, None),
+    "fewer masks": ({"masks": []}, "0 of masks", None, None),
     "fewer ids": ({"train_token_ids": []}, "0 of train_token_ids", None, None),
     "shorter sample": ({"rollout": tensors(GOOD[:2])}, "3 train and 2 rollout log-probs", 0, None),
     "shorter mask": ({"masks": tensors([1.0])}, r"3 log-probs, but mask values of shape \[1\]", 0, None),
@@ -232,6 +238,33 @@ INVALID = {
         0,
         1,
     ),
+    "fractional train ids": (
+        {"train_token_ids": [torch.tensor([7.0, 8.5, 9.0])], "rollout_token_ids": [torch.tensor([7, 8, 9])]},
+        "the train token id is 8.5, no whole number",
+        0,
+        1,
+    ),
+    "fractional ids on both sides": (
+        {"train_token_ids": [[7, 8.25, 9]], "rollout_token_ids": [[7, 8.75, 9]]},
+        "token id is 8.25, no whole number",
+        0,
+        1,
+    ),
+    "fractional rollout ids alone": ({"rollout_token_ids": [[7, 8, NAN]]}, "rollout token id is nan", 0, 2),
+    "one version for all samples": (
+        {"rollout_weight_versions": 3},
+        "rollout_weight_versions must be a list with an entry per sample: TypeError: 'int' object",
+        None,
+        None,
+    ),
+    "a mapping of versions": (
+        {"rollout_weight_versions": {"version": 3}},
+        "rollout_weight_versions must be a list with an entry per sample: TypeError: it is a dict",
+        None,
+        None,
+    ),
+    "a number of masks": ({"masks": 3}, "masks must be a list with an entry per sample", None, None),
+    "a name": ({"names": "a"}, "names must be a list with an entry per sample", None, None),
     "other ids under the mask": (
         {
             "train_token_ids": [torch.tensor([7, 8, 9])],
@@ -344,6 +377,81 @@ def test_two_views_of_one_storage_are_two_streams() -> None:
 def test_log_probs_that_require_a_gradient_and_strided_ones_can_be_audited() -> None:
     pairs = torch.tensor([GOOD, GOOD]).t()
     assert audit_logprobs([pairs[:, 0].clone().requires_grad_()], [pairs[:, 1]]).verdict is Verdict.EXACT
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), length=st.integers(1, 9), fraction=st.floats(2**-8, 1 - 2**-8))
+def test_ids_that_are_whole_numbers_in_another_type_are_equal_and_fractions_never(data, length, fraction) -> None:
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, 2**15), min_size=length, max_size=length)))
+    position = data.draw(st.integers(0, length - 1))
+    train = log_probs(length)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.int32]))
+    same = audit_logprobs(train, copies(train), train_token_ids=[ids.to(dtype)], rollout_token_ids=[ids])
+    assert same.verdict is Verdict.EXACT
+    broken = ids.double()
+    broken[position] += fraction
+    for sides in ((broken, ids), (ids, broken), (broken, broken), (None, broken), (broken, None)):
+        given_ids = {key: None if x is None else [x] for key, x in zip(("train", "rollout"), sides, strict=True)}
+        columns = {f"{key}_token_ids": column for key, column in given_ids.items()}
+        report = audit_logprobs(train, copies(train), **columns)
+        assert (report.verdict, report.problems[0].position) == (Verdict.INVALID, position)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_log_probs_above_zero_are_a_caution_of_any_verdict(is_equal) -> None:
+    train = tensors([-1.1, 0.5, -2.1], [0.25, 3.0])
+    rollout = copies(train) if is_equal else tensors([-1.1, 0.5, -2.5], [0.25, -3.0])
+    report = audit_logprobs(train, rollout, masks=tensors([1.0] * 3, [1.0, 1.0]), evidence=SHOWN)
+    assert report.passed == is_equal
+    assert report.cautions == ("3 tokens have a log-prob above 0, 3 the largest: these are no log-probs",)
+    masked = audit_logprobs(train, rollout, masks=tensors([1.0, 0.0, 1.0], [0.0, 0.0]), evidence=SHOWN)
+    assert masked.cautions == ()
+
+
+# --- a copy
+
+
+@pytest.mark.parametrize("change", [lambda x: x.clone(), lambda x: torch.where(x == 0.0, 0.0, x)])
+def test_a_copy_without_a_word_of_where_it_came_from_is_unproved(change) -> None:
+    train = [torch.tensor([-0.0, -1.0, -2.0]), *log_probs(5)]
+    report = module.audit_logprobs(train, [change(x) for x in train])
+    assert (report.verdict, report.passed, report.num_nonzero) == (Verdict.UNPROVED, False, 0)
+    assert "nothing says that the rollout log-probs come from the engine" in report.cautions[0]
+    assert "nothing shows that the trainer computed its log-probs" in report.cautions[1]
+    assert "UNPROVED" in str(report)
+    other = [x - 1e-3 for x in train]
+    assert module.audit_logprobs(train, other).verdict is Verdict.DIFFERENT
+    assert module.audit_logprobs(train, train).verdict is Verdict.INVALID
+
+
+@pytest.mark.parametrize("provenance", ["unknown", "decode"])
+@pytest.mark.parametrize("evidence", [Evidence(), Evidence(rollout="a"), Evidence(train="b"), Evidence("a", "b")])
+def test_a_caution_remains_for_each_stream_of_which_nothing_shows_the_source(provenance, evidence) -> None:
+    train = log_probs(5)
+    report = audit_logprobs(train, copies(train), provenance=provenance, evidence=evidence)
+    unproved = provenance == "unknown" and evidence == Evidence()
+    assert report.verdict is (Verdict.UNPROVED if unproved else Verdict.EXACT)
+    assert len(report.cautions) == evidence.count(None)
+    assert [name for name, _ in report.rows()].count("evidence, rollout") == (evidence.rollout is not None)
+    assert report.to_dict()["evidence"] == {"rollout": evidence.rollout, "train": evidence.train}
+
+
+def test_samples_that_were_filled_in_among_others_that_differ_are_seen() -> None:
+    train = log_probs(*[30] * 6)
+    rollout = tied_to(train, noise=1e-3)
+    assert audit_logprobs(train, rollout).cautions == ()
+    rollout[2], rollout[4] = train[2].clone(), train[4].clone()
+    (caution,) = audit_logprobs(train, rollout).cautions
+    assert "2 of 6 samples are equal on every token, while in the others 99% of the tokens differ" in caution
+    assert "may have been filled in" in caution
+    versions = [1 if sample in (2, 4) else 0 for sample in range(6)]
+    assert audit_logprobs(train, rollout, train_weight_version=1, rollout_weight_versions=versions).cautions == ()
+    # One different token somewhere makes the others no copies; a short sample can be equal by chance.
+    few = copies(train)
+    few[0][3] -= 1e-3
+    assert audit_logprobs(train, few).cautions == ()
+    short = log_probs(30, 30, 2)
+    assert audit_logprobs(short, [*tied_to(short[:2], noise=1e-3), short[2].clone()]).cautions == ()
 
 
 def test_an_unknown_provenance_is_an_error() -> None:
@@ -529,15 +637,15 @@ def test_first_tokens_that_are_equal_by_chance_do_not_point_to_decoding() -> Non
 
 def test_cautions_say_what_a_pass_does_not_show() -> None:
     train = log_probs(10)
-    plain = audit_logprobs(train, copies(train), provenance="decode")
+    plain = audit_logprobs(train, copies(train), evidence=SHOWN)
     assert plain.cautions == ()
     assert plain.hint is None
     assert "scoring the finished text again" in audit_logprobs(train, copies(train), provenance="prefill").cautions[0]
     low = [x.bfloat16() for x in train]
-    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low)).cautions[0]
+    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low), evidence=SHOWN).cautions[0]
     moved = [x - 1 for x in low]
     assert audit_logprobs(low, moved, train_weight_version=2, rollout_weight_versions=[1]).cautions == ()
-    stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1])
+    stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1], evidence=SHOWN)
     assert stale.verdict is Verdict.EXACT
     assert "weight versions differ" in stale.cautions[0]
 
@@ -624,6 +732,16 @@ def work(rank: int, folder: str) -> None:
     out["4 no list"] = audit_logprobs(broken, log_probs(3), group=groups[4]).to_dict()
     broken_ids = {"train_token_ids": [[1, 2, None if rank == 1 else 3]], "rollout_token_ids": [[1, 2, 3]]}
     out["4 broken ids"] = audit_logprobs(log_probs(3), log_probs(3), **broken_ids, group=groups[4]).to_dict()
+    for name, column in {
+        "4 versions": {"rollout_weight_versions": 5 if rank == 1 else [5]},
+        "4 names": {"names": [lambda: None] if rank == 1 else ["a"]},
+        "4 evidence": {"evidence": SHOWN if rank else Evidence(rollout="a record")},
+    }.items():
+        out[name] = audit_logprobs(log_probs(3), log_probs(3), **column, group=groups[4]).to_dict()
+    try:
+        audit_logprobs(log_probs(3), log_probs(3), provenance="wrong" if rank == 3 else "decode", group=groups[4])
+    except ValueError as error:
+        out["4 wrong provenance"] = str(error)
     said = "decode" if rank == 0 else "prefill"
     out["4 provenances"] = audit_logprobs(log_probs(3), log_probs(3), provenance=said, group=groups[4]).to_dict()
     Path(folder, f"{rank}.json").write_text(json.dumps(out))
@@ -647,6 +765,11 @@ def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_p
     for name, problem in (("4 broken ids", "not comparable"), ("4 provenances", "provenance of their log-probs")):
         assert [report[name] for report in found] == [found[0][name]] * 4
         assert problem in found[0][name]["problems"][0]["reason"]
+    for report in found:
+        assert "rollout_weight_versions must be a list" in report["4 versions"]["problems"][0]["reason"]
+        assert report["4 names"]["verdict"] == "EXACT"
+        assert report["4 evidence"]["evidence"] == {"rollout": "a record", "train": None}
+        assert "provenance on rank 3 must be one of decode | prefill | unknown" in report["4 wrong provenance"]
     verdicts = [audit_logprobs(train, rollout, **columns).verdict.value for train, rollout, columns in cases().values()]
     assert set(verdicts) == {"EXACT", "DIFFERENT", "INVALID"}
 

@@ -10,13 +10,19 @@ import pytest
 import torch
 
 from mis_ext.cli import main as mis_ext_command
-from mis_ext.dumps import read_dumps
+from mis_ext.dumps import DumpedSample, Dumps
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
 
 
 def main(*arguments: object) -> int:
-    return mis_ext_command(["audit", *map(str, arguments)])
+    """With a statement of where the rollout log-probs came from, unless a test says otherwise."""
+    stated = [] if "--provenance" in arguments else ["--provenance", "decode"]
+    return mis_ext_command(["audit", *map(str, arguments), *stated])
+
+
+def read(*paths: Path) -> list[DumpedSample]:
+    return list(Dumps(paths, need_tokens=False))
 
 
 def error_of(capsys, *arguments: object) -> str:
@@ -221,7 +227,7 @@ def test_text_in_a_line_may_hold_characters_that_end_a_line_elsewhere(tmp_path) 
     path = tmp_path / "samples.jsonl"
     row = json.dumps(IDS | {"text": "a\u2028b\x85c"}, ensure_ascii=False)
     path.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n{row}\r\n".encode())
-    assert len(read_dumps([path])) == 2
+    assert len(read(path)) == 2
 
 
 def test_files_of_rounded_and_of_whole_numbers_are_compared_together(tmp_path) -> None:
@@ -239,7 +245,7 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
     data["rollout_log_probs"] = [tuple(x.tolist()) for x in data["rollout_log_probs"]]
     assert main(dump(tmp_path, 0, data)) == 0
     data["rollout_log_probs"][0] = (-0.1, -0.2, -0.3, -0.4)
-    assert read_dumps([dump(tmp_path, 0, data)])[0].behavior_log_probs.dtype == torch.float64
+    assert read(dump(tmp_path, 0, data))[0].behavior_log_probs.dtype == torch.float64
 
 
 def test_an_empty_response_has_no_token_ids(tmp_path) -> None:
@@ -318,5 +324,5 @@ def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypat
 def test_tensors_keep_the_dtype_they_were_dumped_in(tmp_path) -> None:
     data = rollout_data(4)
     data["rollout_log_probs"] = [x.bfloat16() for x in data["rollout_log_probs"]]
-    sample = read_dumps([dump(tmp_path, 0, data)])[0]
+    sample = read(dump(tmp_path, 0, data))[0]
     assert (sample.proximal_log_probs.dtype, sample.behavior_log_probs.dtype) == (torch.float32, torch.bfloat16)

@@ -1,13 +1,20 @@
 """The samples in the hosts' dump files: one file of all ranks, a file per rank, JSON lines."""
 
 import json
+import math
+import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from mis_ext.cli import main
-from mis_ext.dumps import read_dumps
+from mis_ext.dumps import DumpedSample, Dumps, Skipped
+
+
+def read(*paths: Path | str) -> list[DumpedSample]:
+    return list(Dumps(paths, need_tokens=False))
 
 
 def one_file_of_all_ranks(path: Path, *, order: tuple[int, ...] = (0, 1, 2), **more: object) -> Path:
@@ -41,7 +48,7 @@ def one_file_of_all_ranks(path: Path, *, order: tuple[int, ...] = (0, 1, 2), **m
 
 def test_one_file_of_all_ranks_gives_whole_samples_in_its_order(tmp_path) -> None:
     path = one_file_of_all_ranks(tmp_path / "train_7.pt")
-    samples = read_dumps([path])
+    samples = read(path)
     assert [sample.response_length for sample in samples] == [3, 1, 6]
     assert [sample.token_ids[0] for sample in samples] == [0, 100, 200]
     assert [sample.response_ids.tolist() for sample in samples][:2] == [[4, 5, 6], [104]]
@@ -61,7 +68,7 @@ def test_a_sample_that_lacks_what_others_have_lacks_it_alone(tmp_path) -> None:
     content = torch.load(path)
     del content["samples"][1]["rollout_log_probs"], content["samples"][2]["loss_masks"]
     torch.save(content, path)
-    samples = read_dumps([path])
+    samples = read(path)
     assert [sample.behavior_log_probs is None for sample in samples] == [False, True, False]
     assert samples[2].response_mask.tolist() == [1] * 6
 
@@ -77,9 +84,9 @@ def test_the_same_samples_are_read_from_every_format(tmp_path) -> None:
     torch.save(columns, tmp_path / "bare.pt")
     plain = [{key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in row.items()} for row in rows]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, plain)))
-    expected = read_dumps([whole])
+    expected = read(whole)
     for name in ("7_3.pt", "miles.pt", "bare.pt", "lines.jsonl"):
-        samples = read_dumps([tmp_path / name])
+        samples = read(tmp_path / name)
         assert [sample.rollout_id for sample in samples] == [7 if name in ("7_3.pt", "miles.pt") else None] * 3
         for sample, other in zip(samples, expected, strict=True):
             assert torch.equal(sample.proximal_log_probs, other.proximal_log_probs)
@@ -92,7 +99,7 @@ def test_the_same_samples_are_read_from_every_format(tmp_path) -> None:
 def test_files_are_read_one_after_the_other(tmp_path) -> None:
     first = one_file_of_all_ranks(tmp_path / "7.pt")
     second = one_file_of_all_ranks(tmp_path / "8.pt", order=(2, 0), rollout_id=8)
-    found = [(sample.rollout_id, sample.response_length) for sample in read_dumps([second, str(first)])]
+    found = [(sample.rollout_id, sample.response_length) for sample in read(second, str(first))]
     assert found == [(8, 6), (8, 3), (7, 3), (7, 1), (7, 6)]
 
 
@@ -107,7 +114,99 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
 def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, reason) -> None:
     path = one_file_of_all_ranks(tmp_path / "7.pt", **content)
     with pytest.raises(ValueError, match=rf"7\.pt: {reason}"):
-        read_dumps([path])
+        read(path)
+
+
+def test_a_file_given_twice_counts_once_and_is_stated(tmp_path) -> None:
+    path = one_file_of_all_ranks(tmp_path / "7.pt")
+    (tmp_path / "other").mkdir()
+    copy = Path(shutil.copy(path, tmp_path / "other" / "copy.pt"))
+    (tmp_path / "lines.jsonl").write_text('{"log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n')
+    lines = tmp_path / "lines.jsonl"
+    dumps = Dumps([path, copy, lines, path, lines])
+    assert [sample.path for sample in dumps] == [str(path)] * 3 + [str(lines)]
+    reason = f"the same bytes as {path}"
+    assert dumps.skipped == [
+        Skipped(str(copy), None, reason),
+        Skipped(str(path), None, reason),
+        Skipped(str(lines), None, f"the same bytes as {lines}"),
+    ]
+    pytest.importorskip("rich")
+    main(["audit", str(path), str(copy), "--json", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_samples"], report["num_active_tokens"]) == (3, 7)
+    assert report["skipped"] == [f"{copy}: the file: {reason}"]
+
+
+def test_equal_samples_of_a_group_are_different_samples(tmp_path) -> None:
+    row = {"tokens": [1, 2], "log_probs": [-1.0], "rollout_log_probs": [-1.0], "response_lengths": 1}
+    for name, indices in {"7_0.pt": [4, 5], "7_1.pt": [6, 6], "7_2.pt": [None, None]}.items():
+        columns = {key: [value, value] for key, value in row.items()} | {"sample_indices": indices}
+        torch.save({"rollout_id": 7, "rollout_data": columns}, tmp_path / name)
+    dumps = Dumps(sorted(tmp_path.iterdir()))
+    assert len(list(dumps)) == 6
+    assert dumps.skipped == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"log_probs": [math.nan, -1.0]},
+        {"rollout_log_probs": [-1.0, None]},
+        {"loss_mask": [0, 0]},
+        {"loss_mask": [0, 1], "log_probs": [-1.0, math.inf]},
+        {"log_probs": None},
+        {"log_probs": [-1.0]},
+    ],
+)
+def test_no_usable_token_is_an_error_that_names_the_files(tmp_path, change) -> None:
+    row = {"log_probs": [math.nan, -1.0], "rollout_log_probs": [-1.0, math.nan]} | change
+    path = tmp_path / "none.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"no token of .*none\.jsonl can be used"):
+        list(Dumps([path]))
+    with pytest.raises(ValueError, match=r"no token of no file can be used"):
+        list(Dumps([]))
+    assert len(read(path)) == 1
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps({"log_probs": [-1.0], "rollout_log_probs": [-1.0]}))
+    assert len(list(Dumps([path, good]))) == 2
+
+
+def test_a_file_without_samples_is_stated(tmp_path) -> None:
+    empty = tmp_path / "7_1.pt"
+    torch.save({"rollout_id": 7, "rollout_data": {"log_probs": [], "rollout_log_probs": []}}, empty)
+    dumps = Dumps([one_file_of_all_ranks(tmp_path / "7.pt"), empty])
+    assert len(list(dumps)) == 3
+    assert dumps.skipped == [Skipped(str(empty), None, "holds no sample")]
+
+
+def test_one_file_is_in_memory_at_a_time(tmp_path) -> None:
+    paths = [one_file_of_all_ranks(tmp_path / f"{number}.pt", rollout_id=number) for number in range(3)]
+    opened: list[Path] = []
+
+    def watch(paths):
+        for path in paths:
+            opened.append(path)
+            yield path
+
+    samples = iter(Dumps(paths, watch=watch))
+    alive = [weakref.ref(next(samples).proximal_log_probs) for _ in range(3)]
+    assert opened == paths[:1]
+    next(samples)
+    assert opened == paths[:2]
+    assert [reference() for reference in alive] == [None] * 3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_a_file_that_cannot_be_parsed_is_named_when_its_turn_comes(tmp_path, share) -> None:
+    good = one_file_of_all_ranks(tmp_path / "7.pt")
+    content = good.read_bytes()
+    (tmp_path / "8.pt").write_bytes(content[: int(share * len(content))])
+    samples = iter(Dumps([good, tmp_path / "8.pt"]))
+    assert [next(samples).rollout_id for _ in range(3)] == [7] * 3
+    with pytest.raises(ValueError, match=r"8\.pt: cannot be read"):
+        next(samples)
 
 
 def test_the_audit_finds_a_difference_in_one_file_of_all_ranks(tmp_path) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mis_ext.dumps import DumpedSample
+    from mis_ext.dumps import Dumps
     from mis_ext.onpolicy.audit.report import AuditReport
 
 _MIN_FILES_FOR_PROGRESS = 4
-_COLORS = {"EXACT": "green", "EXACT_UP_TO_SIGNED_ZERO": "green", "DIFFERENT": "red", "INVALID": "magenta"}
+_COLORS = {
+    "EXACT": "green",
+    "EXACT_UP_TO_SIGNED_ZERO": "green",
+    "DIFFERENT": "red",
+    "UNPROVED": "yellow",
+    "INVALID": "magenta",
+}
 
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,9 +29,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="are the trainer's log-probs the bits that the engine sampled with?",
         description=(
             "Compares the log-probs of both engines bit by bit. Files: .pt of slime's --save-debug-train-data or of "
-            "Miles' --dump-details (where each rank wrote a file: one per data-parallel rank, of the last pipeline "
-            "stage, without context parallelism), or .jsonl with log_probs, rollout_log_probs, loss_mask, ... of one "
-            "sample per line. Exit code: 0 exact, 1 different or invalid, 2 unreadable."
+            "Miles' --dump-details (where each rank wrote a file: those of all ranks), or .jsonl with log_probs, "
+            "rollout_log_probs, loss_mask, ... of one sample per line. A copy has the same bits as two engines that "
+            "agree: without --provenance, --engine-records or --control equal log-probs are UNPROVED. Exit code: 0 "
+            "exact, 1 different, unproved or invalid, 2 unreadable."
         ),
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -33,7 +41,24 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--provenance",
         choices=("decode", "prefill", "unknown"),
         default="unknown",
-        help="how the rollout log-probs came about: recorded while sampling, or by scoring the finished text again",
+        help="you state how the rollout log-probs came about: recorded while sampling, or by scoring the finished text "
+        "again",
+    )
+    parser.add_argument(
+        "--engine-records",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="what the engine's side recorded before training (the hosts' --save-debug-rollout-data): shows that the "
+        "rollout log-probs are the engine's",
+    )
+    parser.add_argument(
+        "--control",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a run of the same code in which the engines must differ, such as one with a forgotten weight sync: shows "
+        "that no stream is filled in from the other",
     )
     parser.add_argument(
         "--train-weight-version",
@@ -52,17 +77,20 @@ def run(parsed: argparse.Namespace) -> int:
     """Audit the files, show the report; 0 if it passed, else 1."""
     # Before the work: the report is shown with it.
     _require_rich()
-    from mis_ext.onpolicy.audit.dumps import audit_samples
+    from mis_ext.onpolicy.audit.dumps import audit_dumps
 
-    report = audit_samples(
-        _read_all(parsed.files, trust_pickle=parsed.trust_pickle),
+    groups = {name: getattr(parsed, name) for name in ("files", "engine_records", "control")}
+    opened = {name: paths and _open(paths, trust_pickle=parsed.trust_pickle) for name, paths in groups.items()}
+    report = audit_dumps(
+        opened.pop("files"),
+        **opened,
         provenance=parsed.provenance,
         train_weight_version=parsed.train_weight_version,
     )
     _show(report)
     if parsed.json is not None:
-        files = [str(path) for path in parsed.files]
-        parsed.json.write_text(json.dumps({"files": files} | report.to_dict(), indent=2, allow_nan=False) + "\n")
+        files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
+        parsed.json.write_text(json.dumps(files | report.to_dict(), indent=2, allow_nan=False) + "\n")
     return 0 if report.passed else 1
 
 
@@ -73,15 +101,18 @@ def _require_rich() -> None:
         raise OSError("mis-ext audit needs rich: pip install mis_ext[cli]") from error
 
 
-def _read_all(paths: list[Path], *, trust_pickle: bool) -> list[DumpedSample]:
+def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
     from rich.console import Console
     from rich.progress import track
 
-    from mis_ext.dumps import read_dumps
+    from mis_ext.dumps import Dumps
 
-    few = len(paths) < _MIN_FILES_FOR_PROGRESS
-    tracked = track(paths, "reading", console=Console(stderr=True), transient=True, disable=few)
-    return read_dumps(tracked, trust_pickle=trust_pickle)
+    def watch(paths: Sequence[Path]) -> Iterable[Path]:
+        few = len(paths) < _MIN_FILES_FOR_PROGRESS
+        return track(paths, "reading", console=Console(stderr=True), transient=True, disable=few)
+
+    # What cannot be used has a verdict of its own here.
+    return Dumps(paths, trust_pickle=trust_pickle, need_tokens=False, watch=watch)
 
 
 def _show(report: AuditReport) -> None:

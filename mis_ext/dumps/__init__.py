@@ -3,12 +3,14 @@
 ``.pt``, each with the keys of the table below, one entry per sample, among others:
 
 - slime's ``--save-debug-train-data`` since August 2026, ``format_version`` 2: one file of all ranks, whose ``samples``
-  are whole responses, in the order of the rollout.
+  are whole responses, in the order of the rollout. Where the host skips its pass of scoring, ``log_probs`` are those
+  of the training pass.
 - The same flag before, and Miles' ``--dump-details`` (its folder ``train_data``): a file per rank and rollout, whose
-  ``rollout_data`` holds lists. Only ranks of the last pipeline stage have ``log_probs``, and only where the host scored
-  in a pass of its own. Tensor-parallel ranks repeat each other's samples. Under context parallelism a file holds parts
-  of responses but whole masks.
+  ``rollout_data`` holds lists. Give the files of all ranks. Tensor-parallel ranks repeat each other's samples: one of
+  them counts. Ranks of an earlier pipeline stage have no ``log_probs``: those that have count. Context-parallel ranks
+  have parts of responses: Miles' files say whose since August 2026 (``cp_rank``, ``cp_size``), and are joined.
 - A bare ``rollout_data``.
+- Both hosts' ``--save-debug-rollout-data``: samples as the engine's side left them, without the trainer's log-probs.
 
 ``.jsonl``: one sample a line.
 
@@ -20,9 +22,10 @@
 | ``rollout_token_ids`` | optional: ids of the response as the engine sampled them |
 | ``weight_versions`` | optional: with which the engine sampled, one or several per sample |
 | ``train_weight_version`` | optional: with which the trainer scored |
+| ``sample_indices`` | optional: the host's number of the sample, by which files are joined |
 """
 
-from mis_ext.dumps.reading import read_dumps
-from mis_ext.dumps.sample import DumpedSample
+from mis_ext.dumps.sample import DumpedSample, Skipped
+from mis_ext.dumps.stream import Dumps, num_usable_tokens
 
-__all__ = ["DumpedSample", "read_dumps"]
+__all__ = ["DumpedSample", "Dumps", "Skipped", "num_usable_tokens"]

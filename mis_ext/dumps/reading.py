@@ -1,4 +1,4 @@
-"""Files of samples, of any format, into samples."""
+"""A file of samples, of any format, into samples."""
 
 from __future__ import annotations
 
@@ -11,55 +11,43 @@ import torch
 from torch import Tensor
 
 from mis_ext.dumps.json_lines import read_json_lines
-from mis_ext.dumps.sample import DumpedSample
-from mis_ext.dumps.torch_files import read_torch
+from mis_ext.dumps.keys import KEYS, VERSION_OF_FILE
+from mis_ext.dumps.sample import ContextPart, DumpedSample
+from mis_ext.dumps.torch_files import TorchFile, read_torch
 
-_PER_SAMPLE = (
-    "log_probs",
-    "rollout_log_probs",
-    "loss_masks",
-    "response_lengths",
-    "tokens",
-    "rollout_token_ids",
-    "weight_versions",
+_NO_TRAINER = (
+    "the file is what the host dumped before training: it has no trainer log-probs (the audit takes it as "
+    "--engine-records)"
 )
-_PER_SAMPLE_OR_FILE = "train_weight_version"
 
 
-def read_dumps(paths: Iterable[str | Path], *, trust_pickle: bool = False) -> list[DumpedSample]:
-    """The samples of all files, in their order; of a ``.pt`` file without any known key one that lacks everything.
-
-    Log-probs that are Python floats become float32 if all of their file are float32 numbers, else float64.
-
-    Args:
-        paths: ``.pt`` and ``.jsonl`` files, see :mod:`mis_ext.dumps`.
-        trust_pickle: Let a ``.pt`` file create any Python object, which can run any code in it.
+def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
+    """The samples of a file; of a ``.pt`` file without any known key one that lacks everything.
 
     Raises:
-        OSError: A file cannot be opened.
-        ValueError: The content of a file has no known format; the message names the file.
+        OSError: The file cannot be opened.
+        ValueError: Its content has no known format; the message names it.
     """
-    return [sample for path in paths for sample in _read(Path(path), trust_pickle)]
-
-
-def _read(path: Path, trust_pickle: bool) -> list[DumpedSample]:
     try:
         if path.suffix == ".pt":
-            columns = read_torch(path, trust_pickle=trust_pickle)
+            content = read_torch(path, trust_pickle=trust_pickle)
         elif path.suffix == ".jsonl":
-            columns = read_json_lines(path, keys=(*_PER_SAMPLE, _PER_SAMPLE_OR_FILE))
+            content = TorchFile(read_json_lines(path))
         else:
             raise ValueError("the name must end in .pt or .jsonl")
-        return _to_samples(columns, str(path))
+        return _to_samples(content, str(path))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _to_samples(columns: Mapping[str, Any], path: str) -> list[DumpedSample]:
-    per_sample = {key: columns[key] for key in _PER_SAMPLE if columns.get(key) is not None}
-    of_file = columns.get(_PER_SAMPLE_OR_FILE)
+def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
+    columns = content.columns
+    # What only parts need may be of the whole rollout elsewhere.
+    unused = () if content.cp_size > 1 else ("total_lengths", "max_seq_lens")
+    per_sample = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
+    of_file = columns.get(VERSION_OF_FILE)
     if isinstance(of_file, list):
-        per_sample[_PER_SAMPLE_OR_FILE], of_file = of_file, None
+        per_sample[VERSION_OF_FILE], of_file = of_file, None
     lengths = {key: len(column) for key, column in per_sample.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
@@ -67,24 +55,41 @@ def _to_samples(columns: Mapping[str, Any], path: str) -> list[DumpedSample]:
     samples = []
     for index in range(max(lengths.values(), default=1)):
         row = {key: column[index] for key, column in per_sample.items()}
-        length = row.get("response_lengths")
         samples.append(
             DumpedSample(
                 proximal_log_probs=_to_tensor(row.get("log_probs"), dtype),
                 behavior_log_probs=_to_tensor(row.get("rollout_log_probs"), dtype),
                 response_mask=_mask(row),
-                response_length=None if length is None else int(length),
+                response_length=_integer(row.get("response_lengths")),
                 token_ids=row.get("tokens"),
                 response_ids=_response_ids(row),
                 sampled_ids=row.get("rollout_token_ids"),
-                proximal_weight_version=row.get(_PER_SAMPLE_OR_FILE, of_file),
+                proximal_weight_version=row.get(VERSION_OF_FILE, of_file),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
-                rollout_id=columns.get("rollout_id"),
+                rollout_id=content.rollout_id,
+                sample_index=_integer(row.get("sample_indices")),
+                part=_part(row, content),
+                problem=None if content.has_trainer else _NO_TRAINER,
                 path=path,
                 index=index,
             )
         )
     return samples
+
+
+def _integer(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _part(row: Mapping[str, Any], content: TorchFile) -> ContextPart | None:
+    if content.cp_size == 1:
+        return None
+    total_length = _integer(row.get("total_lengths"))
+    laid_out_length = _integer(row.get("max_seq_lens")) if content.is_padded else total_length
+    if total_length is None or laid_out_length is None or row.get("response_lengths") is None:
+        needed = f"response_lengths, total_lengths{' and max_seq_lens' if content.is_padded else ''}"
+        raise ValueError(f"has parts of responses (cp_size {content.cp_size}) and needs {needed} to join them")
+    return ContextPart(content.cp_rank, content.cp_size, total_length, laid_out_length)
 
 
 def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:

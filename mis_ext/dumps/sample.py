@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+class ContextPart(NamedTuple):
+    """Which part of the response's log-probs a context-parallel rank has, of a sequence cut by zigzag.
+
+    ``laid_out_length`` is that of the whole sequence, with its padding where sequences are padded.
+    """
+
+    rank: int
+    size: int
+    total_length: int
+    laid_out_length: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -15,7 +27,7 @@ class DumpedSample:
     Lists of numbers may be tensors, NumPy arrays or lists, as they were dumped.
 
     Attributes:
-        proximal_log_probs: The trainer's, ``[T]``, in nats; under context parallelism a file per rank has only a part.
+        proximal_log_probs: The trainer's, ``[T]``, in nats.
         behavior_log_probs: The inference engine's, likewise.
         response_mask: ``[T]``, nonzero where a token is trained. Ones where the file has only a length.
         response_length: ``T``, if the file says it.
@@ -25,7 +37,10 @@ class DumpedSample:
         proximal_weight_version: With which the trainer scored.
         behavior_weight_versions: All with which the engine sampled.
         rollout_id: The host's number of the rollout.
-        path: The file.
+        sample_index: The host's number of the sample.
+        part: Set where the log-probs are a part of the response only, because the others were not found.
+        problem: Why the sample cannot be used, where its file says so.
+        path: The file; of a response that was joined from several, the first.
         index: The sample's place in it.
     """
 
@@ -39,6 +54,9 @@ class DumpedSample:
     proximal_weight_version: str | int | None
     behavior_weight_versions: list[str] | None
     rollout_id: int | None
+    sample_index: int | None
+    part: ContextPart | None
+    problem: str | None
     path: str
     index: int
 
@@ -46,3 +64,15 @@ class DumpedSample:
     def name(self) -> str:
         """Where the sample is."""
         return f"{self.path}, its sample {self.index}"
+
+
+class Skipped(NamedTuple):
+    """What was not read, and why; ``num_samples`` is None for a whole file."""
+
+    path: str
+    num_samples: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        what = "the file" if self.num_samples is None else f"{self.num_samples} samples"
+        return f"{self.path}: {what}: {self.reason}"

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mis_ext.dumps.keys import columns_of
 
-def read_torch(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
-    """The columns of a file, whatever its format, and its ``rollout_id``.
+
+class TorchFile(NamedTuple):
+    """The columns of a file, and what it says of all its samples.
+
+    ``has_trainer`` is false for what a host dumps before the trainer gets it. ``cp_rank`` holds parts of responses
+    if ``cp_size`` is above 1.
+    """
+
+    columns: Mapping[str, Any]
+    rollout_id: int | None = None
+    has_trainer: bool = True
+    cp_rank: int = 0
+    cp_size: int = 1
+    is_padded: bool = False
+
+
+def read_torch(path: Path, *, trust_pickle: bool) -> TorchFile:
+    """A file, whatever its format.
 
     Raises:
         OSError: The file cannot be opened.
@@ -21,27 +37,37 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Mapping[str, Any]:
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
-    version = content.get("format_version")
+    version, rollout_id = content.get("format_version"), content.get("rollout_id")
     if version not in (None, 2):
         raise ValueError(f"format_version is {version!r}; known are 2 and files without one")
-    columns = _transposed(content.get("samples")) if version == 2 else content.get("rollout_data", content)
+    if version == 2 or ("samples" in content and "rollout_data" not in content):
+        return TorchFile(columns_of(_rows(content.get("samples"))), rollout_id, has_trainer=version == 2)
+    columns = content.get("rollout_data", content)
     if not isinstance(columns, dict):
         raise ValueError(f"holds a {type(columns).__name__}, not a dict of lists")
-    return columns | {"rollout_id": content.get("rollout_id")}
+    return TorchFile(
+        columns,
+        rollout_id,
+        cp_rank=int(content.get("cp_rank", 0)),
+        cp_size=int(content.get("cp_size", 1)),
+        is_padded=content.get("qkv_format") == "bshd",
+    )
 
 
-def _transposed(samples: Any) -> dict[str, list[Any]]:
+def _rows(samples: Any) -> list[dict[str, Any]]:
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("its samples are not a list of dicts")
-    keys = {key for sample in samples for key in sample}
-    return {key: [sample.get(key) for sample in samples] for key in keys}
+    return samples
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
     try:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:
+        # A file that ends early can fail anywhere; only of one that cannot be opened the error has the name.
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         lines = str(error).splitlines() or ["it ends early"]
         # Of PyTorch's advice only which type it is.
         reason = next((line.strip().partition(". ")[0] for line in lines if "Unsupported" in line), lines[0])

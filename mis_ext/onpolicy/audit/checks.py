@@ -22,10 +22,14 @@ class Sample(NamedTuple):
     train_version: Any
     rollout_versions: Any
     name: str | None
+    problem: str | None = None
+    """Known before: the sample cannot be compared."""
 
 
 def find_problem(sample: Sample) -> Problem | None:
     """The first reason why the log-probs of a sample cannot be compared, and the position if it is one token's."""
+    if sample.problem is not None:
+        return Problem(sample.problem)
     for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
         if log_probs is None:
             return Problem(f"{side} log-probs are missing")
@@ -51,10 +55,14 @@ def find_problem(sample: Sample) -> Problem | None:
 
 
 def _find_problem_of_tokens(sample: Sample) -> Problem | None:
-    if sample.train_token_ids is not None and sample.rollout_token_ids is not None:
-        train_ids, rollout_ids = (
-            torch.as_tensor(ids).cpu().long() for ids in (sample.train_token_ids, sample.rollout_token_ids)
-        )
+    ids = {"train": sample.train_token_ids, "rollout": sample.rollout_token_ids}
+    known = {side: torch.as_tensor(values).cpu() for side, values in ids.items() if values is not None}
+    for side, values in known.items():
+        position = first_true((values != values.round()) | values.isinf()) if values.is_floating_point() else None
+        if position is not None:
+            return Problem(f"the {side} token id is {values[position].item()}, no whole number", position=position)
+    if len(known) == 2:
+        train_ids, rollout_ids = (values.long() for values in known.values())
         # Masked tokens too: they are the context of the tokens behind them.
         position = first_true(train_ids != rollout_ids)
         if position is not None:

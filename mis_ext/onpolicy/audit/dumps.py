@@ -2,38 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from mis_ext.dumps import DumpedSample
-from mis_ext.onpolicy.audit.log_probs import Version, audit_logprobs
-from mis_ext.onpolicy.audit.report import AuditReport, Provenance
+from mis_ext.dumps import DumpedSample, Dumps
+from mis_ext.onpolicy.audit.checks import Sample
+from mis_ext.onpolicy.audit.evidence import EngineRecords, difference, judge_control
+from mis_ext.onpolicy.audit.log_probs import Version, report_of
+from mis_ext.onpolicy.audit.parts import Part, examine_rows
+from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Problem, Provenance
 
 
-def audit_samples(
-    samples: Sequence[DumpedSample],
+def audit_dumps(
+    dumps: Dumps,
     *,
     provenance: Provenance = "unknown",
+    engine_records: Dumps | None = None,
+    control: Dumps | None = None,
     train_weight_version: Version | None = None,
 ) -> AuditReport:
-    """The audit of samples from files; a version given here stands for samples whose file names none."""
-    own_versions = [sample.proximal_weight_version for sample in samples]
-    return audit_logprobs(
-        _as_one_dtype([sample.proximal_log_probs for sample in samples]),
-        _as_one_dtype([sample.behavior_log_probs for sample in samples]),
-        masks=[sample.response_mask for sample in samples],
-        train_token_ids=[sample.response_ids for sample in samples],
-        rollout_token_ids=[sample.sampled_ids for sample in samples],
-        provenance=provenance,
-        train_weight_version=[train_weight_version if version is None else version for version in own_versions],
-        rollout_weight_versions=[sample.behavior_weight_versions for sample in samples],
-        names=[sample.name for sample in samples],
+    """The audit of samples from files, which are in memory one file after the other.
+
+    Args:
+        dumps: What is audited.
+        provenance: What is stated about the rollout log-probs, as in
+            :func:`mis_ext.onpolicy.audit.log_probs.audit_logprobs`.
+        engine_records: What the engine's side recorded before training. A sample whose rollout log-probs are not those
+            of its record is INVALID.
+        control: A run of the same code in which the engines must differ. If they do not, the audit is INVALID.
+        train_weight_version: Stands for samples whose file names none.
+
+    Raises:
+        OSError: A file cannot be opened.
+        ValueError: The content of a file is not known, or a record of the engine is none.
+    """
+    records = None if engine_records is None else EngineRecords(engine_records)
+    part = _examine(dumps, records, train_weight_version, dtype=None)
+    dtypes = [{found.train_dtype for found in part.facts}, {found.rollout_dtype for found in part.facts}]
+    if any("float64" in of_side and len(of_side) > 1 for of_side in dtypes):
+        # Of two files of Python floats one may hold float32 numbers only.
+        part = _examine(dumps, records, train_weight_version, dtype=torch.float64)
+    judged = None if control is None else judge_control(audit_dumps(control, provenance=provenance))
+    if isinstance(judged, Problem):
+        part.problems.append(judged)
+    evidence = Evidence(None if records is None else records.shown, judged if isinstance(judged, str) else None)
+    return report_of([part._replace(provenance=provenance, evidence=evidence)], skipped=dumps.skipped)
+
+
+def _examine(
+    dumps: Dumps, records: EngineRecords | None, version: Version | None, *, dtype: torch.dtype | None
+) -> Part:
+    if records is not None:
+        records.num_found = records.num_missing = 0
+    rows = _rows(dumps, records, version, dtype)
+    return examine_rows(rows, provenance="unknown", evidence=Evidence())
+
+
+def _rows(
+    dumps: Dumps, records: EngineRecords | None, version: Version | None, dtype: torch.dtype | None
+) -> Iterator[Sample]:
+    for sample in dumps:
+        record = None if records is None else records.find(sample)
+        problem = sample.problem if record is None else sample.problem or difference(sample, record)
+        yield _row(sample, record, version, dtype)._replace(problem=problem)
+
+
+def _row(
+    sample: DumpedSample, record: DumpedSample | None, version: Version | None, dtype: torch.dtype | None
+) -> Sample:
+    versions = sample.behavior_weight_versions
+    if versions is None and record is not None:
+        versions = record.behavior_weight_versions
+    train, rollout = sample.proximal_log_probs, sample.behavior_log_probs
+    return Sample(
+        train=train if train is None else train.to(dtype or train.dtype),
+        rollout=rollout if rollout is None else rollout.to(dtype or rollout.dtype),
+        mask=sample.response_mask,
+        train_token_ids=sample.response_ids,
+        rollout_token_ids=sample.sampled_ids,
+        train_version=version if sample.proximal_weight_version is None else sample.proximal_weight_version,
+        rollout_versions=versions,
+        name=sample.name,
     )
-
-
-def _as_one_dtype(log_probs: list[Tensor | None]) -> list[Tensor | None]:
-    """Float64 where some are: of two files of Python floats one may hold float32 numbers only."""
-    dtypes = {x.dtype for x in log_probs if x is not None}
-    return [x if x is None else x.double() for x in log_probs] if torch.float64 in dtypes else log_probs

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS, MIN_SHIFT_TOKENS, SHIFT_FACTOR
-from mis_ext.onpolicy.audit.report import Provenance
 from mis_ext.onpolicy.audit.sample import Facts
 
 MAX_KERNEL_MEAN = 0.1
@@ -26,7 +25,7 @@ MAX_CHANCE = 1e-3
 def likely_cause(samples: Sequence[Facts], mean_abs_diff: float) -> str | None:
     """The cause of a difference that the measurements point to, worded as likely and with the evidence for it."""
     for cause, evidence in (
-        ("placeholders in place of log-probs", _constant(samples) or _constant_where_different(samples)),
+        ("placeholders in place of log-probs", constant_stream(samples) or _constant_where_different(samples)),
         ("stale weights", _other_versions(samples)),
         ("misaligned by one token", _misaligned(samples)),
         ("stale weights", _large(samples, mean_abs_diff)),
@@ -44,28 +43,6 @@ def likely_cause(samples: Sequence[Facts], mean_abs_diff: float) -> str | None:
     return None
 
 
-def cautions(samples: Sequence[Facts], provenance: Provenance) -> list[str]:
-    """What a reader of the verdict must know besides."""
-    found: list[str] = []
-    if not samples:
-        return found
-    if provenance == "prefill":
-        found.append(
-            "the rollout log-probs come from scoring the finished text again: the log-probs of the sampled decode, "
-            "which the policy loss uses, were not compared"
-        )
-    if any(sample.num_nonzero for sample in samples):
-        return found
-    if all(sample.train_is_bf16 and sample.rollout_is_bf16 for sample in samples):
-        found.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
-    if any(sample.is_stale for sample in samples):
-        found.append("the weight versions differ, the log-probs do not: no weight changed, or a version is wrong")
-    constant = _constant(samples)
-    if constant is not None:
-        found.append(constant)
-    return found
-
-
 def _other_versions(samples: Sequence[Facts]) -> str | None:
     num_nonzero = sum(sample.num_nonzero for sample in samples)
     num_explained = sum(sample.num_nonzero for sample in samples if sample.is_stale)
@@ -74,7 +51,8 @@ def _other_versions(samples: Sequence[Facts]) -> str | None:
     return f"{num_explained} of {num_nonzero} different tokens were sampled with weights of another version"
 
 
-def _constant(samples: Sequence[Facts]) -> str | None:
+def constant_stream(samples: Sequence[Facts]) -> str | None:
+    """That all log-probs of a side are one number, in words."""
     num_active = sum(sample.num_active for sample in samples)
     if num_active < MIN_CONSTANT_TOKENS:
         return None

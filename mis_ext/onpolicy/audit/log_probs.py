@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.checks import check_choice
 from mis_ext.correction.collectives import gather_objects
+from mis_ext.onpolicy.audit.cautions import cautions
 from mis_ext.onpolicy.audit.checks import Sample
-from mis_ext.onpolicy.audit.hints import cautions, likely_cause
-from mis_ext.onpolicy.audit.report import PROVENANCES, AuditReport, DecileRow, Problem, Provenance, Verdict
-from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts, examine
+from mis_ext.onpolicy.audit.hints import likely_cause
+from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
+from mis_ext.onpolicy.audit.report import PROVENANCES, AuditReport, DecileRow, Evidence, Problem, Provenance, Verdict
+from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts
 
 Version = str | int
-
-
-class _Part(NamedTuple):
-    """What one rank found; sample indices are its own."""
-
-    provenance: Provenance
-    num_samples: int
-    problems: list[Problem]
-    facts: list[Facts]
 
 
 def audit_logprobs(
@@ -36,6 +29,7 @@ def audit_logprobs(
     train_token_ids: Sequence[Tensor | None] | None = None,
     rollout_token_ids: Sequence[Tensor | None] | None = None,
     provenance: Provenance = "unknown",
+    evidence: Evidence = Evidence(),  # noqa: B008
     train_weight_version: Version | Sequence[Version | None] | None = None,
     rollout_weight_versions: Sequence[Version | Sequence[Version] | None] | None = None,
     names: Sequence[str] | None = None,
@@ -44,9 +38,10 @@ def audit_logprobs(
     """Verdict and numbers of a bitwise comparison of two streams of log-probs; what cannot be compared never passes.
 
     INVALID are: a list or a sample that is missing, lengths or token ids that differ (masked tokens included, being
-    the context of others), NaN or infinity on an active token, a dtype that is not floating point or not the same
-    for all samples of a side, both sides being the same memory, and no active token at all. What lies under the mask
-    is otherwise ignored.
+    the context of others), token ids that are no whole numbers, NaN or infinity on an active token (the same NaN on
+    both sides too, as in :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point or not the same for all
+    samples of a side, both sides being the same memory, and no active token at all. What lies under the mask is
+    otherwise ignored.
 
     Two dtypes are compared in the narrowest that holds the numbers of both exactly (float32 for float32 against
     bfloat16): the verdict is about the numbers that were given, and ULPs are those of that dtype. Rounding the wider
@@ -60,7 +55,9 @@ def audit_logprobs(
         train_token_ids: Of each sample the ids ``[T]`` that the trainer scored; None where unknown.
         rollout_token_ids: Of each sample the ids ``[T]`` that the engine sampled.
         provenance: Whether the rollout log-probs were recorded while sampling (``"decode"``) or by scoring the
-            finished text again (``"prefill"``).
+            finished text again (``"prefill"``): what the caller states. A copy has the same bits as two engines that
+            agree, so without a statement and without evidence equal streams are UNPROVED.
+        evidence: What shows where each stream came from. What is stated only, or not at all, is among the cautions.
         train_weight_version: Version of the weights that the trainer scored with, one for all samples or one each.
         rollout_weight_versions: Of each sample the version, or all versions, that its tokens were sampled with.
         names: What to call each sample in the report, besides its number.
@@ -69,84 +66,78 @@ def audit_logprobs(
             the report is about the samples given here, on a rank of many too.
 
     Raises:
-        ValueError: An unknown provenance.
+        ValueError: An unknown provenance, on any rank.
     """
-    check_choice("provenance", provenance, PROVENANCES)
     train_versions: Any = train_weight_version
     if not isinstance(train_versions, (list, tuple)):
-        train_versions = [train_versions] * (0 if train_log_probs is None else len(train_log_probs))
-    part = _examine_part(
+        train_versions = [train_versions] * (0 if train_log_probs is None else _length(train_log_probs))
+    part = _of_columns(
         provenance,
+        evidence,
         {
-            "train": train_log_probs,
-            "rollout": rollout_log_probs,
-            "mask": masks,
+            "train_log_probs": train_log_probs,
+            "rollout_log_probs": rollout_log_probs,
+            "masks": masks,
             "train_token_ids": train_token_ids,
             "rollout_token_ids": rollout_token_ids,
-            "train_version": train_versions,
-            "rollout_versions": rollout_weight_versions,
-            "name": names,
+            "train_weight_version": train_versions,
+            "rollout_weight_versions": rollout_weight_versions,
+            "names": names,
         },
     )
-    # The only communication, and nothing above raises because of the data: no rank is left waiting.
-    return _report(_join(gather_objects(part, group)))
+    # The only communication, and nothing above raises because of what was given: no rank is left waiting.
+    return report_of(gather_objects(part, group))
 
 
-def _examine_part(provenance: Provenance, columns: dict[str, Sequence[Any] | None]) -> _Part:
-    lengths = {key: len(column) for key, column in columns.items() if column is not None}
+def report_of(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
+    """The report of what all ranks found.
+
+    Raises:
+        ValueError: An unknown provenance.
+    """
+    for rank, part in enumerate(parts):
+        check_choice("provenance" if len(parts) == 1 else f"provenance on rank {rank}", part.provenance, PROVENANCES)
+    return _report(join(parts), tuple(str(one) for one in skipped))
+
+
+def _of_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) -> Part:
+    # Another rank must be able to unpickle it.
+    provenance = provenance if isinstance(provenance, str) else repr(provenance)
+    problems, lists = [], {}
+    for key, column in columns.items():
+        try:
+            lists[key] = None if column is None else _as_list(column)
+        except Exception as error:
+            problems.append(Problem(f"{key} must be a list with an entry per sample: {type(error).__name__}: {error}"))
+    if not isinstance(evidence, Evidence):
+        problems.append(Problem(f"evidence must be an Evidence, got a {type(evidence).__name__}"))
+        evidence = Evidence()
+    lengths = {key: len(column) for key, column in lists.items() if column is not None}
     num_samples = max(lengths.values(), default=0)
-    problems, facts = [], []
-    missing = [key for key in ("train", "rollout") if columns[key] is None]
+    missing = [key for key in ("train", "rollout") if lists.get(f"{key}_log_probs", ()) is None]
     if missing:
         problems.append(Problem(f"the {' and '.join(missing)} log-probs are missing"))
     elif len(set(lengths.values())) > 1:
         listed = ", ".join(f"{length} of {key}" for key, length in lengths.items())
         problems.append(Problem(f"lists of different lengths: {listed}"))
-    else:
-        for index in range(num_samples):
-            row = {key: None if column is None else column[index] for key, column in columns.items()}
-            try:
-                found = examine(Sample(**row), index)
-            except Exception as error:
-                found = Problem(f"not comparable: {type(error).__name__}: {error}", sample=index, name=row["name"])
-            if isinstance(found, Problem):
-                problems.append(found)
-            elif found is not None:
-                facts.append(found)
-    return _Part(provenance, num_samples, problems, facts)
+    if problems:
+        return Part(provenance, evidence, num_samples, problems, [])
+    rows = zip(*([None] * num_samples if column is None else column for column in lists.values()), strict=True)
+    samples = (Sample._make((*of_sample, None if name is None else str(name), None)) for *of_sample, name in rows)
+    return examine_rows(samples, provenance=provenance, evidence=evidence)
 
 
-def _join(parts: list[_Part]) -> _Part:
-    """One part of all, with samples numbered in rank order."""
-    num_samples, problems, facts = 0, [], []
-    for part in parts:
-        problems += [
-            problem if problem.sample is None else problem._replace(sample=problem.sample + num_samples)
-            for problem in part.problems
-        ]
-        for found in part.facts:
-            first = found.first_divergence
-            if first is not None:
-                found = found._replace(first_divergence=first._replace(sample=first.sample + num_samples))
-            facts.append(found)
-        num_samples += part.num_samples
-    provenances = {part.provenance for part in parts}
-    if len(provenances) > 1:
-        problems.append(Problem(f"ranks differ in the provenance of their log-probs: {', '.join(sorted(provenances))}"))
-    for side, dtypes in (
-        ("train", {found.train_dtype for found in facts}),
-        ("rollout", {found.rollout_dtype for found in facts}),
-    ):
-        if len(dtypes) > 1:
-            problems.append(
-                Problem(f"the {side} log-probs of some samples are {' and of others '.join(sorted(dtypes))}")
-            )
-    if not problems and not facts:
-        problems.append(Problem("no active token: nothing was compared"))
-    return _Part(parts[0].provenance, num_samples, problems, facts)
+def _as_list(column: Any) -> list[Any]:
+    if isinstance(column, (str, bytes, Mapping)):
+        raise TypeError(f"it is a {type(column).__name__}")
+    return list(column)
 
 
-def _report(whole: _Part) -> AuditReport:
+def _length(column: Any) -> int:
+    return len(column) if isinstance(column, (Sequence, Tensor)) else 0
+
+
+def _report(whole: Part, skipped: tuple[str, ...]) -> AuditReport:
     facts = whole.facts
     num_active = sum(found.num_active for found in facts)
     num_nonzero = sum(found.num_nonzero for found in facts)
@@ -158,6 +149,8 @@ def _report(whole: _Part) -> AuditReport:
         verdict = Verdict.INVALID
     elif num_nonzero:
         verdict = Verdict.DIFFERENT
+    elif whole.provenance == "unknown" and whole.evidence == Evidence():
+        verdict = Verdict.UNPROVED
     else:
         verdict = Verdict.EXACT_UP_TO_SIGNED_ZERO if num_signed_zero else Verdict.EXACT
     different = verdict is Verdict.DIFFERENT
@@ -182,7 +175,9 @@ def _report(whole: _Part) -> AuditReport:
         rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
         problems=tuple(whole.problems),
         hint=likely_cause(facts, mean_abs_diff) if different and mean_abs_diff is not None else None,
-        cautions=tuple(cautions(facts, whole.provenance)),
+        cautions=tuple(cautions(facts, whole.provenance, whole.evidence)),
+        evidence=whole.evidence,
+        skipped=skipped,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 Provenance = Literal["decode", "prefill", "unknown"]
 PROVENANCES: tuple[Provenance, ...] = ("decode", "prefill", "unknown")
-MAX_LISTED_PROBLEMS = 8
+MAX_LISTED = 8
 
 
 class Verdict(str, Enum):
@@ -20,8 +21,22 @@ class Verdict(str, Enum):
     """The same number on every active token, but a +0 meets a -0."""
     DIFFERENT = "DIFFERENT"
     """Another number on at least one active token."""
+    UNPROVED = "UNPROVED"
+    """The same number on every active token, as a copy has: nothing says that these are two streams. No pass."""
     INVALID = "INVALID"
     """The log-probs could not be compared: this is never a pass."""
+
+
+class Evidence(NamedTuple):
+    """What shows where each stream came from, in words; None where nothing does.
+
+    Attributes:
+        rollout: That these are the log-probs which the engine returned.
+        train: That the trainer computed its own, and did not take the engine's.
+    """
+
+    rollout: str | None = None
+    train: str | None = None
 
 
 class Problem(NamedTuple):
@@ -93,6 +108,8 @@ class AuditReport:
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
         hint: The likely cause of a difference and the evidence for it; None where no rule fits.
         cautions: What a reader of the verdict must know besides.
+        evidence: What shows where each stream came from.
+        skipped: What was given and not audited, and why.
     """
 
     verdict: Verdict
@@ -115,6 +132,8 @@ class AuditReport:
     problems: tuple[Problem, ...]
     hint: str | None
     cautions: tuple[str, ...]
+    evidence: Evidence
+    skipped: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
@@ -130,6 +149,7 @@ class AuditReport:
             "first_divergence": None if self.first_divergence is None else self.first_divergence._asdict(),
             "deciles": [row._asdict() for row in self.deciles],
             "problems": [problem._asdict() for problem in self.problems],
+            "evidence": self.evidence._asdict(),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -152,13 +172,11 @@ class AuditReport:
         ]
         if self.first_divergence is not None:
             rows.append(("first divergent", str(self.first_divergence)))
+        rows += [(f"evidence, {side}", shown) for side, shown in self.evidence._asdict().items() if shown is not None]
         if self.hint is not None:
             rows.append(("hint", self.hint))
         rows += [("caution", caution) for caution in self.cautions]
-        rows += [("problem", str(problem)) for problem in self.problems[:MAX_LISTED_PROBLEMS]]
-        if len(self.problems) > MAX_LISTED_PROBLEMS:
-            rows.append(("problem", f"... and {len(self.problems) - MAX_LISTED_PROBLEMS} more"))
-        return rows
+        return rows + _first_ones("problem", self.problems) + _first_ones("skipped", self.skipped)
 
     def decile_rows(self) -> list[tuple[str, str, str, str, str]]:
         """Probability range, count, different tokens, mean and largest difference of every decile, for display."""
@@ -191,6 +209,11 @@ def _where(found: Problem | Divergence) -> str:
     name = "" if found.name is None else f" ({found.name})"
     position = "" if found.position is None else f", position {found.position}"
     return f"sample {found.sample}{name}{position}: "
+
+
+def _first_ones(name: str, found: Sequence[object]) -> list[tuple[str, str]]:
+    rows = [(name, str(one)) for one in found[:MAX_LISTED]]
+    return rows if len(found) <= MAX_LISTED else [*rows, (name, f"... and {len(found) - MAX_LISTED} more")]
 
 
 def _number(value: float | None) -> str:

@@ -70,6 +70,9 @@ class Facts(NamedTuple):
     num_uncertain: int
     num_uncertain_nonzero: int
     """Later tokens that are not all but certain."""
+    num_positive: int
+    max_log_prob: float
+    """Log-probs above 0 on either side, which none can be, and the largest of both."""
 
     @property
     def is_stale(self) -> bool:
@@ -119,6 +122,8 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
         first_token_differs=bool(nonzero[0]) if active_T[0] and rollout[0] < UNCERTAIN_BELOW else None,
         num_uncertain=int(uncertain.sum()),
         num_uncertain_nonzero=int((uncertain & nonzero).sum()),
+        num_positive=int(((train > 0) | (rollout > 0)).sum()),
+        max_log_prob=float(torch.maximum(train, rollout).max()),
     )
 
 

@@ -12,7 +12,7 @@ is one float32 number away from the trainer's.
 |---|---|---|
 | ``slime`` | ``save_debug_train_data``, ``save_debug_rollout_data`` | data parallel 2, context parallel 2 |
 | ``slime_before`` | ``save_debug_train_data`` before ``format_version`` 2 | data parallel 2 |
-| ``miles`` | ``save_debug_train_data``, ``save_debug_rollout_data`` | pipeline, tensor, context, data parallel: 2 each |
+| ``miles`` | ``save_debug_train_data``, ``save_debug_rollout_data`` | pipeline, tensor, context, data: 2 each |
 | ``miles_bshd`` | the same with padded sequences | context parallel 2 |
 """
 
@@ -120,7 +120,6 @@ def trained(indices: list[int]) -> list[torch.Tensor]:
 def slime_rank(rank: int, store: str, folder: str) -> None:
     """One of four ranks of slime's trainer, with Megatron-Core's groups."""
     import torch.distributed as dist
-    import torch.distributed.nn
     from megatron.core import mpu
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
