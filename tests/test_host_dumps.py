@@ -189,8 +189,18 @@ def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, t
     assert audit(tmp_path, path, "--provenance", "decode")["verdict"] == "EXACT"
     report = audit(tmp_path, path, "--engine-records", rollout_file(dumps))
     assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
-    assert "at position 0 is" in report["problems"][0]["reason"]
-    assert "changed or filled in on the way" in report["problems"][0]["reason"]
+    first = report["problems"][0]
+    assert (first["sample"], first["position"]) == (0, 0)
+    assert "in the engine's record" in first["reason"]
+    assert "changed or filled in on the way" in first["reason"]
+    # Under the mask nothing is compared.
+    masked = SAMPLES[0]["mask"].index(0)
+    for sample, made in zip(content["samples"], SAMPLES, strict=True):
+        sample["log_probs"] = torch.tensor(made["rollout_log_probs"])
+        sample["rollout_log_probs"] = sample["log_probs"].clone()
+    content["samples"][0]["rollout_log_probs"][masked] = 0.0
+    torch.save(content, path)
+    assert audit(tmp_path, path, "--engine-records", rollout_file(dumps))["verdict"] == "EXACT"
 
 
 def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
@@ -205,6 +215,31 @@ def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
     torch.save(content, record_file)
     report = audit(tmp_path, path, "--engine-records", record_file)
     assert "the token ids are not those" in report["problems"][0]["reason"]
+
+
+def test_without_numbers_records_are_found_by_ids_of_which_several_may_be_the_same(tmp_path) -> None:
+    # Two answers of a group can have the same ids, and log-probs of two batches.
+    rows = [{"tokens": [4, 5, 6], "rollout_log_probs": [-1.5, value], "response_length": 2} for value in (-0.1, -0.3)]
+    records, audited = tmp_path / "records.jsonl", tmp_path / "audited.jsonl"
+    records.write_text("\n".join(map(json.dumps, rows)))
+    both = [row | {"log_probs": row["rollout_log_probs"]} for row in rows[::-1]]
+    audited.write_text("\n".join(map(json.dumps, both)))
+    report = audit(tmp_path, audited, "--engine-records", records)
+    assert (report["verdict"], report["num_active_tokens"]) == ("EXACT", 4)
+    both[0]["rollout_log_probs"] = both[0]["log_probs"] = [-1.5, -0.2]
+    audited.write_text("\n".join(map(json.dumps, both)))
+    assert [
+        (p["sample"], p["position"]) for p in audit(tmp_path, audited, "--engine-records", records)["problems"]
+    ] == [(0, 1)]
+
+
+def test_a_mask_that_cannot_be_read_is_a_problem_of_its_sample_with_records_too(tmp_path) -> None:
+    row = {"tokens": [4, [5], None], "rollout_log_probs": [-1.5, -0.1], "response_length": 2}
+    records, audited = tmp_path / "records.jsonl", tmp_path / "audited.jsonl"
+    records.write_text(json.dumps(row))
+    audited.write_text(json.dumps(row | {"log_probs": [-1.5, -0.1], "loss_mask": [1, None]}))
+    report = audit(tmp_path, audited, "--engine-records", records)
+    assert "not comparable" in report["problems"][0]["reason"]
 
 
 def test_a_control_that_is_equal_too_is_invalid(dumps, tmp_path) -> None:

@@ -10,7 +10,7 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-    from mis_ext.onpolicy.audit.report import AuditReport, Verdict
+    from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Verdict
     from mis_ext.onpolicy.batch_invariant import (
         attention,
         batch_invariant_forward,
@@ -36,7 +36,7 @@ else:
         __name__,
         {
             "audit.log_probs": ("audit_logprobs",),
-            "audit.report": ("AuditReport", "Verdict"),
+            "audit.report": ("AuditReport", "Evidence", "Verdict"),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
             "invariance.batch": ("check_batch_invariance",),
             "invariance.report": ("InvarianceReport",),
@@ -58,6 +58,7 @@ else:
 __all__ = [
     "AuditReport",
     "Comparison",
+    "Evidence",
     "InvarianceReport",
     "NameMap",
     "Recording",

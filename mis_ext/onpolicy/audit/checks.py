@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.report import Problem
-from mis_ext.onpolicy.bits import FLOAT_DTYPES
+from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits
 
 
 class Sample(NamedTuple):
@@ -24,6 +24,9 @@ class Sample(NamedTuple):
     name: str | None
     problem: str | None = None
     """Known before: the sample cannot be compared."""
+    recorded: Tensor | None = None
+    """The rollout log-probs as the engine's side recorded them."""
+    recorded_in: str | None = None
 
 
 def find_problem(sample: Sample) -> Problem | None:
@@ -73,6 +76,9 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
         if position is not None:
             return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
+    record_problem = _find_problem_of_record(sample, active_T)
+    if record_problem is not None:
+        return record_problem
     same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
     if same_memory and active_T.any():
         return Problem(
@@ -80,6 +86,24 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
             "tensor with itself proves nothing"
         )
     return None
+
+
+def _find_problem_of_record(sample: Sample, active_T: Tensor) -> Problem | None:
+    if sample.recorded is None:
+        return None
+    if sample.recorded.shape != sample.rollout.shape:
+        lengths = f"{len(sample.rollout)} rollout log-probs, but {len(sample.recorded)}"
+        return Problem(f"{lengths} in the engine's record ({sample.recorded_in})")
+    # A host may round what the engine returned to the trainer's dtype.
+    recorded, rollout = sample.recorded.to(sample.rollout.dtype), sample.rollout.detach().cpu()
+    position = first_true(active_T & ~same_bits(rollout, recorded))
+    if position is None:
+        return None
+    pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record"
+    return Problem(
+        f"the rollout log-prob is {pair} ({sample.recorded_in}): it was changed or filled in on the way",
+        position=position,
+    )
 
 
 def active_tokens(sample: Sample) -> Tensor:

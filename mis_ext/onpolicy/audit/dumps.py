@@ -8,7 +8,7 @@ import torch
 
 from mis_ext.dumps import DumpedSample, Dumps
 from mis_ext.onpolicy.audit.checks import Sample
-from mis_ext.onpolicy.audit.evidence import EngineRecords, difference, judge_control
+from mis_ext.onpolicy.audit.evidence import EngineRecords, judge_control, problem_of_record
 from mis_ext.onpolicy.audit.log_probs import Version, report_of
 from mis_ext.onpolicy.audit.parts import Part, examine_rows
 from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Problem, Provenance
@@ -63,17 +63,12 @@ def _rows(
     dumps: Dumps, records: EngineRecords | None, version: Version | None, dtype: torch.dtype | None
 ) -> Iterator[Sample]:
     for sample in dumps:
+        row = _row(sample, version, dtype)
         record = None if records is None else records.find(sample)
-        problem = sample.problem if record is None else sample.problem or difference(sample, record)
-        yield _row(sample, record, version, dtype)._replace(problem=problem)
+        yield row if record is None else _with_record(row, sample, record)
 
 
-def _row(
-    sample: DumpedSample, record: DumpedSample | None, version: Version | None, dtype: torch.dtype | None
-) -> Sample:
-    versions = sample.behavior_weight_versions
-    if versions is None and record is not None:
-        versions = record.behavior_weight_versions
+def _row(sample: DumpedSample, version: Version | None, dtype: torch.dtype | None) -> Sample:
     train, rollout = sample.proximal_log_probs, sample.behavior_log_probs
     return Sample(
         train=train if train is None else train.to(dtype or train.dtype),
@@ -82,6 +77,16 @@ def _row(
         train_token_ids=sample.response_ids,
         rollout_token_ids=sample.sampled_ids,
         train_version=version if sample.proximal_weight_version is None else sample.proximal_weight_version,
-        rollout_versions=versions,
+        rollout_versions=sample.behavior_weight_versions,
         name=sample.name,
+        problem=sample.problem,
+    )
+
+
+def _with_record(row: Sample, sample: DumpedSample, record: DumpedSample) -> Sample:
+    return row._replace(
+        rollout_versions=row.rollout_versions or record.behavior_weight_versions,
+        problem=row.problem or problem_of_record(sample, record),
+        recorded=record.behavior_log_probs,
+        recorded_in=record.name,
     )

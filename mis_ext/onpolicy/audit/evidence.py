@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mis_ext.dumps import DumpedSample
 from mis_ext.onpolicy.audit.report import AuditReport, Problem, Verdict
-from mis_ext.onpolicy.bits import same_bits
 
 
 class EngineRecords:
@@ -28,7 +27,7 @@ class EngineRecords:
     """
 
     def __init__(self, records: Iterable[DumpedSample]) -> None:
-        self._records: dict[Any, DumpedSample] = {}
+        self._records: dict[Any, list[DumpedSample]] = {}
         self.num_found = 0
         self.num_missing = 0
         for record in records:
@@ -37,19 +36,19 @@ class EngineRecords:
                     f"{record.name}: is no record of the engine, because it has trainer log-probs; give what was "
                     "written before training, such as the file of --save-debug-rollout-data"
                 )
-            for key in _keys(record):
-                self._records[key] = record
+            for key in filter(None, (_number(record), _ids(record))):
+                self._records.setdefault(key, []).append(record)
 
     def find(self, sample: DumpedSample) -> DumpedSample | None:
-        """The record of a sample."""
-        record = next((self._records[key] for key in _keys(sample) if key in self._records), None)
-        self.num_found += record is not None
-        self.num_missing += record is None
-        return record
+        """The record of a sample; of several with its ids one with its log-probs, if there is one."""
+        found = self._records.get(_number(sample)) or self._records.get(_ids(sample)) or []
+        self.num_found += bool(found)
+        self.num_missing += not found
+        return next((record for record in found if _same_log_probs(sample, record)), found[0] if found else None)
 
     @property
     def shown(self) -> str | None:
-        """What they show, if no sample lacked its record and none differed from it."""
+        """What they show, if no sample lacked its record; one that differs from its record is INVALID."""
         if self.num_missing or not self.num_found:
             return None
         return (
@@ -57,28 +56,14 @@ class EngineRecords:
         )
 
 
-def difference(sample: DumpedSample, record: DumpedSample) -> str | None:
-    """How the rollout log-probs or the ids of a sample are not those of its record."""
-    given, recorded = sample.behavior_log_probs, record.behavior_log_probs
-    if given is None:
-        return None
-    if recorded is None:
+def problem_of_record(sample: DumpedSample, record: DumpedSample) -> str | None:
+    """Why the record of a sample says nothing about its log-probs."""
+    if record.behavior_log_probs is None:
         return f"the engine's record has no log-probs ({record.name})"
-    if _ids(sample) is not None and _ids(record) is not None and _ids(sample) != _ids(record):
+    ids, recorded = _ids(sample), _ids(record)
+    if ids is not None and recorded is not None and ids != recorded:
         return f"the token ids are not those of the engine's record ({record.name})"
-    if given.shape != recorded.shape:
-        return f"{len(given)} rollout log-probs, but {len(recorded)} in the engine's record ({record.name})"
-    # A host may round what the engine returned to the trainer's dtype.
-    differs = ~same_bits(given.detach().cpu(), recorded.to(given.dtype))
-    if sample.response_mask is not None:
-        differs &= torch.as_tensor(sample.response_mask).cpu() != 0
-    if not differs.any():
-        return None
-    position = int(differs.nonzero()[0])
-    return (
-        f"the rollout log-prob at position {position} is {given[position].item()!r}, in the engine's record "
-        f"{recorded[position].item()!r} ({record.name}): it was changed or filled in on the way"
-    )
+    return None
 
 
 def judge_control(control: AuditReport) -> str | Problem:
@@ -93,14 +78,18 @@ def judge_control(control: AuditReport) -> str | Problem:
     )
 
 
-def _keys(sample: DumpedSample) -> list[Any]:
-    keys: list[Any] = []
-    if sample.rollout_id is not None and sample.sample_index is not None:
-        keys.append((sample.rollout_id, sample.sample_index))
-    ids = _ids(sample)
-    return [*keys, ids] if ids is not None and not keys else keys
+def _same_log_probs(sample: DumpedSample, record: DumpedSample) -> bool:
+    given, recorded = sample.behavior_log_probs, record.behavior_log_probs
+    return given is not None and recorded is not None and torch.equal(given, recorded.to(given.dtype))
 
 
-def _ids(sample: DumpedSample) -> tuple[int, ...] | None:
+def _number(sample: DumpedSample) -> tuple[int, int] | None:
+    if sample.rollout_id is None or sample.sample_index is None:
+        return None
+    return sample.rollout_id, sample.sample_index
+
+
+def _ids(sample: DumpedSample) -> tuple[str, ...] | None:
+    """As text, because a file can hold anything."""
     ids = sample.token_ids
-    return None if ids is None else tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
+    return None if ids is None else tuple(map(str, ids.tolist() if isinstance(ids, Tensor) else ids))

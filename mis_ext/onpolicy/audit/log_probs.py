@@ -101,12 +101,12 @@ def report_of(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditRepo
 
 
 def _of_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) -> Part:
-    # Another rank must be able to unpickle it.
+    # Another rank must be able to unpickle what this one found.
     provenance = provenance if isinstance(provenance, str) else repr(provenance)
     problems, lists = [], {}
     for key, column in columns.items():
         try:
-            lists[key] = None if column is None else _as_list(column)
+            lists[key] = None if column is None else _as_list(column, as_text=key == "names")
         except Exception as error:
             problems.append(Problem(f"{key} must be a list with an entry per sample: {type(error).__name__}: {error}"))
     if not isinstance(evidence, Evidence):
@@ -123,14 +123,13 @@ def _of_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) -> Part
     if problems:
         return Part(provenance, evidence, num_samples, problems, [])
     rows = zip(*([None] * num_samples if column is None else column for column in lists.values()), strict=True)
-    samples = (Sample._make((*of_sample, None if name is None else str(name), None)) for *of_sample, name in rows)
-    return examine_rows(samples, provenance=provenance, evidence=evidence)
+    return examine_rows((Sample(*row) for row in rows), provenance=provenance, evidence=evidence)
 
 
-def _as_list(column: Any) -> list[Any]:
+def _as_list(column: Any, *, as_text: bool) -> list[Any]:
     if isinstance(column, (str, bytes, Mapping)):
         raise TypeError(f"it is a {type(column).__name__}")
-    return list(column)
+    return [None if one is None else str(one) for one in column] if as_text else list(column)
 
 
 def _length(column: Any) -> int:
