@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mis_ext.cli import main
 from mis_ext.dumps import DumpedSample, Dumps, num_usable_tokens
@@ -75,6 +77,14 @@ def test_every_sample_of_every_rank_is_read_once_and_whole(dumps, host) -> None:
             assert sample.response_ids.tolist() == made["tokens"][-len(made["mask"]) :]
             assert (sample.rollout_id, sample.part, sample.problem) == (7, None, None)
             assert sample.behavior_weight_versions == (made["weight_versions"] if "miles" in host else None)
+
+
+@settings(max_examples=12, deadline=None)
+@given(order=st.permutations(range(16)))
+def test_files_of_ranks_may_come_in_any_order(dumps, order) -> None:
+    paths = train_files(dumps, "miles")
+    samples = by_index(list(Dumps([paths[number] for number in order])))
+    assert [sample.proximal_log_probs.tolist() for sample in samples] == [made["log_probs"] for made in SAMPLES]
 
 
 @pytest.mark.parametrize("host", HOSTS)
