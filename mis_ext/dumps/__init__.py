@@ -4,7 +4,7 @@
 
 - slime's ``--save-debug-train-data`` since August 2026, ``format_version`` 2: one file of all ranks, whose ``samples``
   are whole responses, in the order of the rollout. Where the host skips its pass of scoring, ``log_probs`` are those
-  of the training pass.
+  of the training pass: with several optimizer steps per rollout, of weights that change meanwhile.
 - The same flag before, and Miles' ``--dump-details`` (its folder ``train_data``): a file per rank and rollout, whose
   ``rollout_data`` holds lists. Give the files of all ranks. Tensor-parallel ranks repeat each other's samples: one of
   them counts. Ranks of an earlier pipeline stage have no ``log_probs``: those that have count. Context-parallel ranks
