@@ -263,7 +263,7 @@ def test_the_report_is_shown_also_if_its_file_cannot_be_written(tmp_path, capsys
 
 
 UNREADABLE = {
-    "bytes.jsonl": (b'{"log_probs": "\xff"}', "bytes.jsonl: 'utf-8' codec can't decode"),
+    "bytes.jsonl": (b'{}\n{"log_probs": "\xff"}', "bytes.jsonl: line 2: 'utf-8' codec can't decode"),
     "empty.jsonl": (b"\n", "holds no sample"),
     "text.jsonl": (b'{"log_probs": [\n', "line 1"),
     "list.jsonl": (b"{}\n[1]\n", "line 2: a list"),

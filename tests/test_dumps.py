@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mis_ext.cli import main
-from mis_ext.dumps import DumpedSample, Dumps, Skipped
+from mis_ext.dumps import DumpedSample, Dumps, Skipped, reading, stream
 
 
 def read(*paths: Path | str) -> list[DumpedSample]:
@@ -181,7 +181,7 @@ def test_a_file_without_samples_is_stated(tmp_path) -> None:
     assert dumps.skipped == [Skipped(str(empty), None, "holds no sample")]
 
 
-def test_one_file_is_in_memory_at_a_time(tmp_path) -> None:
+def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch) -> None:
     paths = [one_file_of_all_ranks(tmp_path / f"{number}.pt", rollout_id=number) for number in range(3)]
     opened: list[Path] = []
 
@@ -193,8 +193,16 @@ def test_one_file_is_in_memory_at_a_time(tmp_path) -> None:
     samples = iter(Dumps(paths, watch=watch))
     alive = [weakref.ref(next(samples).proximal_log_probs) for _ in range(3)]
     assert opened == paths[:1]
+    while_reading: list[list[object]] = []
+
+    def read_file(*arguments, **keywords):
+        while_reading.append([reference() for reference in alive[:2]])
+        return reading.read_file(*arguments, **keywords)
+
+    monkeypatch.setattr(stream, "read_file", read_file)
     next(samples)
     assert opened == paths[:2]
+    assert while_reading == [[None, None]]
     assert [reference() for reference in alive] == [None] * 3
 
 

@@ -213,6 +213,16 @@ def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, t
     assert audit(tmp_path, path, "--engine-records", rollout_file(dumps))["verdict"] == "EXACT"
 
 
+def test_a_stream_that_the_host_rounded_to_bfloat16_is_that_of_the_record(dumps, tmp_path) -> None:
+    (path,) = equal_files(dumps, tmp_path / "rounded")
+    content = torch.load(path)
+    for sample in content["samples"]:
+        sample["log_probs"], sample["rollout_log_probs"] = (sample["rollout_log_probs"].bfloat16() for _ in range(2))
+    torch.save(content, path)
+    report = audit(tmp_path, path, "--engine-records", rollout_file(dumps))
+    assert (report["verdict"], report["rollout_dtype"]) == ("EXACT", "bfloat16")
+
+
 def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
     (path,) = equal_files(dumps, tmp_path / "copy")
     record_file = tmp_path / "7.pt"

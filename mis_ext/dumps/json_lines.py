@@ -20,13 +20,13 @@ def read_json_lines(path: Path) -> dict[str, list[Any]]:
     # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text) if text.strip() else None
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
             if not text.strip():
                 continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number}: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)

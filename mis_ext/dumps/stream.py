@@ -71,6 +71,8 @@ class Dumps:
                 if not samples:
                     files.skipped.append(Skipped(str(path), None, "holds no sample"))
                 yield from joiner.add_file(samples)
+                # Before the next file is read.
+                del samples
         yield from joiner.rest()
 
 
