@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mis_ext.onpolicy.audit import log_probs as module
-from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Verdict
+from mis_ext.onpolicy.audit.findings import Evidence, Verdict
+from mis_ext.onpolicy.audit.report import AuditReport
 
 NAN, INF = math.nan, math.inf
 SHOWN = Evidence(rollout="a record", train="a control")

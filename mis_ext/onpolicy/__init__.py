@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mis_ext.onpolicy.audit.findings import Evidence, Verdict
     from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-    from mis_ext.onpolicy.audit.report import AuditReport, Evidence, Verdict
+    from mis_ext.onpolicy.audit.report import AuditReport
     from mis_ext.onpolicy.batch_invariant import (
         attention,
         batch_invariant_forward,
@@ -36,7 +37,8 @@ else:
         __name__,
         {
             "audit.log_probs": ("audit_logprobs",),
-            "audit.report": ("AuditReport", "Evidence", "Verdict"),
+            "audit.findings": ("Evidence", "Verdict"),
+            "audit.report": ("AuditReport",),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
             "invariance.batch": ("check_batch_invariance",),
             "invariance.report": ("InvarianceReport",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mis_ext.onpolicy.audit.findings import Evidence, Provenance
 from mis_ext.onpolicy.audit.hints import MAX_CHANCE, constant_stream
-from mis_ext.onpolicy.audit.report import Evidence, Provenance
 from mis_ext.onpolicy.audit.sample import Facts
 
 

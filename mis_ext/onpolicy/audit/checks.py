@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.audit.report import Problem
+from mis_ext.onpolicy.audit.findings import Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.dumps import DumpedSample
-from mis_ext.onpolicy.audit.report import AuditReport, Problem, Verdict
+from mis_ext.onpolicy.audit.findings import Problem, Verdict
+from mis_ext.onpolicy.audit.report import AuditReport
 
 
 class EngineRecords:

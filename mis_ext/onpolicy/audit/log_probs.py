@@ -13,9 +13,10 @@ from mis_ext.checks import check_choice
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.onpolicy.audit.cautions import cautions
 from mis_ext.onpolicy.audit.checks import Sample
+from mis_ext.onpolicy.audit.findings import PROVENANCES, DecileRow, Evidence, Problem, Provenance, Verdict
 from mis_ext.onpolicy.audit.hints import likely_cause
 from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
-from mis_ext.onpolicy.audit.report import PROVENANCES, AuditReport, DecileRow, Evidence, Problem, Provenance, Verdict
+from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts
 
 Version = str | int

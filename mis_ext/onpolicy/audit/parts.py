@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mis_ext.onpolicy.audit.checks import Sample
-from mis_ext.onpolicy.audit.report import Evidence, Problem
+from mis_ext.onpolicy.audit.findings import Evidence, Problem
 from mis_ext.onpolicy.audit.sample import Facts, examine
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.checks import Sample, active_tokens, find_problem, first_true
-from mis_ext.onpolicy.audit.report import Divergence, Problem
+from mis_ext.onpolicy.audit.findings import Divergence, Problem
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
 
 NUM_DECILES = 10
