@@ -447,6 +447,9 @@ def test_samples_that_were_filled_in_among_others_that_differ_are_seen() -> None
     assert "may have been filled in" in caution
     versions = [1 if sample in (2, 4) else 0 for sample in range(6)]
     assert audit_logprobs(train, rollout, train_weight_version=1, rollout_weight_versions=versions).cautions == ()
+    # A forgotten sync makes all samples stale: it does not explain that some are equal.
+    (caution,) = audit_logprobs(train, rollout, train_weight_version=1, rollout_weight_versions=[0] * 6).cautions
+    assert "may have been filled in" in caution
     # One different token somewhere makes the others no copies; a short sample can be equal by chance.
     few = copies(train)
     few[0][3] -= 1e-3

@@ -271,6 +271,24 @@ def test_a_control_that_is_equal_too_is_invalid(dumps, tmp_path) -> None:
     assert "the control could not be compared" in report["problems"][0]["reason"]
 
 
+def test_a_control_in_which_samples_were_filled_in_shows_nothing(dumps, tmp_path) -> None:
+    (path,) = equal_files(dumps, tmp_path / "copy")
+    control, generator = tmp_path / "control.jsonl", torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(8):
+        rollout = -0.1 - 3.0 * torch.rand(40, generator=generator)
+        # The engine returned none for two of them.
+        noise = 1e-3 * torch.randn(40, generator=generator) * (number > 1)
+        rows.append({"log_probs": (rollout + noise).tolist(), "rollout_log_probs": rollout.tolist()})
+    control.write_text("\n".join(map(json.dumps, rows)))
+    report = audit(tmp_path, path, "--control", control)
+    assert (report["verdict"], len(report["problems"])) == ("INVALID", 1)
+    assert "the control: 2 of 8 samples are equal on every token" in report["problems"][0]["reason"]
+    control.write_text("\n".join(map(json.dumps, rows[2:])))
+    report = audit(tmp_path, path, "--control", control)
+    assert (report["verdict"], report["evidence"]["train"]) == ("EXACT", "in the control 240 of 240 tokens differ")
+
+
 def test_a_file_with_trainer_log_probs_is_no_record_of_the_engine(dumps, tmp_path, capsys) -> None:
     pytest.importorskip("rich")
     (path,) = equal_files(dumps, tmp_path / "copy")

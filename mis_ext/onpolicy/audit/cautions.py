@@ -26,7 +26,7 @@ def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidenc
             "which the policy loss uses, were not compared"
         )
     if any(sample.num_nonzero for sample in samples):
-        return found + _filled_in(samples)
+        return found + filled_in(samples)
     found += _unshown(provenance, evidence)
     if all(sample.train_is_bf16 and sample.rollout_is_bf16 for sample in samples):
         found.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
@@ -55,13 +55,14 @@ def _unshown(provenance: Provenance, evidence: Evidence) -> list[str]:
     return found
 
 
-def _filled_in(samples: Sequence[Facts]) -> list[str]:
-    """Samples without any difference, where neither chance nor the weight versions explain it."""
+def filled_in(samples: Sequence[Facts]) -> list[str]:
+    """That samples are equal among others that differ, where neither chance nor the weight versions explain it."""
     num_uncertain = sum(sample.num_uncertain for sample in samples)
     equal = [sample for sample in samples if not sample.num_nonzero and sample.num_uncertain]
     num_equal = sum(sample.num_uncertain for sample in equal)
     num_nonzero = sum(sample.num_uncertain_nonzero for sample in samples)
-    if not equal or all(sample.is_stale for sample in samples if sample.num_nonzero):
+    is_stale = {sample.is_stale for sample in samples if sample.num_nonzero}
+    if not equal or not is_stale or (is_stale == {True} and not any(sample.is_stale for sample in equal)):
         return []
     share = num_nonzero / (num_uncertain - num_equal + 1)
     if min((1.0 - share) ** sample.num_uncertain for sample in equal) * len(samples) > MAX_CHANCE:

@@ -11,7 +11,7 @@ from mis_ext.onpolicy.audit.checks import Sample
 from mis_ext.onpolicy.audit.evidence import EngineRecords, judge_control, problem_of_record
 from mis_ext.onpolicy.audit.findings import Evidence, Problem, Provenance
 from mis_ext.onpolicy.audit.log_probs import Version, report_of
-from mis_ext.onpolicy.audit.parts import Part, examine_rows
+from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
 from mis_ext.onpolicy.audit.report import AuditReport
 
 
@@ -39,25 +39,25 @@ def audit_dumps(
         ValueError: The content of a file is not known, or a record of the engine is none.
     """
     records = None if engine_records is None else EngineRecords(engine_records)
-    part = _examine(dumps, records, train_weight_version, dtype=None)
-    dtypes = [{found.train_dtype for found in part.facts}, {found.rollout_dtype for found in part.facts}]
-    if any("float64" in of_side and len(of_side) > 1 for of_side in dtypes):
-        # Of two files of Python floats one may hold float32 numbers only.
-        part = _examine(dumps, records, train_weight_version, dtype=torch.float64)
-    judged = None if control is None else judge_control(audit_dumps(control, provenance=provenance))
+    part = _examine(dumps, records, train_weight_version)
+    judged = None if control is None else judge_control(join([_examine(control, None, None)]))
     if isinstance(judged, Problem):
         part.problems.append(judged)
     evidence = Evidence(None if records is None else records.shown, judged if isinstance(judged, str) else None)
     return report_of([part._replace(provenance=provenance, evidence=evidence)], skipped=dumps.skipped)
 
 
-def _examine(
-    dumps: Dumps, records: EngineRecords | None, version: Version | None, *, dtype: torch.dtype | None
-) -> Part:
-    if records is not None:
-        records.num_found = records.num_missing = 0
-    rows = _rows(dumps, records, version, dtype)
-    return examine_rows(rows, provenance="unknown", evidence=Evidence())
+def _examine(dumps: Dumps, records: EngineRecords | None, version: Version | None) -> Part:
+    for dtype in (None, torch.float64):
+        if records is not None:
+            records.num_found = records.num_missing = 0
+        rows = _rows(dumps, records, version, dtype)
+        part = examine_rows(rows, provenance="unknown", evidence=Evidence())
+        dtypes = ({found.train_dtype for found in part.facts}, {found.rollout_dtype for found in part.facts})
+        if not any("float64" in of_side and len(of_side) > 1 for of_side in dtypes):
+            break
+        # Of two files of Python floats one may hold float32 numbers only: once more, in float64.
+    return part
 
 
 def _rows(

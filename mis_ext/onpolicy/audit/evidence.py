@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.dumps import DumpedSample
-from mis_ext.onpolicy.audit.findings import Problem, Verdict
-from mis_ext.onpolicy.audit.report import AuditReport
+from mis_ext.onpolicy.audit.cautions import filled_in
+from mis_ext.onpolicy.audit.findings import Problem
+from mis_ext.onpolicy.audit.parts import Part
 
 
 class EngineRecords:
@@ -67,16 +68,19 @@ def problem_of_record(sample: DumpedSample, record: DumpedSample) -> str | None:
     return None
 
 
-def judge_control(control: AuditReport) -> str | Problem:
-    """What a control shows about the trainer's stream, or why it shows nothing."""
-    if control.verdict is Verdict.DIFFERENT:
-        return f"in the control {control.num_nonzero} of {control.num_active_tokens} tokens differ"
-    if control.verdict is Verdict.INVALID:
+def judge_control(control: Part) -> str | Problem:
+    """What a control shows about both streams, or why it shows nothing."""
+    if control.problems:
         return Problem(f"the control could not be compared: {control.problems[0]}")
-    return Problem(
-        "the control is equal too: either the engines agree in it, and it is no control, or one stream is filled in "
-        "from the other"
-    )
+    num_nonzero = sum(found.num_nonzero for found in control.facts)
+    if not num_nonzero:
+        return Problem(
+            "the control is equal too: either the engines agree in it, and it is no control, or one stream is filled "
+            "in from the other"
+        )
+    for suspicion in filled_in(control.facts):
+        return Problem(f"the control: {suspicion}")
+    return f"in the control {num_nonzero} of {sum(found.num_active for found in control.facts)} tokens differ"
 
 
 def _same_log_probs(sample: DumpedSample, record: DumpedSample) -> bool:
