@@ -741,7 +741,8 @@ def work(rank: int, folder: str) -> None:
         "4 names": {"names": [lambda: None] if rank == 1 else ["a"]},
         "4 evidence": {"evidence": SHOWN if rank else Evidence(rollout="a record")},
     }.items():
-        out[name] = audit_logprobs(log_probs(3), log_probs(3), **column, group=groups[4]).to_dict()
+        rollout = [x - 1.0 if name == "4 names" else x for x in log_probs(3)]
+        out[name] = audit_logprobs(log_probs(3), rollout, **column, group=groups[4]).to_dict()
     try:
         audit_logprobs(log_probs(3), log_probs(3), provenance="wrong" if rank == 3 else "decode", group=groups[4])
     except ValueError as error:
@@ -771,7 +772,7 @@ def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_p
         assert problem in found[0][name]["problems"][0]["reason"]
     for report in found:
         assert "rollout_weight_versions must be a list" in report["4 versions"]["problems"][0]["reason"]
-        assert report["4 names"]["verdict"] == "EXACT"
+        assert (report["4 names"]["verdict"], report["4 names"]["num_nonzero"]) == ("DIFFERENT", 12)
         assert report["4 evidence"]["evidence"] == {"rollout": "a record", "train": None}
         assert "provenance on rank 3 must be one of decode | prefill | unknown" in report["4 wrong provenance"]
     verdicts = [audit_logprobs(train, rollout, **columns).verdict.value for train, rollout, columns in cases().values()]
