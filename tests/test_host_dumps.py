@@ -151,6 +151,23 @@ def test_tensor_parallel_ranks_that_disagree_both_count(dumps, tmp_path) -> None
     assert sorted(sample.sample_index for sample in samples) == [0, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize("host", ["slime_before", "miles_bshd"])
+def test_one_tensor_for_both_sides_is_seen_in_the_files_of_ranks_too(dumps, host, tmp_path) -> None:
+    paths = []
+    for path in train_files(dumps, host):
+        content = torch.load(path)
+        data = content["rollout_data"]
+        data["log_probs"] = data["rollout_log_probs"]
+        paths.append(tmp_path / path.name)
+        torch.save(content, paths[-1])
+    # A file of float64 makes all of the audit float64.
+    (tmp_path / "rounded.jsonl").write_text('{"log_probs": [-0.1], "rollout_log_probs": [-0.2]}')
+    for others in ([], [tmp_path / "rounded.jsonl"]):
+        report = audit(tmp_path, *paths, *others, "--provenance", "decode")
+        assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
+        assert all("the same memory" in problem["reason"] for problem in report["problems"])
+
+
 # --- evidence
 
 

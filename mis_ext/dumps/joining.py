@@ -18,7 +18,10 @@ from torch import Tensor
 from mis_ext.correction.zigzag import owned_chunks
 from mis_ext.dumps.sample import ContextPart, DumpedSample, Skipped
 
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_ONE_MEMORY = (
+    "the log-probs of both sides are the same memory in a context-parallel part: one was filled in from the other"
+)
 
 
 @dataclass
@@ -130,6 +133,8 @@ def _joined(parts: Mapping[int, DumpedSample]) -> DumpedSample:
         proximal_log_probs=_whole(first, {rank: part.proximal_log_probs for rank, part in parts.items()}),
         behavior_log_probs=_whole(first, {rank: part.behavior_log_probs for rank, part in parts.items()}),
         part=None,
+        # Joining makes two tensors of one.
+        problem=_ONE_MEMORY if any(part.is_one_memory for part in parts.values()) else first.problem,
     )
 
 

@@ -65,6 +65,14 @@ class DumpedSample:
         """Where the sample is."""
         return f"{self.path}, its sample {self.index}"
 
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether the log-probs of both sides are the same tensor in the file: one was filled in from the other."""
+        proximal, behavior = self.proximal_log_probs, self.behavior_log_probs
+        if proximal is None or behavior is None or not proximal.numel():
+            return False
+        return proximal.data_ptr() == behavior.data_ptr()
+
 
 class Skipped(NamedTuple):
     """What was not read, and why; ``num_samples`` is None for a whole file."""
@@ -74,5 +82,6 @@ class Skipped(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        what = "the file" if self.num_samples is None else f"{self.num_samples} samples"
+        plural = "" if self.num_samples == 1 else "s"
+        what = "the file" if self.num_samples is None else f"{self.num_samples} sample{plural}"
         return f"{self.path}: {what}: {self.reason}"

@@ -71,9 +71,12 @@ def _rows(
 
 def _row(sample: DumpedSample, version: Version | None, dtype: torch.dtype | None) -> Sample:
     train, rollout = sample.proximal_log_probs, sample.behavior_log_probs
+    train = train if train is None else train.to(dtype or train.dtype)
+    # Two conversions of one tensor would be two.
+    rollout = train if sample.is_one_memory else rollout if rollout is None else rollout.to(dtype or rollout.dtype)
     return Sample(
-        train=train if train is None else train.to(dtype or train.dtype),
-        rollout=rollout if rollout is None else rollout.to(dtype or rollout.dtype),
+        train=train,
+        rollout=rollout,
         mask=sample.response_mask,
         train_token_ids=sample.response_ids,
         rollout_token_ids=sample.sampled_ids,
