@@ -160,10 +160,12 @@ def test_one_tensor_for_both_sides_is_seen_in_the_files_of_ranks_too(dumps, host
         data["log_probs"] = data["rollout_log_probs"]
         paths.append(tmp_path / path.name)
         torch.save(content, paths[-1])
-    # A file of float64 makes all of the audit float64.
-    (tmp_path / "rounded.jsonl").write_text('{"log_probs": [-0.1], "rollout_log_probs": [-0.2]}')
-    for others in ([], [tmp_path / "rounded.jsonl"]):
-        report = audit(tmp_path, *paths, *others, "--provenance", "decode")
+    # A float32 and a float64 sample more make all of the audit float64.
+    others = [tmp_path / "halves.jsonl", tmp_path / "tenths.jsonl"]
+    for other, values in zip(others, ([-0.5], [-0.1]), strict=True):
+        other.write_text(json.dumps({"log_probs": values, "rollout_log_probs": values}))
+    for added in ([], others):
+        report = audit(tmp_path, *paths, *added, "--provenance", "decode")
         assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
         assert all("the same memory" in problem["reason"] for problem in report["problems"])
 
