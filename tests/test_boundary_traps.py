@@ -10,6 +10,8 @@ pytest.importorskip("transformers", reason="real tokenizers: pip install transfo
 pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
 
 from conversations import call
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tiny_tokenizers import encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
@@ -82,6 +84,56 @@ def test_trimmed_white_space_inside_a_turn_that_goes_on_is_an_edit(sampled, hist
         call("second", ids(HEAD + history), ids(goes_on)),
     ]
     assert kinds_and_actions(calls) == [("history_edited", "split")]
+
+
+IN_A_TURN = {
+    "an observation behind a stripped end": ("", "Action: search[x]\n", "Action: search[x] Observation: y"),
+    "a line for a space behind a stripped end": ("", "Action: search[x] ", "Action: search[x]\nObservation: y"),
+    "a line less": ("", "a = 1\n\n", "a = 1\nb = 2"),
+    "a text that looks like a tag behind a stripped end": ("", "search x\n", "search x<observation>y"),
+    "behind a beginning that was given": ("def f():", " return 1<|im_end|>", "def f():\n     return 1<|im_end|>"),
+    "behind a line that was given": ("if x:\n", "    a = 1<|im_end|>", "if x:\na = 1<|im_end|>"),
+    "beside what is no tag of the tokenizer": ("", "if a <b> c: d<|im_end|>", "if a<b>c: d<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize(("given", "sampled", "history"), IN_A_TURN.values(), ids=IN_A_TURN)
+@pytest.mark.parametrize("finish_reason", ["length", "stop"])
+def test_white_space_inside_a_turn_is_never_spliced(given, sampled, history, finish_reason) -> None:
+    calls = [
+        call("first", ids(HEAD + given), ids(sampled), finish_reason=finish_reason),
+        call("second", ids(HEAD + history), [5]),
+    ]
+    assert kinds_and_actions(calls) == [("history_edited", "split")]
+
+
+PARTS = ["def", "x", "Action:", "天気", '"', "}", "<b>", "it's"]
+SPACES = ["", " ", "\n", "\n    ", "\t"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_of_a_turn_that_goes_on_every_white_space_counts(data) -> None:
+    """The words of two turns, the second of which goes on in the same turn; one of the spaces is another."""
+    words = data.draw(st.lists(st.sampled_from(PARTS), min_size=2, max_size=6))
+    spaces = data.draw(st.lists(st.sampled_from(SPACES), min_size=len(words), max_size=len(words)))
+    begins = data.draw(st.booleans())
+    place = data.draw(st.integers(int(begins), len(words) - 1))
+    other = [*spaces]
+    other[place] = data.draw(st.sampled_from(SPACES).filter(lambda each: each != spaces[place]))
+    given = HEAD if begins else HEAD + "given"
+
+    def text(spaces: list[str]) -> str:
+        return "".join(map("".join, zip(spaces, words, strict=True)))
+
+    # The last word is what the client appended behind a text that it may have trimmed.
+    size = len(text(spaces)) - len(words[-1])
+    assume(text(spaces)[:size])
+    calls = [call("first", ids(given), ids(text(spaces)[:size])), call("second", ids(given + text(other)), [5])]
+    kinds = kinds_and_actions(calls)
+    assert kinds in ([("history_edited", "split")], [("contiguous", "continued")], [("retokenized", "spliced")])
+    if kinds != [("history_edited", "split")]:
+        assert text(other).startswith(text(spaces)[:size])
 
 
 @pytest.mark.parametrize(

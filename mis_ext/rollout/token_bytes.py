@@ -35,7 +35,10 @@ class TokenBytes(dict[int, bytes]):
         self._read = _choose_reading(tokenizer, self._names)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        for text, token_id in self._names.get_added_vocab().items():
+        texts = self._names.get_added_vocab()
+        self.added_texts = frozenset(texts)
+        self.special_texts = tuple(text for text, token_id in texts.items() if token_id in self.special_ids)
+        for text, token_id in texts.items():
             self[token_id] = text.encode()
 
     def __missing__(self, token_id: int) -> bytes:

@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from mis_ext.rollout.conversations.rewriting import find_end, starts_with_tag, without_reasoning
+from mis_ext.rollout.conversations.rewriting import Marks, find_end, without_reasoning
 
 
 class Change(Enum):
@@ -41,19 +41,19 @@ class Alignment(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, reasoning: tuple[str, str], cut: bool) -> Alignment | None:
+def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: bool) -> Alignment | None:
     """Where the turns are in the prompt; None where anything else than the writing of a sampled text was changed.
 
     Args:
         turns: The conversation.
         prompt: Bytes of each token of the prompt.
-        reasoning: The markers before and behind a reasoning block.
+        marks: What begins and ends a turn, and what is a tag.
         cut: The token limit ended the last turn.
     """
     text = b"".join(prompt)
     change, ends = Change.NONE, [*accumulate(len(part) for turn in turns for part in turn)]
     if not text.startswith(b"".join(part for turn in turns for part in turn)):
-        found = _align_text(turns, _readable(text), reasoning=reasoning, cut=cut)
+        found = _align_text(turns, _readable(text), marks, cut=cut)
         if found is None:
             return None
         change, ends = found
@@ -63,17 +63,16 @@ def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, reasoning: tuple[st
     return Alignment(change, end if token_ends[end] == ends[-1] else None, bounds)
 
 
-def _align_text(
-    turns: Sequence[Turn], text: str, *, reasoning: tuple[str, str], cut: bool
-) -> tuple[Change, list[int]] | None:
+def _align_text(turns: Sequence[Turn], text: str, marks: Marks, *, cut: bool) -> tuple[Change, list[int]] | None:
     position, change, bounds = 0, Change.REWRITTEN, list[int]()
     for number, turn in enumerate(turns):
         template, sampled = _readable(turn.template), _readable(turn.sampled)
         cut_here = cut and number == len(turns) - 1
-        start = _find_template(text, position, template, behind_a_turn=number > 0)
-        end = None if start is None else find_end(text, start, sampled, cut=cut_here)
+        begins = marks.begin_behind(template)
+        start = _find_template(text, position, template, marks, behind_a_turn=number > 0)
+        end = None if start is None else find_end(text, start, sampled, marks=marks, begins=begins, cut=cut_here)
         if end is None:
-            start, end = _find_stripped(text, position, template, sampled, reasoning, behind_a_turn=number > 0)
+            start, end = _find_stripped(text, position, template, sampled, marks, behind_a_turn=number > 0)
             change = Change.REASONING_STRIPPED
         if start is None or end is None:
             return None
@@ -84,29 +83,30 @@ def _align_text(
     return change, [*accumulate(sizes)]
 
 
-def _find_template(text: str, position: int, template: str, *, behind_a_turn: bool) -> int | None:
+def _find_template(text: str, position: int, template: str, marks: Marks, *, behind_a_turn: bool) -> int | None:
     """Where the template's text ends; white space of the turn before it may have changed."""
     while not text.startswith(template, position):
-        if not (behind_a_turn and starts_with_tag(template) and text[position : position + 1].isspace()):
+        if not (behind_a_turn and marks.follow(template, 0) and text[position : position + 1].isspace()):
             return None
         position += 1
     return position + len(template)
 
 
 def _find_stripped(
-    text: str, position: int, template: str, sampled: str, reasoning: tuple[str, str], *, behind_a_turn: bool
+    text: str, position: int, template: str, sampled: str, marks: Marks, *, behind_a_turn: bool
 ) -> tuple[int | None, int | None]:
-    opening, closing = map(re.escape, reasoning)
+    opening, closing = map(re.escape, marks.reasoning)
     cut_at = len(template)
     # A generation prompt may open the block, or hold an empty one: that, too, goes with the reasoning.
-    head = template.rfind(reasoning[0])
+    head = template.rfind(marks.reasoning[0])
     if head >= 0 and re.fullmatch(rf"{opening}\s*(?:{closing}\s*)?", template[head:]):
         cut_at = len(template[:head].rstrip())
-    start = _find_template(text, position, template[:cut_at], behind_a_turn=behind_a_turn)
+    start = _find_template(text, position, template[:cut_at], marks, behind_a_turn=behind_a_turn)
     if start is None:
         return None, None
-    for rest in without_reasoning(template[cut_at:] + sampled, reasoning):
-        end = find_end(text, start, rest)
+    begins = marks.begin_behind(template[:cut_at])
+    for rest in without_reasoning(template[cut_at:] + sampled, marks.reasoning):
+        end = find_end(text, start, rest, marks=marks, begins=begins)
         if end is not None:
             return start, end
     return None, None

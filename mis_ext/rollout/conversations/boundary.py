@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from mis_ext.rollout.conversations.alignment import Change, Turn, align
 from mis_ext.rollout.conversations.conversation import Conversation
+from mis_ext.rollout.conversations.rewriting import marks_of
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
@@ -174,7 +175,7 @@ def _classify_text(
             turn = Turn(turns[-1].template, turns.pop().sampled + turn.sampled)
         turns.append(turn)
         end = stop
-    found = align(turns, [*map(bytes_of, prompt[origin:])], reasoning=reasoning, cut=cut)
+    found = align(turns, [*map(bytes_of, prompt[origin:])], marks=marks_of(tokenizer, reasoning), cut=cut)
     if found is None:
         return Finding(BoundaryKind.HISTORY_EDITED, position)
     kind = _KIND_OF[found.change]

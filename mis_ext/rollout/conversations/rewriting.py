@@ -6,45 +6,86 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.token_bytes import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)
-_WORD = re.compile(r"\s*\S")
+# What a template may put between a special token and the turn.
+_ROLES = ("assistant", "model")
 _REPLACEMENT = "\ufffd"
 # Each reads on to where the text is no JSON: thousands of open brackets would take quadratic time.
 _MAX_FAILURES = 64
 
 
-def find_end(text: str, start: int, sampled: str, *, cut: bool = False) -> int | None:
+class Marks(NamedTuple):
+    """The texts that no one writes by hand.
+
+    Attributes:
+        special: Of special tokens. A turn begins behind one and ends before one: nothing else proves where it does.
+        tags: Of all tokens that were added to the vocabulary, and the reasoning markers.
+        reasoning: The markers before and behind a reasoning block.
+    """
+
+    special: tuple[str, ...]
+    tags: frozenset[str]
+    reasoning: tuple[str, str]
+
+    def begin_behind(self, template: str) -> bool:
+        """Whether a turn begins behind this text, and does not go on from words in it."""
+        head = template.rstrip()
+        for role in _ROLES:
+            head = head.removesuffix(role)
+        tag = head[head.rfind("<") :]
+        return head.endswith((*self.special, *self.reasoning)) or tag in self.tags
+
+    def follow(self, text: str, position: int) -> bool:
+        """Whether a special token is next, but for white space."""
+        while text[position : position + 1].isspace():
+            position += 1
+        return text.startswith(self.special, position)
+
+
+@lru_cache(maxsize=4)
+def marks_of(tokenizer: Tokenizer, reasoning: tuple[str, str]) -> Marks:
+    """The marks of a tokenizer; the same object for the same arguments."""
+    table = token_bytes_of(tokenizer)
+    return Marks(table.special_texts, table.added_texts | {*reasoning}, reasoning)
+
+
+def find_end(
+    text: str, start: int, sampled: str, *, marks: Marks, begins: bool = True, cut: bool = False
+) -> int | None:
     """Where ``sampled`` ends in ``text`` if it stands at ``start``, there perhaps written another way; else None.
 
-    Another way is: other white space at either end or beside a tag such as ``</think>``, JSON objects and lists written
-    otherwise (white space, order of keys, escapes), another Unicode normalization, U+FFFD for bytes that are no text.
-    White space between words is not free: it means something in a program.
+    Another way is: other white space at the ends of a turn or beside a tag such as ``</think>``, JSON objects and lists
+    written otherwise (white space, order of keys, escapes), another Unicode normalization, U+FFFD for bytes that are no
+    text. All other white space is not free, that of an end included from which the turn goes on: it means something in
+    a program.
 
     Args:
         text: A rendered prompt, its invalid bytes as surrogates.
         start: Index into ``text``.
         sampled: What was sampled, its invalid bytes as surrogates.
-        cut: The token limit ended the sampling: nothing need be left of an incomplete last character, if a tag follows.
+        marks: What begins and ends a turn, and what is a tag.
+        begins: A turn begins with ``sampled``.
+        cut: The token limit ended the sampling: nothing need be left of an incomplete last character, if the turn ends
+            there.
     """
     if text.startswith(sampled, start):
         return start + len(sampled)
     # The client could not write the invalid bytes. Those of the prompt stay surrogates, which equal no U+FFFD.
     readable = sampled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    end = _match(text, start, readable)
+    end = _match(text, start, readable, marks, begins=begins)
     if end is None and cut and readable.endswith(_REPLACEMENT):
-        end = _match(text, start, readable.rstrip(_REPLACEMENT))
+        end = _match(text, start, readable.rstrip(_REPLACEMENT), marks, begins=begins)
         # Were it not the end of the turn, other text could stand for the character.
-        if end is not None and not _TAG.match(text, end):
+        if end is not None and not text.startswith(marks.special, end):
             return None
     return end
-
-
-def starts_with_tag(text: str) -> bool:
-    """Whether a tag is first but for white space."""
-    return _TAG.match(text.lstrip()) is not None
 
 
 def without_reasoning(turn: str, markers: tuple[str, str]) -> list[str]:
@@ -61,36 +102,40 @@ def without_reasoning(turn: str, markers: tuple[str, str]) -> list[str]:
     return [without_blocks + rest, rest, opening + closing + rest, closing + rest]
 
 
-def _match(text: str, start: int, sampled: str) -> int | None:
+def _match(text: str, start: int, sampled: str, marks: Marks, *, begins: bool) -> int | None:
+    if not begins:
+        leading = sampled[: len(sampled) - len(sampled.lstrip())]
+        behind = start + len(leading)
+        if not text.startswith(leading, start) or text[behind : behind + 1].isspace():
+            return None
     end = start
-    found = _pieces(text, start)
-    for piece, _ in _pieces(sampled.strip(), 0):
+    found = _pieces(text, start, marks.tags)
+    for piece, _ in _pieces(sampled.strip(), 0, marks.tags):
         found_piece, end = next(found, ("", end))
         if found_piece != piece:
             return None
     for character in sampled[len(sampled.rstrip()) :]:
         if not text.startswith(character, end):
-            # Where nothing follows, what is sampled next stands directly behind it, within the turn.
-            return end if _WORD.match(text, end) else None
+            return end if marks.follow(text, end) else None
         end += 1
     return end
 
 
-def _pieces(text: str, start: int) -> Iterator[tuple[str, int]]:
+def _pieces(text: str, start: int, tags: frozenset[str]) -> Iterator[tuple[str, int]]:
     """Tags, JSON values, words and what white space is left, each in one way of writing, and where each ends."""
     skip_space, failures, position = True, 0, start
     while match := _PIECE.match(text, position):
         piece, position = match[0], match.end()
         if match["space"]:
             behind = _PIECE.match(text, position)
-            if not skip_space and behind and not behind["tag"]:
+            if not skip_space and behind and behind["tag"] not in tags:
                 yield piece, position
             continue
         if piece in ("{", "[") and failures < _MAX_FAILURES:
             value = _json_value(text, position - 1)
             failures += value is None
             piece, position = value or (piece, position)
-        skip_space = bool(match["tag"])
+        skip_space = match["tag"] in tags
         yield re.sub(f"{_REPLACEMENT}+", _REPLACEMENT, unicodedata.normalize("NFC", piece)), position
 
 
