@@ -50,9 +50,10 @@ def expected_samples(case: Case, policy: str, action: str) -> tuple[TrainingSamp
     if action == "continued":
         # Where ids continue this is the observation; "off" takes it for granted.
         rest = second.prompt_ids[len(known) :]
-        return (sample_of(first.prompt_ids, first, rest, second),)
+        continues = second.prompt_ids[: len(known)] == known
+        return (sample_of(first.prompt_ids, first, rest, second, flagged=[] if continues else [second]),)
     if action == "spliced":
-        return (sample_of(first.prompt_ids, first, case.observation, second),)
+        return (sample_of(first.prompt_ids, first, case.observation, second, flagged=[second], mask=True),)
     alone = [sample_of(each.prompt_ids, each) for each in case.calls]
     return tuple(alone if action == "split" else alone[:1])
 
@@ -78,7 +79,8 @@ def test_every_policy_does_to_every_class_what_it_says(tokenizer, name, policy, 
 
 def test_the_table_has_every_class_and_every_action() -> None:
     kinds = {CASES[name](TOKENIZERS["english"]()).kind for name in ACTIONS}
-    assert kinds == {kind.value for kind in BoundaryKind}
+    # A fork takes three calls.
+    assert kinds | {"fork"} == {kind.value for kind in BoundaryKind}
     assert set(chain(*ACTIONS.values())) == {action.value for action in BoundaryAction}
 
 
@@ -115,6 +117,7 @@ def test_a_call_of_one_turn_is_its_prompt_and_what_was_sampled() -> None:
         response_length=3,
         loss_mask=[1, 1, 1],
         rollout_log_probs=first.log_probs,
+        behind_other_ids=[0, 0, 0],
         weight_versions=["version of first"] * 3,
         request_ids=["first"],
     )
@@ -127,6 +130,7 @@ def test_tokens_of_tools_and_template_are_masked() -> None:
         response_length=5,
         loss_mask=[1, 0, 0, 1, 1],
         rollout_log_probs=[*first.log_probs, 0.0, 0.0, *second.log_probs],
+        behind_other_ids=[0, 0, 0, 0, 0],
         weight_versions=["version of first", None, None, "version of second", "version of second"],
         request_ids=["first", "second"],
     )
@@ -217,12 +221,11 @@ def test_a_retry_of_the_first_turn_leaves_one_sample_each() -> None:
     assert build_samples(calls, policy="split").samples == tuple(sample_of([7], each) for each in calls)
 
 
-def test_going_back_to_the_turn_that_was_retried_begins_a_sample(tokenizer) -> None:
-    a, b = encode(tokenizer, "ab")
-    calls = [call("0", [7], [a]), call("1", [7], [b]), call("2", [7, a, 5], [9])]
-    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
-    assert [each.kind for each in built.boundaries] == ["retry", "history_edited"]
-    assert built.samples == tuple(sample_of(each.prompt_ids, each) for each in calls)
+def test_going_back_to_the_turn_that_was_retried_goes_on_from_there() -> None:
+    calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7, 8, 5], [9])]
+    built = build_samples(calls, policy="correct")
+    assert [(each.kind, each.earlier) for each in built.boundaries] == [("retry", "0"), ("contiguous", "0")]
+    assert built.samples == (sample_of([7], calls[1]), sample_of([7], calls[0], [5], calls[2]))
 
 
 def test_the_same_ids_with_other_log_probs_are_a_retry() -> None:
@@ -260,9 +263,9 @@ def test_a_client_that_renders_everything_anew_is_spliced_at_every_turn(tokenize
             {"role": "user", "content": f"more {turn}"},
         ]
         observation = encode(tokenizer, "\n") + render(tokenizer, messages[-1:])
-    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    built = build_samples(calls, policy="correct", behind_splice="flag", tokenizer=tokenizer)
     assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 3
-    assert built.samples == (sample_of(*pieces),)
+    assert built.samples == (sample_of(*pieces, flagged=calls[1:]),)
     assert tokenizer.decode(built.samples[0].tokens) == tokenizer.decode(calls[-1].prompt_ids + calls[-1].sampled_ids)
     for boundary, earlier in zip(built.boundaries, calls, strict=False):
         assert 0 <= boundary.position - len(earlier.prompt_ids) < len(earlier.sampled_ids)
@@ -274,7 +277,8 @@ def test_a_client_that_goes_on_from_its_own_prompt_after_a_splice_is_contiguous(
     third = call("third", second.prompt_ids + second.sampled_ids + [5, 6], [7])
     built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
     assert [each.kind for each in built.boundaries] == ["retokenized", "contiguous"]
-    assert built.samples == (sample_of(first.prompt_ids, first, case.observation, second, [5, 6], third),)
+    pieces = [first.prompt_ids, first, case.observation, second, [5, 6], third]
+    assert built.samples == (sample_of(*pieces, flagged=[second, third], mask=True),)
 
 
 def test_a_retry_after_a_splice_stands_alone_with_the_prompt_that_the_server_was_given(tokenizer) -> None:
@@ -284,8 +288,8 @@ def test_a_retry_after_a_splice_stands_alone_with_the_prompt_that_the_server_was
     built = build_samples([first, second, again], policy="correct", tokenizer=tokenizer)
     assert [each.kind for each in built.boundaries] == ["retokenized", "retry"]
     assert built.samples == (
-        sample_of(second.prompt_ids, second),
-        sample_of(first.prompt_ids, first, case.observation, again),
+        sample_of(first.prompt_ids, first, case.observation, second, flagged=[second], mask=True),
+        sample_of(second.prompt_ids, again),
     )
 
 
@@ -296,7 +300,9 @@ def test_an_early_turn_that_is_split_anew_after_a_splice_is_still_the_same_conve
     third = call("third", first.prompt_ids + first.sampled_ids + case.observation + second.sampled_ids + [5], [7])
     built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
     assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 2
-    assert built.samples == (sample_of(first.prompt_ids, first, case.observation, second, [5], third),)
+    pieces = [first.prompt_ids, first, case.observation, second, [5], third]
+    # The server was given the third prompt as it stands in the sample.
+    assert built.samples == (sample_of(*pieces, flagged=[second], mask=True),)
 
 
 def test_an_earlier_turn_that_changes_after_a_splice_is_still_known_as_sampled(tokenizer) -> None:
@@ -319,8 +325,8 @@ def test_an_earlier_turn_that_changes_after_a_splice_is_still_known_as_sampled(t
         ("retemplated", "spliced"),
     ]
     more, closed = encode(tokenizer, "more: "), encode(tokenizer, "<|im_end|>more: ")
-    expected = sample_of(calls[0].prompt_ids, calls[0], more, calls[1], closed, calls[2], more, calls[3])
-    assert built.samples == (expected,)
+    pieces = [calls[0].prompt_ids, calls[0], more, calls[1], closed, calls[2], more, calls[3]]
+    assert built.samples == (sample_of(*pieces, flagged=calls[2:], mask=True),)
 
 
 def test_broken_bytes_that_are_repeated_as_ids_are_no_change(tokenizer) -> None:
@@ -331,7 +337,8 @@ def test_broken_bytes_that_are_repeated_as_ids_are_no_change(tokenizer) -> None:
     calls = [call(str(n), *each) for n, each in enumerate(zip(prompts, ids, strict=True))]
     built = build_samples(calls, policy="correct", tokenizer=tokenizer)
     assert [each.kind for each in built.boundaries] == ["contiguous", "retemplated"]
-    assert built.samples == (sample_of(more, calls[0], more, calls[1], more, calls[2]),)
+    expected = sample_of(more, calls[0], more, calls[1], more, calls[2], flagged=calls[2:], mask=True)
+    assert built.samples == (expected,)
 
 
 def test_white_space_that_is_still_there_is_not_repeated(tokenizer) -> None:
@@ -339,7 +346,8 @@ def test_white_space_that_is_still_there_is_not_repeated(tokenizer) -> None:
     second = call("second", encode(tokenizer, "hi:<|im_start|>yes\n<|im_end|>"), [5])
     built = build_samples([first, second], policy="correct", tokenizer=tokenizer)
     assert built.boundaries[0].kind == "retemplated"
-    assert built.samples == (sample_of(first.prompt_ids, first, encode(tokenizer, "<|im_end|>"), second),)
+    pieces = [first.prompt_ids, first, encode(tokenizer, "<|im_end|>"), second]
+    assert built.samples == (sample_of(*pieces, flagged=[second], mask=True),)
 
 
 def test_an_edit_before_a_splice_is_found(tokenizer) -> None:
@@ -354,8 +362,9 @@ def test_off_compares_nothing_and_counts(tokenizer) -> None:
     """The ids beyond the known length, as hosts take them today, whatever they are."""
     calls = [call("0", [7], [8, 9]), call("1", [6, 5, 4, 3], [2]), call("2", [6], [1])]
     built = build_samples(calls, policy="off", tokenizer=tokenizer)
-    assert built.samples == (sample_of([7], calls[0], [3], calls[1], calls[2]),)
+    assert built.samples == (sample_of([7], calls[0], [3], calls[1], calls[2], flagged=calls[1:]),)
     metrics = built.metrics()
+    assert metrics["sampled_tokens/behind_other_ids"] == 2
     assert metrics["boundaries/history_edited"] == metrics["boundaries/continued"] == metrics["boundaries"] == 2
 
 

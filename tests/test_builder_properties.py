@@ -117,8 +117,11 @@ def encode_mixed(tokenizer, text: str, pieces: list[bool]) -> list[int]:
     return ids + encode(tokenizer, TURN_END) * text.endswith(TURN_END)
 
 
-def build(talk: Talk, policy: str) -> Built:
-    return build_samples(talk.calls, policy=policy, tokenizer=MADE[talk.name], vocab_size=len(MADE[talk.name]))
+def build(talk: Talk, policy: str, behind_splice: str = "mask") -> Built:
+    tokenizer = MADE[talk.name]
+    return build_samples(
+        talk.calls, policy=policy, behind_splice=behind_splice, tokenizer=tokenizer, vocab_size=len(tokenizer)
+    )
 
 
 def trained_positions(talk: Talk, built: Built):
@@ -140,14 +143,14 @@ def check_samples(talk: Talk, built: Built) -> None:
     }
     trained = list[float]()
     for sample in built.samples:
-        columns = (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions)
+        columns = (sample.loss_mask, sample.rollout_log_probs, sample.behind_other_ids, sample.weight_versions)
         response = sample.tokens[len(sample.tokens) - sample.response_length :]
-        for token, mask, value, version in zip(response, *columns, strict=True):
+        for token, mask, value, flag, version in zip(response, *columns, strict=True):
             if mask:
                 assert captured[value] == (token, version)
                 trained.append(value)
             else:
-                assert (mask, value, version) == (0, 0.0, None)
+                assert (mask, value, version is not None) == (0, 0.0, bool(flag))
     assert len(trained) == len(set(trained)) == built.metrics()["sampled_tokens/trained"]
     assert built.metrics()["sampled_tokens"] == sum(len(call.sampled_ids) for call in talk.calls)
 
@@ -173,8 +176,29 @@ def check_nothing_is_lost(talk: Talk, built: Built) -> None:
 
 def check_prompts(talk: Talk, built: Built) -> None:
     """Every call stands behind exactly the ids that its server was given."""
+    check_flags(talk, built)
+    assert not any(any(sample.behind_other_ids) for sample in built.samples)
+
+
+def check_flags(talk: Talk, built: Built) -> None:
+    """Every call stands behind exactly the ids that its server was given, or all of its tokens are flagged."""
     for sample, call, start in trained_positions(talk, built):
-        assert sample.tokens[:start] == call.prompt_ids
+        begin = start + sample.response_length - len(sample.tokens)
+        flags = sample.behind_other_ids[begin : begin + len(call.sampled_ids)]
+        assert {*flags} == {int(sample.tokens[:start] != call.prompt_ids)}
+
+
+def check_masks(talk: Talk, built: Built) -> None:
+    """What is flagged is not trained; what is lost is that and copies."""
+    flagged = sum(sum(sample.behind_other_ids) for sample in built.samples)
+    copies = sum(len(call.sampled_ids) for call in talk.calls) - sum(
+        len(sampled) for sampled in {call.request_id: call.sampled_ids for call in talk.calls}.values()
+    )
+    metrics = built.metrics()
+    assert metrics["sampled_tokens/behind_other_ids"] == flagged
+    assert metrics["sampled_tokens/dropped"] == flagged + copies
+    for sample in built.samples:
+        assert not any(a and b for a, b in zip(sample.loss_mask, sample.behind_other_ids, strict=True))
 
 
 def check_bytes(talk: Talk, built: Built) -> None:
@@ -199,18 +223,19 @@ def check_strict(talk: Talk, corrected: Built) -> None:
 
 
 CHECKS = {
-    "correct": (check_samples, check_calls, check_nothing_is_lost, check_bytes, check_strict),
-    "split": (check_samples, check_calls, check_nothing_is_lost, check_prompts),
-    "truncate": (check_samples, check_calls, check_prompts),
-    "off": (check_samples, check_calls),
+    ("correct", "mask"): (check_samples, check_calls, check_flags, check_masks, check_strict),
+    ("correct", "flag"): (check_samples, check_calls, check_flags, check_nothing_is_lost, check_bytes),
+    ("split", "flag"): (check_samples, check_calls, check_prompts, check_nothing_is_lost),
+    ("truncate", "flag"): (check_samples, check_calls, check_prompts),
+    ("off", "mask"): (check_samples, check_calls, check_flags),
 }
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(talks())
 def test_whatever_the_client_does_every_policy_keeps_its_word(talk: Talk) -> None:
-    for policy, checks in CHECKS.items():
-        built = build(talk, policy)
+    for choices, checks in CHECKS.items():
+        built = build(talk, *choices)
         for check in checks:
             check(talk, built)
 
@@ -218,7 +243,7 @@ def test_whatever_the_client_does_every_policy_keeps_its_word(talk: Talk) -> Non
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(talks(SAME))
 def test_a_faithful_client_gets_one_sample_that_decodes_to_the_conversation(talk: Talk) -> None:
-    built = build(talk, "correct")
+    built = build(talk, "correct", "flag")
     sampling = [call for call in talk.calls if call.sampled_ids]
     assert [sample.request_ids for sample in built.samples] == [[call.request_id for call in sampling]] * bool(sampling)
     for sample in built.samples:

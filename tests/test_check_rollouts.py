@@ -348,27 +348,33 @@ def test_stop_strings_of_the_request_explain_a_text_that_ends_before_them(tmp_pa
 def trained(case: str) -> dict[str, tuple[int, int]]:
     """By policy: samples, and which of the two calls' tokens are trained."""
     kinds = {
-        "contiguous": dict.fromkeys(("strict", "correct", "split", "truncate", "off"), (1, 3)),
-        "retokenized": {"strict": (0, 0), "correct": (1, 3), "split": (2, 3), "truncate": (1, 1), "off": (1, 3)},
+        "contiguous": dict.fromkeys(("strict", "correct", "correct flag", "split", "truncate", "off"), (1, 3)),
+        "retokenized": {"strict": (0, 0), "correct": (1, 1), "correct flag": (1, 3), "split": (2, 3)}
+        | {"truncate": (1, 1), "off": (1, 3)},
     }
     return kinds[case]
 
 
-@pytest.mark.parametrize("policy", ["strict", "correct", "split", "truncate", "off"])
+@pytest.mark.parametrize("policy", ["strict", "correct", "correct flag", "split", "truncate", "off"])
 @pytest.mark.parametrize("name", ["contiguous", "retokenized"])
 def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokenizer_folder, name, policy) -> None:
     case = CASES[name](english_tokenizer())
     path, samples = write(tmp_path, *case_rows(name, case)), tmp_path / "samples.jsonl"
-    report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", policy, "--samples", samples)
     number, which = trained(name)[policy]
+    policy, *how = policy.split()
+    options = ["--policy", policy, *(["--behind-splice", *how] if how else [])]
+    report = report_of(path, "--tokenizer", tokenizer_folder, *options, "--samples", samples)
     lengths = [len(each.sampled_ids) for each in case.calls]
     tokens = sum(length for i, length in enumerate(lengths) if which >> i & 1)
     found = report["policy"]
     assert (found["name"], found["samples"]) == (policy, number)
     assert (found["trained_tokens"], found["dropped_tokens"]) == (tokens, sum(lengths) - tokens)
+    is_behind = name == "retokenized" and policy in ("correct", "off")
+    assert found["tokens_behind_other_ids"] == lengths[1] * is_behind
     written = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [each["conversation"] for each in written] == [name] * number
     assert sum(sum(each["loss_mask"]) for each in written) == tokens
+    assert sum(sum(each["behind_other_ids"]) for each in written) == lengths[1] * is_behind
     assert list(report["boundaries"]) == [name]
 
 
@@ -473,6 +479,7 @@ def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) 
     assert re.search(rf"policy split +{policy['samples']} samples", shown)
     assert re.search(rf"trained tokens +{policy['trained_tokens']} ", shown)
     assert re.search(rf"dropped tokens +{policy['dropped_tokens']} ", shown)
+    assert re.search(rf"tokens behind other ids +{policy['tokens_behind_other_ids']} ", shown)
     assert re.search(f"actions +.*split {policy['actions']['split']}", shown)
 
 
@@ -494,6 +501,7 @@ def test_names_from_a_log_are_neither_markup_nor_control_sequences(tmp_path, cap
 def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     path = write(tmp_path, *good())
     assert "--samples needs --policy" in error_of(capsys, path, "--samples", tmp_path / "samples.jsonl")
+    assert "--behind-splice flag needs --policy correct" in error_of(capsys, path, "--behind-splice", "flag")
     assert "--policy correct needs --tokenizer" in error_of(capsys, path, "--policy", "correct")
     assert "none.jsonl" in error_of(capsys, path, tmp_path / "none.jsonl")
     assert "nowhere does not exist" in error_of(capsys, path, "--tokenizer", tmp_path / "nowhere")

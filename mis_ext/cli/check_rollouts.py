@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from mis_ext.rollout.conversations.policies import Policy
+from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -34,8 +34,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description=(
             "Reads logged calls of inference servers, and reports by class what was refused, how each turn continues "
             "the one before, and what was done to the texts. Exit code: 0 every response was read, every prompt has "
-            "the ids that were sampled before it (or is a retry or a duplicate), and no text was changed; 1 not so, or "
-            "nothing was measured; 2 wrong usage, or a file that cannot be opened."
+            "the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was changed; 1 "
+            "not so, or nothing was measured; 2 wrong usage, or a file that cannot be opened."
         ),
         epilog=_FORMAT,
     )
@@ -47,6 +47,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="the server's: a Hugging Face folder or a tokenizer.json; tells why ids differ, and checks texts",
     )
     parser.add_argument("--policy", choices=get_args(Policy), help="also report what would be trained under this one")
+    parser.add_argument(
+        "--behind-splice",
+        choices=get_args(BehindSplice),
+        help="with --policy correct: what becomes of tokens that the server scored behind other ids (default: mask)",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
@@ -60,6 +65,8 @@ def run(parsed: argparse.Namespace) -> int:
     _require("rich", "mis_ext[cli]")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
+    if parsed.behind_splice is not None and parsed.policy != "correct":
+        raise ValueError(f"--behind-splice {parsed.behind_splice} needs --policy correct: nothing else splices")
     if parsed.policy == "correct" and parsed.tokenizer is None:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
     for output in (parsed.json, parsed.samples):
@@ -88,7 +95,12 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
         for problem in log.problems:
             report.add_problem(problem)
         for name in progress.track(log.conversations, description="checking"):
-            check = check_conversation(log.calls(name), tokenizer=tokenizer, policy=parsed.policy)
+            check = check_conversation(
+                log.calls(name),
+                tokenizer=tokenizer,
+                policy=parsed.policy,
+                behind_splice=parsed.behind_splice or "mask",
+            )
             report.add(check)
             if samples is not None:
                 samples.writelines(
@@ -155,6 +167,7 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             (f"policy {policy['name']}", f"{policy['samples']} samples"),
             ("trained tokens", str(policy["trained_tokens"])),
             ("dropped tokens", str(policy["dropped_tokens"])),
+            ("tokens behind other ids", str(policy["tokens_behind_other_ids"])),
             ("actions", ", ".join(f"{action} {count}" for action, count in policy["actions"].items() if count) or "-"),
         ]
     return rows

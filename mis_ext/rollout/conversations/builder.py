@@ -8,21 +8,16 @@ from dataclasses import replace
 from typing import get_args
 
 from mis_ext.checks import check_choice
-from mis_ext.rollout.conversations.boundary import (
-    Boundary,
-    BoundaryAction,
-    BoundaryKind,
-    Finding,
-    classify,
-    find_mismatch,
-)
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
 from mis_ext.rollout.conversations.built import Built
-from mis_ext.rollout.conversations.conversation import Conversation
-from mis_ext.rollout.conversations.policies import Policy, choose_action
+from mis_ext.rollout.conversations.comparison import Finding, compare
+from mis_ext.rollout.conversations.known_call import KnownCall
+from mis_ext.rollout.conversations.policies import BehindSplice, Policy, choose_action
+from mis_ext.rollout.conversations.prefix_tree import PrefixTree
+from mis_ext.rollout.conversations.samples import collect_samples
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
 from mis_ext.rollout.generation import LARGEST_ID, Generation
 from mis_ext.rollout.text import Tokenizer
-from mis_ext.rollout.training_sample import TrainingSample
 
 _CONTEXT_TOKENS = 8
 
@@ -31,22 +26,30 @@ def build_samples(
     generations: Iterable[Generation],
     *,
     policy: Policy = "strict",
+    behind_splice: BehindSplice = "mask",
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
     reasoning: tuple[str, str] = ("<think>", "</think>"),
 ) -> Built:
     """Training samples of one conversation, in which every sampled token stands as it was sampled.
 
+    A prompt is compared with all calls before it: the calls that share ids are a tree, of which each path is a sample.
+    Best of n, retries, sub-agents and interleaved conversations need no ids of their own. A sampled token is trained in
+    one sample at most; the others have it in their prompt.
+
     Whatever the policy, a duplicate is left out, and so is a call that sampled nothing.
 
     Args:
         generations: The calls of one conversation, in order.
-        policy: What to do with a prompt that does not begin with exactly the ids that are known. ``"strict"`` raises.
-            ``"correct"`` puts the sampled ids in the place of the prompt's where it is the same conversation
-            (re-tokenized, re-templated, a truncated generation), and splits where it is not. ``"split"`` begins a new
-            sample with the call's own prompt; after a retry, the call before it becomes a sample of its own.
-            ``"truncate"`` leaves out this and all later calls. ``"off"`` takes the prompt from the known length on and
-            compares nothing: the sample may hold what no server was given.
+        policy: What to do with a prompt that does not go on from a call with exactly the ids that are known.
+            ``"strict"`` raises. ``"split"`` makes another sample, behind the call's own prompt: exact, and nothing is
+            lost. ``"correct"`` puts the sampled ids in the place of the prompt's where it is the same conversation
+            (re-tokenized, re-templated, a truncated generation), and splits where it is not. ``"truncate"`` leaves out
+            this and all later calls. ``"off"`` takes the prompt from the known length on and does nothing about what it
+            holds: the sample may hold what no server was given.
+        behind_splice: What to do with sampled tokens that stand behind other ids than the server was given, as those
+            behind a splice do: their log-probs are of another context. ``"mask"`` trains none of them. ``"flag"``
+            trains them; the trainer knows them by ``behind_other_ids``. ``"off"`` always trains them.
         tokenizer: What the ids mean. ``"correct"`` needs it at a boundary where ids differ; the other policies use it
             to tell the class.
         vocab_size: Ids must be below it; None: they are not bounded.
@@ -56,16 +59,17 @@ def build_samples(
         BoundaryError: A boundary under ``"strict"``.
         MalformedResponse: A token id is no ``int``, negative, or not below ``vocab_size``.
         CountMismatch: Not one log-prob per sampled id.
-        ValueError: An unknown policy; or a tokenizer is needed, or of unknown form.
+        ValueError: An unknown choice; or a tokenizer is needed, or of unknown form.
     """
     check_choice("policy", policy, get_args(Policy))
+    check_choice("behind_splice", behind_splice, get_args(BehindSplice))
     calls = tuple(generations)
     builder = _Builder(policy=policy, tokenizer=tokenizer, vocab_size=vocab_size, reasoning=reasoning)
     for call in calls:
         if not builder.truncated:
             builder.add(call)
     return Built(
-        samples=builder.finish(),
+        samples=collect_samples(builder.calls, mask_other_context=behind_splice == "mask" and policy != "off"),
         boundaries=tuple(builder.boundaries),
         generations=len(calls),
         empty_generations=sum(not call.sampled_ids for call in calls),
@@ -77,52 +81,49 @@ class _Builder:
     def __init__(
         self, *, policy: Policy, tokenizer: Tokenizer | None, vocab_size: int | None, reasoning: tuple[str, str]
     ) -> None:
+        self.calls: list[KnownCall] = []
         self.boundaries: list[Boundary] = []
         self._policy = policy
         self._tokenizer = tokenizer
         self._largest_id = LARGEST_ID if vocab_size is None else vocab_size - 1
         self._reasoning = reasoning
-        self._conversation = Conversation()
-        self._ended: list[Conversation] = []
+        self._tree = PrefixTree()
         self._previous: Generation | None = None
-        self._seen: dict[tuple[float, ...], list[Generation]] = {}
 
     def add(self, call: Generation) -> None:
         """Take one more call; later ones are to be left out once the action is ``TRUNCATED``."""
-        conversation, prompt = self._conversation, call.prompt_ids
-        prompt = prompt if isinstance(prompt, list) else [*prompt]
-        known = conversation.known
-        position = find_mismatch(known, prompt)
-        first_new = len(known) if position is None else position
-        self._check(call, prompt, first_new=first_new)
-        if position is not None:
+        prompt = call.prompt_ids if isinstance(call.prompt_ids, list) else [*call.prompt_ids]
+        place = self._tree.find(prompt)
+        self._check(call, prompt, first_new=place.depth)
+        last = self.calls[-1] if self.calls else None
+        finding = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
+        if finding.position is not None or finding.rest != place.depth:
             # Known ids were checked; what equals them in the prompt may be True or 1.0.
-            prompt = known[:position] + prompt[position:]
-        finding = Finding(BoundaryKind.DUPLICATE, position)
-        if not self._came_before(call):
-            finding = classify(
-                conversation, call, prompt, position, tokenizer=self._tokenizer, reasoning=self._reasoning
-            )
+            prompt = place.shared + prompt[place.depth :]
         action = choose_action(self._policy, call, finding)
+        known = KnownCall(number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans])
+        known.spans.append((len(prompt), known.end))
+        self._attach(known, place.ancestor, finding, action)
         if self._previous is not None:
-            self._record(self._previous, call, prompt, finding, action)
-        if call.sampled_ids:
-            self._apply(action, call, prompt, finding)
+            self._record(self._previous, known, finding, action)
         self._previous = call
+        if not call.sampled_ids or action in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
+            return
+        for each in (place.ancestor, finding.rewritten):
+            if each is not None:
+                each.continued = True
+        self._tree.add(known, place)
+        self.calls.append(known)
 
-    def _came_before(self, call: Generation) -> bool:
-        if not call.sampled_ids:
-            return False
-        # Few calls have these in common, so few prompts are compared.
-        key = (len(call.prompt_ids), len(call.sampled_ids), call.sampled_ids[0], call.log_probs[0], call.log_probs[-1])
-        alike = self._seen.setdefault(key, [])
-        if any(_is_copy(call, each) for each in alike):
-            return True
-        alike.append(call)
-        return False
-
-    def finish(self) -> tuple[TrainingSample, ...]:
-        return tuple(each.build() for each in [*self._ended, self._conversation] if each.last)
+    def _attach(self, call: KnownCall, ancestor: KnownCall | None, finding: Finding, action: BoundaryAction) -> None:
+        """Say which call a sample goes on from with this one."""
+        if self._policy == "off":
+            call.parent, call.rest = (self.calls[-1] if self.calls else None), None
+        elif action is BoundaryAction.SPLICED:
+            call.parent, call.rest = finding.compared, finding.rest
+        elif ancestor is not None:
+            call.parent, call.rest = ancestor, ancestor.end
+        call.continues = call.parent is ancestor is not None
 
     @property
     def truncated(self) -> bool:
@@ -143,18 +144,20 @@ class _Builder:
                 message = f"{key}[{start + index}] must be an int in [0, {self._largest_id}], {found}"
                 raise MalformedResponse(call.request_id, message)
 
-    def _record(
-        self, earlier: Generation, call: Generation, prompt: list[int], finding: Finding, action: BoundaryAction
-    ) -> None:
-        kind, position, known = finding.kind, finding.position, self._conversation.known
-        if position is None and not earlier.sampled_ids and kind is not BoundaryKind.DUPLICATE:
-            kind = BoundaryKind.EMPTY_GENERATION
-        boundary = Boundary(kind=kind, action=action, earlier=earlier.request_id, later=call.request_id)
-        if position is not None:
+    def _record(self, previous: Generation, call: KnownCall, finding: Finding, action: BoundaryAction) -> None:
+        kind, position, compared = finding.kind, finding.position, finding.compared
+        earlier = previous if compared is None else compared.generation
+        if position is None and not previous.sampled_ids:
+            kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
+        boundary = Boundary(kind=kind, action=action, earlier=earlier.request_id, later=call.generation.request_id)
+        if call.parent is not None and action not in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
+            boundary = replace(boundary, continues=call.parent.generation.request_id)
+        if position is not None and compared is not None:
+            prompt, known = call.prompt, compared.known
             boundary = replace(
                 boundary,
                 position=position,
-                expected_id=known[position],
+                expected_id=known[position] if position < len(known) else None,
                 found_id=prompt[position] if position < len(prompt) else None,
                 expected_text=self._decode_around(known, position),
                 found_text=self._decode_around(prompt, position),
@@ -168,31 +171,6 @@ class _Builder:
             return None
         around = ids[max(0, position - _CONTEXT_TOKENS) : position + _CONTEXT_TOKENS]
         return self._tokenizer.decode(around, skip_special_tokens=False)
-
-    def _apply(self, action: BoundaryAction, call: Generation, prompt: list[int], finding: Finding) -> None:
-        if action in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
-            return
-        rest = finding.rest
-        if action is BoundaryAction.SPLIT and finding.kind is BoundaryKind.RETRY:
-            self._ended.append(self._conversation.take_last())
-            rest = len(prompt)
-        elif action is BoundaryAction.SPLIT:
-            self._ended.append(self._conversation)
-            self._conversation = Conversation()
-            # Earlier turns are in the new prompt, where they may be written another way next time.
-            self._conversation.rewrite(prompt, finding.spans or [])
-            rest = 0
-        elif finding.position is not None:
-            self._conversation.rewrite(prompt, finding.spans or [])
-        if self._policy == "off":
-            rest = self._conversation.size
-        assert rest is not None
-        self._conversation.append(prompt, rest, call)
-
-
-def _is_copy(call: Generation, other: Generation) -> bool:
-    same_sample = (call.sampled_ids, call.log_probs) == (other.sampled_ids, other.log_probs)
-    return same_sample and [*call.prompt_ids] == [*other.prompt_ids]
 
 
 def _find_illegal_id(ids: list[int], largest: int) -> int | None:

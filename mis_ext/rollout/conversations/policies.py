@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind, Finding
+from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind
+from mis_ext.rollout.conversations.comparison import Finding
 from mis_ext.rollout.generation import Generation
 
 Policy = Literal["strict", "correct", "split", "truncate", "off"]
+BehindSplice = Literal["mask", "flag"]
 
 _SAME_CONVERSATION = (BoundaryKind.RETOKENIZED, BoundaryKind.RETEMPLATED, BoundaryKind.TRUNCATED_GENERATION)
 
@@ -18,7 +20,7 @@ def choose_action(policy: Policy, call: Generation, finding: Finding) -> Boundar
     Raises:
         ValueError: ``"correct"`` needs a tokenizer here.
     """
-    if finding.position is None and finding.kind is not BoundaryKind.DUPLICATE:
+    if finding.position is None:
         return BoundaryAction.CONTINUED
     if policy == "strict":
         return BoundaryAction.RAISED

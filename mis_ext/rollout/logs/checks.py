@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.policies import Policy
+from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.logs.lines import LoggedCall
@@ -16,8 +16,8 @@ from mis_ext.rollout.post_processing import detect_post_processing
 from mis_ext.rollout.text import Tokenizer
 from mis_ext.rollout.training_sample import TrainingSample
 
-# The same prompt again: nothing in it was changed.
-_AGAIN = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE)
+# What they go on from is there in the ids that were sampled.
+_BRANCHES = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE, BoundaryKind.FORK)
 _NOT_COMPARED = "not_compared"
 
 
@@ -67,14 +67,19 @@ class ConversationCheck:
 
 
 def check_conversation(
-    calls: Iterable[LoggedCall], *, tokenizer: Tokenizer | None = None, policy: Policy | None = None
+    calls: Iterable[LoggedCall],
+    *,
+    tokenizer: Tokenizer | None = None,
+    policy: Policy | None = None,
+    behind_splice: BehindSplice = "mask",
 ) -> ConversationCheck:
-    """What is in a conversation; a refused call is left out, and the next one compared with the call before it.
+    """What is in a conversation; a refused call is left out, and the next one compared with the calls before it.
 
     Args:
         calls: The conversation's, in order.
         tokenizer: Tells the class of a boundary where ids differ, and the text of ids; None leaves both open.
         policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
+        behind_splice: As for :func:`~mis_ext.rollout.build_samples`.
 
     Raises:
         ValueError: The policy needs a tokenizer, or the tokenizer is of unknown form.
@@ -91,7 +96,7 @@ def check_conversation(
     # Of the policies that neither raise nor stop, the one that keeps most of the earlier turns.
     classified = build_samples(generations, policy="split" if tokenizer is None else "correct", tokenizer=tokenizer)
     later = [call for call, _ in read[1:]]
-    samples, metrics, policy_error = _build(generations, policy, tokenizer)
+    samples, metrics, policy_error = _build(generations, policy, behind_splice, tokenizer)
     place = {"conversation": logged[0].conversation} if logged else {}
     return ConversationCheck(
         calls=len(logged),
@@ -108,12 +113,12 @@ def check_conversation(
 
 
 def _build(
-    generations: Sequence[Generation], policy: Policy | None, tokenizer: Tokenizer | None
+    generations: Sequence[Generation], policy: Policy | None, behind_splice: BehindSplice, tokenizer: Tokenizer | None
 ) -> tuple[tuple[TrainingSample, ...], dict[str, int], str | None]:
     if policy is None:
         return (), {}, None
     try:
-        built = build_samples(generations, policy=policy, tokenizer=tokenizer)
+        built = build_samples(generations, policy=policy, behind_splice=behind_splice, tokenizer=tokenizer)
     except BoundaryError as error:
         num_tokens = sum(len(each.sampled_ids) for each in generations)
         return (), {"sampled_tokens": num_tokens, "sampled_tokens/dropped": num_tokens}, str(error)
@@ -124,7 +129,7 @@ def _boundary_finding(call: LoggedCall, boundary: Boundary) -> Finding:
     names = ("earlier", "later", "position", "expected_id", "found_id", "expected_text", "found_text")
     return Finding(
         kind="unclassified" if boundary.kind is None else boundary.kind.value,
-        harmless=boundary.position is None or boundary.kind in _AGAIN,
+        harmless=boundary.position is None or boundary.kind in _BRANCHES,
         example=_place(call) | {name: getattr(boundary, name) for name in names},
     )
 

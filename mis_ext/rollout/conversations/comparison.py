@@ -1,0 +1,144 @@
+"""What a prompt is, compared with the calls before it: by ids where they decide it, else by the bytes of the tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mis_ext.rollout.conversations.alignment import Change, Turn, align
+from mis_ext.rollout.conversations.boundary import BoundaryKind
+from mis_ext.rollout.conversations.known_call import KnownCall
+from mis_ext.rollout.conversations.prefix_tree import Place, find_mismatch
+from mis_ext.rollout.conversations.rewriting import marks_of
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.token_bytes import token_bytes_of
+
+
+class Finding(NamedTuple):
+    """What a prompt is.
+
+    Attributes:
+        kind: The class; None where only a tokenizer could tell and none was given.
+        compared: The call that it was compared with; None where none sampled before it.
+        position: The first mismatch; None where the ids continue.
+        rest: The prompt's ids from here on are new; None where no token boundary, or nothing at all, separates them.
+        spans: The prompt's ids that hold what was sampled.
+    """
+
+    kind: BoundaryKind | None
+    compared: KnownCall | None
+    position: int | None
+    rest: int | None
+    spans: list[tuple[int, int]]
+
+    @property
+    def rewritten(self) -> KnownCall | None:
+        """The call that the prompt goes on from in other ids."""
+        is_text = self.kind in _KIND_OF.values() or self.kind is BoundaryKind.TRUNCATED_GENERATION
+        return self.compared if is_text and self.position is not None else None
+
+
+_MARKER_TOKENS = 16
+_KIND_OF = {
+    Change.NONE: BoundaryKind.RETOKENIZED,
+    Change.REWRITTEN: BoundaryKind.RETEMPLATED,
+    Change.REASONING_STRIPPED: BoundaryKind.REASONING_STRIPPED,
+}
+
+
+def compare(
+    call: Generation,
+    prompt: list[int],
+    place: Place,
+    last: KnownCall | None,
+    *,
+    tokenizer: Tokenizer | None,
+    reasoning: tuple[str, str],
+) -> Finding:
+    """The class of a boundary, and the call that proves it.
+
+    Args:
+        call: The next call.
+        prompt: Its prompt ids.
+        place: Where they part from those of the calls before.
+        last: The last of these; None where none sampled.
+        tokenizer: What the ids mean; needed where they differ.
+        reasoning: The markers before and behind a reasoning block.
+    """
+    ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
+    for each in same:
+        if call.sampled_ids and _sample(each.generation) == _sample(call):
+            return Finding(BoundaryKind.DUPLICATE, each, len(prompt), None, [])
+    if last is None:
+        return Finding(BoundaryKind.CONTIGUOUS, None, None, 0, [])
+    if ancestor is not None and not ancestor.continued:
+        closed = ancestor.was_cut and len(prompt) > ancestor.end
+        kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
+        return Finding(kind, ancestor, None, ancestor.end, ancestor.spans)
+    if same:
+        return Finding(BoundaryKind.RETRY, same[-1], len(prompt), None, same[-1].spans[:-1])
+    return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
+
+
+def _sample(call: Generation) -> tuple[list[int], list[float]]:
+    return call.sampled_ids, call.log_probs
+
+
+def _compare_text(
+    prompt: list[int], place: Place, last: KnownCall, *, tokenizer: Tokenizer | None, reasoning: tuple[str, str]
+) -> Finding:
+    ancestor = place.ancestor
+    spans = ancestor.spans if ancestor else []
+    differing = list[tuple[KnownCall, int]]()
+    for each in dict.fromkeys(filter(None, (place.latest, last))):
+        position = find_mismatch(each.known, prompt)
+        if position is not None:
+            differing.append((each, position))
+            if tokenizer is None:
+                return Finding(None, each, position, None, spans)
+            found = _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
+            if found is not None:
+                return found
+    if ancestor is None:
+        return Finding(BoundaryKind.HISTORY_EDITED, *differing[0], None, [])
+    # What is known of the latest calls may be all there, and they were continued in other tokens only.
+    compared, position = differing[0] if differing else (ancestor, ancestor.end)
+    return Finding(BoundaryKind.FORK, compared, position, ancestor.end, spans)
+
+
+def _align(
+    known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
+) -> Finding | None:
+    """How the prompt writes a call and those before it; None where it does not hold them."""
+    known, spans = known_call.known, known_call.spans
+    # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
+    first = next(number for number, (_, end) in enumerate(spans) if position < end)
+    while first and spans[first - 1][1] == spans[first][0]:
+        first -= 1
+    origin = max(spans[first - 1][1] if first else 0, min(position, spans[first][0]) - _MARKER_TOKENS)
+    table = token_bytes_of(tokenizer)
+    pieces = [*map(table.__getitem__, known[origin:])]
+    turns, end = list[Turn](), origin
+    for start, stop in spans[first:]:
+        turn = Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop))))
+        # What goes on without a template is one turn: its middle is no end, and may be inside a character.
+        if turns and not turn.template:
+            turn = Turn(turns[-1].template, turns.pop().sampled + turn.sampled)
+        turns.append(turn)
+        end = stop
+    theirs = [*map(table.__getitem__, prompt[origin:])]
+    found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
+    if found is None:
+        return None
+    kind = _KIND_OF[found.change]
+    if found.change is not Change.REASONING_STRIPPED:
+        if known_call.was_cut and position >= spans[-1][0]:
+            kind = BoundaryKind.TRUNCATED_GENERATION
+        # A special token and the same characters in plain tokens are another conversation.
+        same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
+        before, now = ([each for each in ids if each in table.special_ids] for ids in (known[origin:], same_text))
+        if found.end is not None and before != now:
+            return None
+    rest = None if found.end is None else origin + found.end
+    moved = [(origin + start, origin + stop) for start, stop in found.spans]
+    return Finding(kind, known_call, position, rest, spans[:first] + moved)

@@ -1,0 +1,47 @@
+"""A call whose prompt was compared with those before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mis_ext.rollout.generation import Generation
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class KnownCall:
+    """A call that sampled, and where it stands among those before it.
+
+    Attributes:
+        number: Its place in the order of calls.
+        generation: The call.
+        prompt: Its prompt; ids that an earlier call has too may be equal numbers of another type.
+        spans: ``[start, end)`` of what was sampled in ``known``, by call, this one's last.
+        parent: The call that a sample goes on from with this one; None: a sample begins with it.
+        rest: The prompt's ids from here on are new behind the parent; None: those beyond the sample's length.
+        continues: The prompt begins with exactly the ids that are known of the parent.
+        continued: There is a call that goes on from this one, in the same ids or in others.
+    """
+
+    number: int
+    generation: Generation
+    prompt: list[int]
+    spans: list[tuple[int, int]]
+    parent: KnownCall | None = None
+    rest: int | None = 0
+    continues: bool = False
+    continued: bool = False
+
+    @property
+    def known(self) -> list[int]:
+        """What the server was given, and what it sampled then."""
+        return self.prompt + self.generation.sampled_ids
+
+    @property
+    def end(self) -> int:
+        """The number of ids that are known."""
+        return len(self.prompt) + len(self.generation.sampled_ids)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.generation.finish_reason == "length"
