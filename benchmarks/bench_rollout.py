@@ -9,9 +9,10 @@ Prints a Markdown table: seconds to build all conversations, per mix of boundari
 - ``reasoning stripped``: every prompt lost the reasoning of the turn before it, so that each call is its own sample.
 - ``mixed``: a boundary in four is one of re-tokenized, retry, duplicate, edited; the others are contiguous.
 
-All but the first have policy ``correct`` and a tokenizer. Ids are made as a JSON parser makes them: each prompt has
-integers of its own, so that comparing two lists reads both. Making them is not timed. With two processes each takes
-half of the conversations; the time is that of the slower one. On a busy machine CPU seconds tell more than seconds.
+All but the first have policy ``correct``, ``behind_splice="flag"`` and a tokenizer. Ids are made as a JSON parser makes
+them: each prompt has integers of its own, so that comparing two lists reads both. Making them is not timed. With two
+processes each takes half of the conversations; the time is that of the slower one. On a busy machine CPU seconds tell
+more than seconds.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _run(name: str, shape: Shape, seed: int, processes: int, process: int) -> tu
         calls = [*make(random.Random(seed * 1_000_003 + number), shape)]
         start = time.perf_counter()
         cpu_start = time.process_time()
-        built = build_samples(calls, policy=policy, tokenizer=tokenizer, vocab_size=vocab_size)
+        built = build_samples(calls, policy=policy, behind_splice="flag", tokenizer=tokenizer, vocab_size=vocab_size)
         metrics = built.metrics()
         seconds += time.perf_counter() - start
         cpu_seconds += time.process_time() - cpu_start
@@ -157,6 +158,7 @@ KINDS = {
         "contiguous",
         "retokenized",
         "retry",
+        "fork",
         "duplicate",
         "reasoning_stripped",
         "history_edited",

@@ -153,24 +153,22 @@ class _Builder:
         if call.parent is not None and action not in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
             boundary = replace(boundary, continues=call.parent.generation.request_id)
         if position is not None and compared is not None:
-            prompt, known = call.prompt, compared.known
+            expected_id, found_id = compared.known(position, position + 1), call.prompt[position : position + 1]
+            around = slice(max(0, position - _CONTEXT_TOKENS), position + _CONTEXT_TOKENS)
             boundary = replace(
                 boundary,
                 position=position,
-                expected_id=known[position] if position < len(known) else None,
-                found_id=prompt[position] if position < len(prompt) else None,
-                expected_text=self._decode_around(known, position),
-                found_text=self._decode_around(prompt, position),
+                expected_id=expected_id[0] if expected_id else None,
+                found_id=found_id[0] if found_id else None,
+                expected_text=self._decode(compared.known(around.start, around.stop)),
+                found_text=self._decode(call.prompt[around]),
             )
         if action is BoundaryAction.RAISED:
             raise _error(boundary)
         self.boundaries.append(boundary)
 
-    def _decode_around(self, ids: list[int], position: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        around = ids[max(0, position - _CONTEXT_TOKENS) : position + _CONTEXT_TOKENS]
-        return self._tokenizer.decode(around, skip_special_tokens=False)
+    def _decode(self, ids: list[int]) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _find_illegal_id(ids: list[int], largest: int) -> int | None:

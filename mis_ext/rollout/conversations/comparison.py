@@ -91,8 +91,9 @@ def _compare_text(
     spans = ancestor.spans if ancestor else []
     differing = list[tuple[KnownCall, int]]()
     for each in dict.fromkeys(filter(None, (place.latest, last))):
-        position = find_mismatch(each.known, prompt)
-        if position is not None:
+        # The ids of the latest are known to be those of the prompt so far.
+        position = place.depth if each is place.latest else find_mismatch(each.known(), prompt)
+        if position is not None and position < each.end:
             differing.append((each, position))
             if tokenizer is None:
                 return Finding(None, each, position, None, spans)
@@ -110,14 +111,15 @@ def _align(
     known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
 ) -> Finding | None:
     """How the prompt writes a call and those before it; None where it does not hold them."""
-    known, spans = known_call.known, known_call.spans
+    spans = known_call.spans
     # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
     first = next(number for number, (_, end) in enumerate(spans) if position < end)
     while first and spans[first - 1][1] == spans[first][0]:
         first -= 1
     origin = max(spans[first - 1][1] if first else 0, min(position, spans[first][0]) - _MARKER_TOKENS)
     table = token_bytes_of(tokenizer)
-    pieces = [*map(table.__getitem__, known[origin:])]
+    known = known_call.known(origin)
+    pieces = [*map(table.__getitem__, known)]
     turns, end = list[Turn](), origin
     for start, stop in spans[first:]:
         turn = Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop))))
@@ -136,7 +138,7 @@ def _align(
             kind = BoundaryKind.TRUNCATED_GENERATION
         # A special token and the same characters in plain tokens are another conversation.
         same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
-        before, now = ([each for each in ids if each in table.special_ids] for ids in (known[origin:], same_text))
+        before, now = ([each for each in ids if each in table.special_ids] for ids in (known, same_text))
         if found.end is not None and before != now:
             return None
     rest = None if found.end is None else origin + found.end

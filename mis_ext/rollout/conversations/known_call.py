@@ -15,7 +15,7 @@ class KnownCall:
         number: Its place in the order of calls.
         generation: The call.
         prompt: Its prompt; ids that an earlier call has too may be equal numbers of another type.
-        spans: ``[start, end)`` of what was sampled in ``known``, by call, this one's last.
+        spans: ``[start, end)`` of what was sampled in ``known()``, by call, this one's last.
         parent: The call that a sample goes on from with this one; None: a sample begins with it.
         rest: The prompt's ids from here on are new behind the parent; None: those beyond the sample's length.
         continues: The prompt begins with exactly the ids that are known of the parent.
@@ -31,10 +31,10 @@ class KnownCall:
     continues: bool = False
     continued: bool = False
 
-    @property
-    def known(self) -> list[int]:
-        """What the server was given, and what it sampled then."""
-        return self.prompt + self.generation.sampled_ids
+    def known(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """What the server was given, and what it sampled then, from one position to another."""
+        size, stop = len(self.prompt), self.end if stop is None else stop
+        return self.prompt[start:stop] + self.generation.sampled_ids[max(start - size, 0) : max(stop - size, 0)]
 
     @property
     def end(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from mis_ext.rollout.conversations.known_call import KnownCall
@@ -85,7 +85,10 @@ class Place(NamedTuple):
             parts.append(run.ids[run.start : run.start + size])
             run = run.before
             size = run.size if run else 0
-        return [*chain.from_iterable(reversed(parts))]
+        ids = list[int]()
+        for part in reversed(parts):
+            ids += part
+        return ids
 
     def calls_with_prompt(self, prompt: list[int]) -> list[KnownCall]:
         """The calls of exactly this prompt, which is what was looked up."""
