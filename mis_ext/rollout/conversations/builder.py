@@ -121,9 +121,11 @@ class _Builder:
             call.parent, call.rest = (self.calls[-1] if self.calls else None), None
         elif action is BoundaryAction.SPLICED:
             call.parent, call.rest = finding.compared, finding.rest
-        elif ancestor is not None:
+        # Another sample had better begin with the call's own prompt than with a splice.
+        elif ancestor is not None and (ancestor.exact or action is BoundaryAction.CONTINUED):
             call.parent, call.rest = ancestor, ancestor.end
         call.continues = call.parent is ancestor is not None
+        call.exact = call.parent is None or (call.parent.exact and call.continues)
 
     @property
     def truncated(self) -> bool:

@@ -19,6 +19,7 @@ class KnownCall:
         parent: The call that a sample goes on from with this one; None: a sample begins with it.
         rest: The prompt's ids from here on are new behind the parent; None: those beyond the sample's length.
         continues: The prompt begins with exactly the ids that are known of the parent.
+        exact: In the sample, too, it stands behind its prompt.
         continued: There is a call that goes on from this one, in the same ids or in others.
     """
 
@@ -29,6 +30,7 @@ class KnownCall:
     parent: KnownCall | None = None
     rest: int | None = 0
     continues: bool = False
+    exact: bool = True
     continued: bool = False
 
     def known(self, start: int = 0, stop: int | None = None) -> list[int]:

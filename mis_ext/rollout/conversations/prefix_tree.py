@@ -52,7 +52,6 @@ class Run:
         self.start += size
         self.before = first
         first.runs[self.ids[self.start]] = self
-        first.latest = self.latest
         return first
 
 

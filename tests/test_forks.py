@@ -1,0 +1,167 @@
+"""Best of n, sub-agents, interleaved conversations: each call goes on from the one whose ids its prompt holds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
+
+from conversations import CASES, call, sample_of
+from tiny_tokenizers import english_tokenizer
+
+from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.prefix_tree import Run, find_mismatch
+from mis_ext.rollout.errors import BoundaryError
+
+TOKENIZER = english_tokenizer()
+exact_policies = pytest.mark.parametrize("policy", ["split", "correct"])
+
+
+@exact_policies
+def test_of_the_best_of_n_the_one_that_was_chosen_goes_on(policy) -> None:
+    answers = [call(str(n), [7], [8 + n]) for n in range(4)]
+    later = call("later", [7, 9, 1], [20])
+    built = build_samples([*answers, later], policy=policy)
+    assert [each.kind for each in built.boundaries] == ["retry"] * 3 + ["contiguous"]
+    assert (built.boundaries[-1].earlier, built.boundaries[-1].continues) == ("1", "1")
+    alone = [sample_of([7], each) for each in (answers[0], answers[2], answers[3])]
+    assert built.samples == (*alone, sample_of([7], answers[1], [1], later))
+
+
+@exact_policies
+def test_samples_that_begin_alike_are_told_apart(policy) -> None:
+    answers = [call("a", [7], [8, 9]), call("b", [7], [8, 9, 5]), call("c", [7], [8])]
+    later = call("later", [7, 8, 9, 5, 1], [20])
+    built = build_samples([*answers, later], policy=policy)
+    assert built.boundaries[-1].continues == "b"
+    assert built.samples == (
+        sample_of([7], answers[0]),
+        sample_of([7], answers[2]),
+        sample_of([7], answers[1], [1], later),
+    )
+
+
+@exact_policies
+def test_conversations_under_one_id_are_a_sample_each(policy) -> None:
+    first = [call("a0", [7, 1], [8]), call("a1", [7, 1, 8, 2], [9]), call("a2", [7, 1, 8, 2, 9, 3], [10])]
+    second = [call("b0", [7, 4], [8]), call("b1", [7, 4, 8, 2], [9])]
+    calls = [first[0], second[0], first[1], second[1], first[2]]
+    built = build_samples(calls, policy=policy, tokenizer=TOKENIZER)
+    assert [each.kind for each in built.boundaries] == ["history_edited", *["contiguous"] * 3]
+    assert built.samples == (
+        sample_of([7, 4], second[0], [2], second[1]),
+        sample_of([7, 1], first[0], [2], first[1], [3], first[2]),
+    )
+
+
+@exact_policies
+def test_a_sub_agent_does_not_break_the_conversation_that_goes_on(policy) -> None:
+    main = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 1, 9, 1], [10])]
+    sub = [call("s0", [7, 8, 5], [11]), call("s1", [7, 8, 5, 11, 6], [12])]
+    built = build_samples([*main[:2], *sub, main[2]], policy=policy, tokenizer=TOKENIZER)
+    assert [(each.kind, each.continues) for each in built.boundaries] == [
+        ("contiguous", "0"),
+        ("fork", "0"),
+        ("contiguous", "s0"),
+        ("contiguous", "1"),
+    ]
+    # The call that both go on from is trained where the conversation ends last.
+    assert built.samples == (
+        sample_of([7, 8, 5], sub[0], [6], sub[1]),
+        sample_of([7], main[0], [1], main[1], [1], main[2]),
+    )
+
+
+def test_without_a_tokenizer_a_fork_is_unclassified_and_its_samples_are_the_same() -> None:
+    calls = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
+    built = build_samples(calls, policy="split")
+    assert [(each.kind, each.continues) for each in built.boundaries] == [("contiguous", "0"), (None, "0")]
+    assert built.samples == build_samples(calls, policy="split", tokenizer=TOKENIZER).samples
+    assert built.samples == (sample_of([7, 8, 1], calls[1]), sample_of([7], calls[0], [2], calls[2]))
+
+
+def test_strict_refuses_a_fork() -> None:
+    calls = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
+    with pytest.raises(BoundaryError, match=r"'2': .*request '1' \(fork\): at position 2 the prompt has id 2, id 1 is"):
+        build_samples(calls, tokenizer=TOKENIZER)
+
+
+def test_a_fork_behind_a_splice_begins_with_its_own_prompt() -> None:
+    case = CASES["retokenized"](english_tokenizer())
+    first, second = case.calls
+    third, other = (call(name, second.prompt_ids + second.sampled_ids + [n], [n]) for name, n in (("3", 5), ("4", 6)))
+    for how in ("mask", "flag"):
+        built = build_samples(
+            [first, second, third, other], policy="correct", behind_splice=how, tokenizer=english_tokenizer()
+        )
+        assert [each.action for each in built.boundaries] == ["spliced", "continued", "split"]
+        pieces = [first.prompt_ids, first, case.observation, second, [5], third]
+        assert built.samples == (
+            sample_of(*pieces, flagged=[second, third], mask=how == "mask"),
+            sample_of(other.prompt_ids, other),
+        )
+
+
+def test_the_call_before_a_splice_may_go_on_in_its_own_ids() -> None:
+    """Then the spliced call begins a sample of its own, where its log-probs are exact."""
+    case = CASES["retokenized"](english_tokenizer())
+    first, second = case.calls
+    third = call("3", first.prompt_ids + first.sampled_ids + [5], [6])
+    built = build_samples([first, second, third], policy="correct", tokenizer=english_tokenizer())
+    assert built.boundaries[1].continues == "first"
+    assert built.samples == (sample_of(second.prompt_ids, second), sample_of(first.prompt_ids, first, [5], third))
+
+
+def test_equal_numbers_of_other_types_never_reach_a_sample_of_a_fork() -> None:
+    calls = [
+        call("0", [7], [1]),
+        call("1", [7, True, 5], [6]),
+        call("2", [7.0, 1, 9], [6]),
+        call("3", [7, 1.0, 5], [7]),
+    ]
+    for sample in build_samples(calls, policy="split").samples:
+        assert {type(each) for each in sample.tokens} == {int}
+
+
+def test_a_prompt_is_compared_once_however_many_calls_there_are(monkeypatch) -> None:
+    compared, count_equal = [0], Run.count_equal
+
+    def counting(run, ids, position):
+        found = count_equal(run, ids, position)
+        compared[0] += found + 1
+        return found
+
+    monkeypatch.setattr(Run, "count_equal", counting)
+    rng, known = random.Random(0), [[*range(100, 400)]]
+    calls = []
+    for number in range(300):
+        prompt = [*rng.choice(known), number, 5]
+        calls.append(call(str(number), prompt, [9000 + number, 6]))
+        known.append([*prompt, *calls[-1].sampled_ids])
+    built = build_samples(calls, policy="split")
+    assert len({each.continues for each in built.boundaries}) > 50
+    # The text of what differs is not looked at without a tokenizer, but the last call is compared.
+    assert compared[0] <= 2 * sum(len(each.prompt_ids) + len(each.sampled_ids) for each in calls)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1023, 1024, 1025, 3000])
+def test_calls_that_part_anywhere_are_found_again(size) -> None:
+    """Runs that are cut at any place, chunks included, against a comparison with every call."""
+    rng = random.Random(size)
+    calls, knowns = list[object](), list[list[int]]()
+    for number in range(30):
+        base = rng.choice(knowns) if knowns and rng.random() < 0.8 else [rng.randrange(2) for _ in range(size)]
+        kept = len(base) if rng.random() < 0.5 else rng.randrange(len(base) + 1)
+        prompt = base[:kept] + [rng.randrange(2) for _ in range(rng.randrange(3))]
+        calls.append(call(f"call {number}", prompt, [rng.randrange(2) for _ in range(rng.randint(1, 3))]))
+        knowns.append(prompt + calls[-1].sampled_ids)
+    built = build_samples(calls, policy="split")
+    names = [each.request_id for each in calls]
+    for number, boundary in enumerate(built.boundaries, start=1):
+        if boundary.action == "dropped":
+            continue
+        held = [known for known in knowns[:number] if find_mismatch(known, calls[number].prompt_ids) is None]
+        found = boundary.continues and knowns[names.index(boundary.continues)]
+        assert found == max(held, key=len, default=None)
