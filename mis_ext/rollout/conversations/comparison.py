@@ -138,7 +138,7 @@ def _align(
             kind = BoundaryKind.TRUNCATED_GENERATION
         # A special token and the same characters in plain tokens are another conversation.
         same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
-        before, now = ([each for each in ids if each in table.special_ids] for ids in (known, same_text))
+        before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
         if found.end is not None and before != now:
             return None
     rest = None if found.end is None else origin + found.end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import zip_longest
 from typing import NamedTuple
 
 from mis_ext.rollout.conversations.known_call import KnownCall
@@ -148,5 +147,9 @@ def find_mismatch(known: list[int], prompt: list[int]) -> int | None:
 
 
 def _first_difference(mine: list[int], theirs: list[int]) -> int:
-    pairs = enumerate(zip_longest(mine, theirs))
-    return next(index for index, (expected, found) in pairs if expected != found)
+    """Of lists that differ."""
+    low, high = 0, len(mine)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if mine[low:middle] == theirs[low:middle] else (low, middle)
+    return low
