@@ -7,7 +7,7 @@ Prints a Markdown table: seconds to build all conversations, per mix of boundari
 - ``contiguous``: every prompt repeats all known ids. Policy ``strict``, no tokenizer.
 - ``retokenized``: the client renders every turn anew from its text, so that each boundary but the last is spliced.
 - ``reasoning stripped``: every prompt lost the reasoning of the turn before it, so that each call is its own sample.
-- ``mixed``: a boundary in four is one of re-tokenized, retry, duplicate, edited; the others are contiguous.
+- ``mixed``: a boundary in four is one of re-tokenized, retry, duplicate, fork; the others are contiguous.
 
 All but the first have policy ``correct``, ``behind_splice="flag"`` and a tokenizer. Ids are made as a JSON parser makes
 them: each prompt has integers of its own, so that comparing two lists reads both. Making them is not timed. With two
