@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -89,6 +90,21 @@ def check_prompts(calls: list[Generation], built: Built) -> None:
         assert sample.tokens == [*last.prompt_ids, *last.sampled_ids]
 
 
+def check_texts(talk: Conversation, built: Built) -> None:
+    """What stands behind a splice stands behind the text that the server was given, but for white space."""
+    starts = {call.log_probs[0]: call for call in talk.calls if call.sampled_ids}
+    for sample in built.samples:
+        begin = len(sample.tokens) - sample.response_length
+        for offset, (value, flag) in enumerate(
+            zip(sample.rollout_log_probs, sample.behind_other_ids, strict=True), start=begin
+        ):
+            if flag and value in starts:
+                texts = [talk.tokenizer.decode(ids) for ids in (sample.tokens[:offset], starts[value].prompt_ids)]
+                # Bytes that are no character were sampled, and written as U+FFFD.
+                first, second = (re.sub(r"[\s\ufffd]", "", text) for text in texts)
+                assert first == second
+
+
 def check_strict(talk: Conversation, split: Built) -> None:
     """Strict makes the sample of split where all goes on in one, and is an error elsewhere."""
     unclean = [each for each in split.boundaries if each.action != "continued"]
@@ -111,6 +127,8 @@ def test_whatever_agents_do_every_trained_token_is_exact_or_flagged(tokenizer, t
         for choices in CHOICES:
             built = build_samples(talk.calls, policy=choices[0], behind_splice=choices[1], tokenizer=talk.tokenizer)
             check_counts(talk.calls, choices, *check_tokens(talk.calls, built))
+            if choices == ("correct", "flag"):
+                check_texts(talk, built)
             if choices[0] == "split":
                 check_ancestors(talk.calls, built)
                 check_prompts(talk.calls, built)

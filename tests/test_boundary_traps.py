@@ -93,6 +93,8 @@ IN_A_TURN = {
     "a text that looks like a tag behind a stripped end": ("", "search x\n", "search x<observation>y"),
     "behind a beginning that was given": ("def f():", " return 1<|im_end|>", "def f():\n     return 1<|im_end|>"),
     "behind a line that was given": ("if x:\n", "    a = 1<|im_end|>", "if x:\na = 1<|im_end|>"),
+    "beside a tag": ("", "<think>a</think>b", "<think>a</think>\nb Observation: y"),
+    "in a list of a program": ("", "x = [1,2]\n", "x = [1, 2]\ny = 3"),
     "beside what is no tag of the tokenizer": ("", "if a <b> c: d<|im_end|>", "if a<b>c: d<|im_end|>"),
 }
 

@@ -181,6 +181,18 @@ def test_only_a_conversation_with_the_ids_that_were_sampled_passes(tmp_path, tok
     assert main(path, "--tokenizer", tokenizer_folder) == (0 if name in HARMLESS else 1)
 
 
+def test_branches_of_a_conversation_pass_whoever_they_go_on_from(tmp_path, tokenizer_folder) -> None:
+    answers = [call(str(n), [7], [8 + n]) for n in range(3)]
+    later = [call("3", [7, 9, 1], [20]), call("4", [7, 9, 2], [21]), call("5", [7, 8, 3], [22])]
+    path, samples = write(tmp_path, *(logged("a", each) for each in [*answers, *later])), tmp_path / "samples.jsonl"
+    report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
+    found = {kind: (each["count"], each["failing"]) for kind, each in report["boundaries"].items()}
+    assert found == {"retry": (2, 0), "contiguous": (2, 0), "fork": (1, 0)}
+    assert report["passed"]
+    paths = [json.loads(line)["tokens"] for line in samples.read_text().splitlines()]
+    assert paths == [[7, 10], [7, 9, 1, 20], [7, 9, 2, 21], [7, 8, 3, 22]]
+
+
 def test_without_a_tokenizer_a_mismatch_is_unclassified_and_fails(tmp_path) -> None:
     report = report_of(write(tmp_path, *case_rows("a", CASES["retokenized"](english_tokenizer()))))
     (found,) = report["boundaries"].items()

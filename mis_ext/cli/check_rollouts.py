@@ -33,7 +33,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="do logged conversations prove which tokens were sampled?",
         description=(
             "Reads logged calls of inference servers, and reports by class what was refused, how each turn continues "
-            "the one before, and what was done to the texts. Exit code: 0 every response was read, every prompt has "
+            "those before, and what was done to the texts. Exit code: 0 every response was read, every prompt has "
             "the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was changed; 1 "
             "not so, or nothing was measured; 2 wrong usage, or a file that cannot be opened."
         ),

@@ -63,8 +63,8 @@ def find_end(
 
     Another way is: other white space at the ends of a turn or beside a tag such as ``</think>``, JSON objects and lists
     written otherwise (white space, order of keys, escapes), another Unicode normalization, U+FFFD for bytes that are no
-    text. All other white space is not free, that of an end included from which the turn goes on: it means something in
-    a program.
+    text. White space between words is not free: it means something in a program. And a turn is written anew only once
+    it has ended: where it goes on, each byte counts.
 
     Args:
         text: A rendered prompt, its invalid bytes as surrogates.
@@ -85,7 +85,8 @@ def find_end(
         # Were it not the end of the turn, other text could stand for the character.
         if end is not None and not text.startswith(marks.special, end):
             return None
-    return end
+    has_ended = readable.rstrip().endswith(marks.special) or (end is not None and marks.follow(text, end))
+    return end if has_ended else None
 
 
 def without_reasoning(turn: str, markers: tuple[str, str]) -> list[str]:
@@ -116,7 +117,7 @@ def _match(text: str, start: int, sampled: str, marks: Marks, *, begins: bool) -
             return None
     for character in sampled[len(sampled.rstrip()) :]:
         if not text.startswith(character, end):
-            return end if marks.follow(text, end) else None
+            break
         end += 1
     return end
 
