@@ -68,7 +68,7 @@ class Conversation:
         self._closes = template != "plain"
         self._count = 0
         self.asked = list[Asked]()
-        agents = [[self.ask(*self._start())] for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
+        agents = [[self.ask(*self.start())] for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
         for _ in range(self.random.randint(1, 7)):
             agent = self.random.choice(agents)
             agent.append(self.ask(*self.random.choice(MOVES)(self, agent[-1])))
@@ -98,7 +98,8 @@ class Conversation:
         self.asked.append(Asked(again, [*messages, {"role": "assistant", "content": text}]))
         return self.asked[-1]
 
-    def _start(self) -> tuple[list[int], Messages]:
+    def start(self) -> tuple[list[int], Messages]:
+        """A system prompt and a question."""
         system = {"role": "system", "content": self.random.choice(["Think.", "Be brief."])}
         messages = [system, {"role": "user", "content": self._say()}]
         return self.render(messages), messages

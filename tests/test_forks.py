@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
 
+from agents import Conversation, rewrite
 from conversations import CASES, call, sample_of
-from tiny_tokenizers import english_tokenizer
+from tiny_tokenizers import TOKENIZERS, english_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.prefix_tree import Run, find_mismatch
@@ -28,6 +30,25 @@ def test_of_the_best_of_n_the_one_that_was_chosen_goes_on(policy) -> None:
     assert (built.boundaries[-1].earlier, built.boundaries[-1].continues) == ("1", "1")
     alone = [sample_of([7], each) for each in (answers[0], answers[2], answers[3])]
     assert built.samples == (*alone, sample_of([7], answers[1], [1], later))
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_the_one_that_was_chosen_goes_on_in_other_tokens_too(tokenizer) -> None:
+    """A client that keeps texts only; the tokenizer may merge the end of the prompt with what was sampled."""
+    kinds = Counter[str]()
+    for seed in range(60):
+        world = Conversation(seed, tokenizer, "keep")
+        world.asked.clear()
+        start = world.start()
+        answers = [each for each in [world.ask(*start) for _ in range(6)] if each.call.finish_reason == "stop"]
+        chosen = world.random.choice(answers)
+        last = world.ask(*rewrite(world, chosen))
+        if chosen.call.sampled_ids and last.call.sampled_ids:
+            built = build_samples(world.calls, policy="correct", tokenizer=world.tokenizer)
+            texts = {each.call.request_id: each.messages for each in answers}
+            assert texts.get(built.boundaries[-1].continues) == chosen.messages
+            kinds[built.boundaries[-1].kind.value] += 1
+    assert min(kinds["contiguous"], kinds["retokenized"]) > 10
 
 
 @exact_policies

@@ -101,9 +101,11 @@ class _Builder:
             # Known ids were checked; what equals them in the prompt may be True or 1.0.
             prompt = place.shared + prompt[place.depth :]
         action = choose_action(self._policy, call, finding)
-        known = KnownCall(number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans])
+        known = KnownCall(
+            number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans], ancestor=place.ancestor
+        )
         known.spans.append((len(prompt), known.end))
-        self._attach(known, place.ancestor, finding, action)
+        self._attach(known, finding, action)
         if self._previous is not None:
             self._record(self._previous, known, finding, action)
         self._previous = call
@@ -115,8 +117,9 @@ class _Builder:
         self._tree.add(known, place)
         self.calls.append(known)
 
-    def _attach(self, call: KnownCall, ancestor: KnownCall | None, finding: Finding, action: BoundaryAction) -> None:
+    def _attach(self, call: KnownCall, finding: Finding, action: BoundaryAction) -> None:
         """Say which call a sample goes on from with this one."""
+        ancestor = call.ancestor
         if self._policy == "off":
             call.parent, call.rest = (self.calls[-1] if self.calls else None), None
         elif action is BoundaryAction.SPLICED:
@@ -124,7 +127,6 @@ class _Builder:
         # Another sample had better begin with the call's own prompt than with a splice.
         elif ancestor is not None and (ancestor.exact or action is BoundaryAction.CONTINUED):
             call.parent, call.rest = ancestor, ancestor.end
-        call.continues = call.parent is ancestor is not None
         call.exact = call.parent is None or (call.parent.exact and call.continues)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mis_ext.rollout.conversations.alignment import Change, Turn, align
@@ -39,6 +40,7 @@ class Finding(NamedTuple):
 
 
 _MARKER_TOKENS = 16
+_BEST_FIRST = (BoundaryKind.TRUNCATED_GENERATION, BoundaryKind.RETEMPLATED, BoundaryKind.REASONING_STRIPPED)
 _KIND_OF = {
     Change.NONE: BoundaryKind.RETOKENIZED,
     Change.REWRITTEN: BoundaryKind.RETEMPLATED,
@@ -89,17 +91,19 @@ def _compare_text(
 ) -> Finding:
     ancestor = place.ancestor
     spans = ancestor.spans if ancestor else []
-    differing = list[tuple[KnownCall, int]]()
-    for each in dict.fromkeys(filter(None, (place.latest, last))):
+    differing, found = list[tuple[KnownCall, int]](), list[Finding]()
+    for each in dict.fromkeys(_candidates(prompt, place, last, tokenizer)):
         # The ids of the latest are known to be those of the prompt so far.
         position = place.depth if each is place.latest else find_mismatch(each.known(), prompt)
         if position is not None and position < each.end:
             differing.append((each, position))
             if tokenizer is None:
                 return Finding(None, each, position, None, spans)
-            found = _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
-            if found is not None:
-                return found
+            found += _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
+            if found and found[-1].kind is BoundaryKind.RETOKENIZED:
+                return found[-1]
+    if found:
+        return min(found, key=lambda each: _BEST_FIRST.index(each.kind))
     if ancestor is None:
         return Finding(BoundaryKind.HISTORY_EDITED, *differing[0], None, [])
     # What is known of the latest calls may be all there, and they were continued in other tokens only.
@@ -107,10 +111,30 @@ def _compare_text(
     return Finding(BoundaryKind.FORK, compared, position, ancestor.end, spans)
 
 
+def _candidates(prompt: list[int], place: Place, last: KnownCall, tokenizer: Tokenizer | None) -> Iterator[KnownCall]:
+    """The calls that the prompt may go on from in other tokens."""
+    yield place.latest or last
+    yield last
+    # In which of the calls of one prompt does it part from the latest?
+    call = place.latest or last
+    while call.ancestor is not None and call.ancestor.end > place.depth:
+        call = call.ancestor
+    if tokenizer is not None and len(call.siblings) > 1:
+        start = min(place.depth, len(call.prompt))
+        text, before = _bytes_of(prompt[start:], tokenizer), call.prompt[start:]
+        for each in call.siblings:
+            if text.startswith(_bytes_of(before + each.generation.sampled_ids, tokenizer)):
+                yield each
+
+
+def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> bytes:
+    return b"".join(map(token_bytes_of(tokenizer).__getitem__, ids))
+
+
 def _align(
     known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
-) -> Finding | None:
-    """How the prompt writes a call and those before it; None where it does not hold them."""
+) -> list[Finding]:
+    """How the prompt writes a call and those before it; nothing where it does not hold them."""
     spans = known_call.spans
     # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
     first = next(number for number, (_, end) in enumerate(spans) if position < end)
@@ -131,7 +155,7 @@ def _align(
     theirs = [*map(table.__getitem__, prompt[origin:])]
     found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
     if found is None:
-        return None
+        return []
     kind = _KIND_OF[found.change]
     if found.change is not Change.REASONING_STRIPPED:
         if known_call.was_cut and position >= spans[-1][0]:
@@ -140,7 +164,7 @@ def _align(
         same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
         before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
         if found.end is not None and before != now:
-            return None
+            return []
     rest = None if found.end is None else origin + found.end
     moved = [(origin + start, origin + stop) for start, stop in found.spans]
-    return Finding(kind, known_call, position, rest, spans[:first] + moved)
+    return [Finding(kind, known_call, position, rest, spans[:first] + moved)]

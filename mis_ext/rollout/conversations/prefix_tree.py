@@ -107,6 +107,7 @@ class PrefixTree:
         """Add a call whose prompt was found at a place; none was added since."""
         asked = _end_at(place, call.prompt)
         asked.prompted.append(call)
+        call.siblings = asked.prompted
         sampled = call.generation.sampled_ids
         run: Run | None = _end_at(_walk(asked, sampled), sampled)
         assert run is not None
