@@ -462,3 +462,5 @@ class TestIllegal:
             ValueError, match=r"policy must be one of strict \| correct .* 'corect' \(did you mean 'correct'"
         ):
             build_samples([], policy="corect")
+        with pytest.raises(ValueError, match=r"behind_splice must be one of mask \| flag, got 'keep'"):
+            build_samples([], behind_splice="keep")

@@ -65,6 +65,15 @@ def test_samples_that_begin_alike_are_told_apart(policy) -> None:
 
 
 @exact_policies
+def test_answers_of_the_same_ids_go_on_each(policy) -> None:
+    answers = [call("a0", [7], [8]), call("b0", [7], [8])]
+    later = [call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
+    built = build_samples([*answers, *later], policy=policy)
+    assert [each.kind for each in built.boundaries] == ["retry", "contiguous", "contiguous"]
+    assert built.samples == (sample_of([7], answers[1], [1], later[0]), sample_of([7], answers[0], [2], later[1]))
+
+
+@exact_policies
 def test_conversations_under_one_id_are_a_sample_each(policy) -> None:
     first = [call("a0", [7, 1], [8]), call("a1", [7, 1, 8, 2], [9]), call("a2", [7, 1, 8, 2, 9, 3], [10])]
     second = [call("b0", [7, 4], [8]), call("b1", [7, 4, 8, 2], [9])]

@@ -85,8 +85,9 @@ def _align_text(turns: Sequence[Turn], text: str, marks: Marks, *, cut: bool) ->
 
 def _find_template(text: str, position: int, template: str, marks: Marks, *, behind_a_turn: bool) -> int | None:
     """Where the template's text ends; white space of the turn before it may have changed."""
+    is_free = behind_a_turn and marks.follow(template, 0)
     while not text.startswith(template, position):
-        if not (behind_a_turn and marks.follow(template, 0) and text[position : position + 1].isspace()):
+        if not (is_free and text[position : position + 1].isspace()):
             return None
         position += 1
     return position + len(template)

@@ -61,7 +61,8 @@ class Place(NamedTuple):
         run: Where they part from it, or end.
         offset: How many ids of that run they have.
         depth: How many ids they share with the tree.
-        ancestor: The call of the most ids, sampled ones included, that they begin with.
+        ancestor: The call of the most ids, sampled ones included, that they begin with; of several with the same
+            ids the last from which none goes on, or the last.
     """
 
     run: Run
@@ -119,15 +120,15 @@ class PrefixTree:
 
 def _walk(run: Run, ids: list[int]) -> Place:
     """How far ids go on behind a run."""
-    depth, offset, ancestor = 0, run.size, None
+    depth, offset, ancestors = 0, run.size, list[KnownCall]()
     while offset == run.size:
-        if run.ended:
-            ancestor = run.ended[-1]
+        ancestors = run.ended or ancestors
         if depth == len(ids) or not isinstance(ids[depth], Hashable) or ids[depth] not in run.runs:
             break
         run = run.runs[ids[depth]]
         offset = run.count_equal(ids, depth)
         depth += offset
+    ancestor = next((each for each in reversed(ancestors) if not each.continued), ancestors[-1] if ancestors else None)
     return Place(run, offset, depth, ancestor)
 
 
