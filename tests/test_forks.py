@@ -112,6 +112,17 @@ def test_without_a_tokenizer_a_fork_is_unclassified_and_its_samples_are_the_same
     assert built.samples == (sample_of([7, 8, 1], calls[1]), sample_of([7], calls[0], [2], calls[2]))
 
 
+def test_a_fork_where_nothing_more_is_known_says_so() -> None:
+    """All ids of the later calls are there, too; another call went on in other tokens."""
+    case = CASES["retokenized"](english_tokenizer())
+    first, second = case.calls
+    prefix = call("prefix", first.prompt_ids, first.sampled_ids[:1])
+    later = call("later", first.prompt_ids + first.sampled_ids + [5], [6])
+    built = build_samples([first, second, prefix, later], policy="split", tokenizer=english_tokenizer())
+    boundary = built.boundaries[-1]
+    assert (boundary.kind, boundary.continues, boundary.expected_id, boundary.found_id) == ("fork", "first", None, 5)
+
+
 def test_strict_refuses_a_fork() -> None:
     calls = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
     with pytest.raises(BoundaryError, match=r"'2': .*request '1' \(fork\): at position 2 the prompt has id 2, id 1 is"):

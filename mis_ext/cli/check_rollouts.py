@@ -202,7 +202,8 @@ def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join(filter(None, (place, conversation)))
     if example.get("position") is not None:
         found = "the prompt ends" if example["found_id"] is None else f"the prompt has {example['found_id']}"
-        yield f"position {example['position']}: id {example['expected_id']} is known, {found}"
+        known = "nothing more" if example["expected_id"] is None else f"id {example['expected_id']}"
+        yield f"position {example['position']}: {known} is known, {found}"
     for key, name in (("expected_text", "known: "), ("found_text", "prompt: ")):
         if example.get(key) is not None:
             yield f"{name}{example[key]!r}"
