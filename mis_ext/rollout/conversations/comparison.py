@@ -91,8 +91,11 @@ def _compare_text(
 ) -> Finding:
     ancestor = place.ancestor
     spans = ancestor.spans if ancestor else []
-    differing, found = list[tuple[KnownCall, int]](), list[Finding]()
-    for each in dict.fromkeys(_candidates(prompt, place, last, tokenizer)):
+    differing, found, tried = list[tuple[KnownCall, int]](), list[Finding](), set[KnownCall]()
+    for each in _candidates(prompt, place, last, tokenizer):
+        if each in tried:
+            continue
+        tried.add(each)
         # The ids of the latest are known to be those of the prompt so far.
         position = place.depth if each is place.latest else find_mismatch(each.known(), prompt)
         if position is not None and position < each.end:
