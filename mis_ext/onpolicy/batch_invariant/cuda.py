@@ -1,6 +1,8 @@
-"""Batch-invariant products, attention and row reductions on CUDA, in Triton."""
+"""Batch-invariant products, sums of rows, attention and row reductions on CUDA, in Triton."""
 
+from mis_ext.onpolicy.batch_invariant.triton_accumulation import add_rows_
 from mis_ext.onpolicy.batch_invariant.triton_attention import attention_backward, attention_forward
+from mis_ext.onpolicy.batch_invariant.triton_grouped import grouped_rows, grouped_sums
 from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (
     log_softmax,
@@ -13,10 +15,13 @@ from mis_ext.onpolicy.batch_invariant.triton_reductions import (
 )
 
 __all__ = [
+    "add_rows_",
     "addmm",
     "attention_backward",
     "attention_forward",
     "bmm",
+    "grouped_rows",
+    "grouped_sums",
     "log_softmax",
     "log_softmax_backward",
     "mean",

@@ -41,10 +41,14 @@ def batch_invariant_mode() -> Iterator[None]:
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
     tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks; on CUDA ``log_softmax``, and
-    ``mean`` and ``sum`` over the last dimension, take one order per row. A product with a bias is rounded, then added
-    to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients flow as
-    always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in
-    LLM Inference", Thinking Machines Lab, 2025.
+    ``mean`` and ``sum`` that leave the first dimension alone, take one order per row. A product with a bias is rounded,
+    then added to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients
+    flow as always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating
+    Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
+
+    In a mixture of experts a row of a grouped product has the bits of its own product with the matrix of its expert.
+    ``index_add``, ``scatter_add`` and ``index_put`` add rows of one destination in the order in which they lie. Of
+    equal scores ``topk`` takes the first. An expert that drops tokens at a capacity depends on the batch all the same.
 
     The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own

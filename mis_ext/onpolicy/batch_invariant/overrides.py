@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from mis_ext.onpolicy.batch_invariant import kernels
+from mis_ext.onpolicy.batch_invariant import accumulation, grouped, kernels, ties
 from mis_ext.onpolicy.batch_invariant.sdpa import scaled_dot_product_attention
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        override = _OVERRIDES.get(func)
+        override = _override_of(func)
         if override is not None and args[0].is_floating_point():
             kernels.check_dtype(args[0])
             return override(func, *args, **kwargs)
@@ -86,6 +86,11 @@ def _is_composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
+@cache
+def _override_of(func: Any) -> Callable[..., Any] | None:
+    return _OVERRIDES.get(func) or grouped.OVERRIDES_OF_LIBRARIES.get(func.name())
+
+
 def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=2)
     return kernels.of(a).mm(a, b)
@@ -93,6 +98,9 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
 
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
+    if b.shape[2] == 1 < a.shape[1]:
+        # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
+        return kernels.of(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
     return kernels.of(a).bmm(a, b)
 
 
@@ -152,12 +160,13 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return override
 
 
-def _over_last_dimension(name: str) -> Callable[..., Any]:
-    """Sums over other dimensions are over the batch, and no concern of a row."""
+def _over_a_row(name: str) -> Callable[..., Any]:
+    """Sums over the first dimension are over the batch, and no concern of a row, unless there is no other."""
     reduce_row = _on_cuda(name)
 
     def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
-        is_row = dim is not None and [axis % max(x.dim(), 1) for axis in dim] == [x.dim() - 1]
+        axes = {axis % max(x.dim(), 1) for axis in dim or ()}
+        is_row = bool(axes) and (0 not in axes or x.dim() == 1)
         return (reduce_row if is_row else _plain)(func, x, dim, *args, **kwargs)
 
     return override
@@ -177,9 +186,10 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: _on_cuda("softmax_backward"),
     aten._log_softmax.default: _on_cuda("log_softmax"),
     aten._log_softmax_backward_data.default: _on_cuda("log_softmax_backward"),
-    aten.mean.dim: _over_last_dimension("mean"),
-    aten.sum.dim_IntList: _over_last_dimension("sum"),
+    aten.mean.dim: _over_a_row("mean"),
+    aten.sum.dim_IntList: _over_a_row("sum"),
 }
+_OVERRIDES |= grouped.OVERRIDES | accumulation.OVERRIDES | ties.OVERRIDES
 
 _WITHOUT_A_FORM = (
     "_addmm_activation",
@@ -190,7 +200,6 @@ _WITHOUT_A_FORM = (
     "_euclidean_dist",
     "_flash_attention_forward",
     "_flash_attention_forward_no_dropout_inplace",
-    "_grouped_mm",
     "_native_multi_head_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
@@ -203,6 +212,7 @@ _WITHOUT_A_FORM = (
     "_scaled_mm_v2",
     "_transformer_encoder_layer_fwd",
     "_trilinear",
+    "_unsafe_masked_index_put_accumulate",
     "addbmm",
     "addbmm_",
     "addmm_",
@@ -229,6 +239,8 @@ def _overloads(packets: Iterable[Any]) -> Iterator[Any]:
 _packets = {func.overloadpacket for func in _OVERRIDES} | {
     getattr(aten, name) for name in _WITHOUT_A_FORM if hasattr(aten, name)
 }
+# Without a reduction it adds nothing.
+_packets -= {aten.scatter, aten.scatter_}
 # Means and sums over everything are over the batch.
 _allowed = _OVERRIDES.keys() | {aten.mean.default, aten.sum.default}
 REFUSED = frozenset(func for func in _overloads(_packets) if func not in _allowed and not _is_composite(func))

@@ -17,7 +17,9 @@ from mis_ext.onpolicy.batch_invariant.triton_inputs import (
 from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
+    """Of the output, and of the sums, with what Triton makes of them."""
+
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
@@ -25,13 +27,17 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def of_one_product(self) -> dict[str, int]:
+        """All but the order in which the tiles of a matrix are computed."""
+        return {name: value for name, value in self._asdict().items() if name != "GROUP_M"}
+
 
 # By dtype alone. A tile that followed the number of rows would be faster on one row and give it other bits.
-_HALF = _Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
-_TILES = {
+_HALF = Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
+TILES = {
     torch.bfloat16: _HALF,
     torch.float16: _HALF,
-    torch.float32: _Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
+    torch.float32: Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
 }
 
 
@@ -112,7 +118,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
         product = (a * b).contiguous()
         return product if bias is None else product + bias
-    tile = _TILES[a.dtype]
+    tile = TILES[a.dtype]
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
     num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
     if num_programs == 0:

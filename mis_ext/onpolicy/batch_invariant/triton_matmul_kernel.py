@@ -5,6 +5,38 @@ import triton.language as tl
 
 
 @triton.jit
+def sum_of_products(
+    a_tile,
+    b_tile,
+    a_step,
+    b_step,
+    is_row,
+    is_column,
+    length,
+    PRECISION: tl.constexpr,
+    LENGTH_IS_EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile in float32 from pointers to the first blocks of its factors: one block after the other."""
+    inner = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, length, BLOCK_K):
+        if LENGTH_IS_EVEN:
+            a_values = tl.load(a_tile, mask=is_row, other=0.0)
+            b_values = tl.load(b_tile, mask=is_column, other=0.0)
+        else:
+            is_inner = inner < length - start
+            a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
+            b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
+        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
+        a_tile += a_step
+        b_tile += b_step
+    return total
+
+
+@triton.jit
 def matmul_kernel(
     a,
     b,
@@ -42,27 +74,16 @@ def matmul_kernel(
 
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_K)
     is_row, is_column = (rows < M)[:, None], (columns < N)[None, :]
     # int64: a matrix may have more than 2**31 elements.
-    rows, columns, wide_inner = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], inner.to(tl.int64)
-    a_tile = a + batch * a_batch_stride + rows * a_row_stride + wide_inner[None, :] * a_column_stride
-    b_tile = b + batch * b_batch_stride + wide_inner[:, None] * b_row_stride + columns * b_column_stride
+    rows, columns, inner = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], tl.arange(0, BLOCK_K).to(tl.int64)
+    a_tile = a + batch * a_batch_stride + rows * a_row_stride + inner[None, :] * a_column_stride
+    b_tile = b + batch * b_batch_stride + inner[:, None] * b_row_stride + columns * b_column_stride
     a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K_IS_EVEN:
-            a_values = tl.load(a_tile, mask=is_row, other=0.0)
-            b_values = tl.load(b_tile, mask=is_column, other=0.0)
-        else:
-            is_inner = inner < K - start
-            a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
-            b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
-        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
-        a_tile += a_step
-        b_tile += b_step
-
+    total = sum_of_products(
+        a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     product = total.to(out.dtype.element_ty)
     if HAS_BIAS:
         shift = tl.load(

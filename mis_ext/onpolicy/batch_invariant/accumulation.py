@@ -1,0 +1,199 @@
+"""Sums of rows that have one destination, as a token's experts in a mixture: in the order in which the rows lie.
+
+torch adds them in an order that depends on the other rows: by atomic additions on CUDA, and on a CPU where threads
+share the work. Here 16-bit numbers are summed in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.onpolicy.batch_invariant import kernels
+
+aten = torch.ops.aten
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    """``aten.index_add`` and ``aten.index_add_``."""
+    out = _output(func, x, source)
+    target, rows = (t.view(1) if t.dim() == 0 else t.movedim(dim, 0) for t in (out, source))
+    index = index.reshape(-1)
+    if rows.shape != (len(index), *target.shape[1:]):
+        raise RuntimeError(f"index_add takes a row for each index: got {[*index.shape]}, {dim}, {[*source.shape]}")
+    _add(target, [index], rows if alpha == 1 else rows * alpha)
+    return out
+
+
+def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """``aten.scatter_add`` and ``aten.scatter_add_``."""
+    if index.dim() == 0 or index.dim() != x.dim() or index.dim() != source.dim():
+        return func(x, dim, index, source)  # type: ignore[no-any-return]
+    dim = dim % x.dim()
+    others = [axis for axis in range(x.dim()) if axis != dim]
+    fits_source = all(n <= m for n, m in zip(index.shape, source.shape, strict=True))
+    if not fits_source or any(index.shape[axis] > x.shape[axis] for axis in others):
+        raise RuntimeError(f"scatter_add got an index {[*index.shape]}, {[*x.shape]} and {[*source.shape]}")
+    out = _output(func, x, source)
+    source = source[tuple(slice(length) for length in index.shape)]
+    if index.numel() and all(
+        index.shape[axis] == x.shape[axis] and (index.stride(axis) == 0 or x.shape[axis] == 1) for axis in others
+    ):
+        for axis in reversed(others):
+            index = index.select(axis, 0)
+        _add(out.movedim(dim, 0), [index], source.movedim(dim, 0))
+    else:
+        places = [
+            index if axis == dim else torch.arange(length, device=x.device).view(-1, *[1] * (x.dim() - 1 - axis))
+            for axis, length in enumerate(index.shape)
+        ]
+        _add(out, places, source)
+    return out
+
+
+def scatter_reduce(
+    func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """``scatter_reduce``, ``index_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order.
+
+    Raises:
+        NotImplementedError: Another reduction, or a sum without what was there.
+    """
+    if reduce in ("amax", "amin"):
+        return func(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
+    if reduce in ("sum", "add") and include_self:
+        return scatter_add(func, x, dim, index, source)
+    raise NotImplementedError(f"{func} has no batch-invariant form here for {reduce=}, {include_self=}")
+
+
+def index_put(
+    func: Any,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> Tensor:
+    """``aten.index_put`` and its other names; the gradient of ``x[index]`` is one."""
+    if not accumulate or all(index is None or index.dtype in _MASKS for index in indices):
+        # Of a mask, no place is named twice.
+        more = (unsafe,) if func in (aten._index_put_impl.default, aten._index_put_impl_.default) else ()
+        return func(x, indices, values, accumulate, *more)  # type: ignore[no-any-return]
+    out = _output(func, x, values)
+    each = _without_masks(indices)
+    dims = [dim for dim, index in enumerate(each) if index is not None]
+    others = [dim for dim in range(x.dim()) if dim not in dims]
+    places = torch.broadcast_tensors(*(index for index in each if index is not None))  # type: ignore[no-untyped-call]
+    places = [_from_the_front(index.to(x.device), x.shape[dim]) for dim, index in zip(dims, places, strict=True)]
+    # Where indexed dimensions are neighbours, theirs stand in their place among the others, else at the front.
+    first = dims[0] if dims[-1] - dims[0] < len(dims) else 0
+    lengths = [x.shape[dim] for dim in others]
+    num_dims = places[0].dim()
+    values = values.to(x.device).expand(*lengths[:first], *places[0].shape, *lengths[first:])
+    values = values.movedim(tuple(range(first, first + num_dims)), tuple(range(num_dims)))
+    _add(out.permute(*dims, *others), places, values)
+    return out
+
+
+def put(func: Any, x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """``aten.put`` and ``aten.put_``; the gradient of ``x.take(index)`` is one."""
+    if not accumulate:
+        return func(x, index, source, accumulate)  # type: ignore[no-any-return]
+    out = _output(func, x, source)
+    packed = out.contiguous()
+    _add(packed.view(-1), [_from_the_front(index.reshape(-1), x.numel())], source.reshape(-1))
+    return out if packed is out else out.copy_(packed)
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    each: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in _MASKS
+        each += index.nonzero().unbind(1) if is_mask else [index]  # type: ignore[union-attr]
+    return each
+
+
+def _from_the_front(index: Tensor, length: int) -> Tensor:
+    return torch.where(index < 0, index + length, index)
+
+
+def _output(func: Any, x: Tensor, source: Tensor) -> Tensor:
+    """The tensor to add to: for a function in place that of the caller."""
+    if x.dtype != source.dtype:
+        raise RuntimeError(f"{func} adds numbers of one dtype, got {x.dtype} and {source.dtype}")
+    return x if func._schema.is_mutable else x.clone(memory_format=torch.contiguous_format)
+
+
+def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
+    """Add ``source[n]`` to ``out[places[0][n], places[1][n], ...]``, one n after the other.
+
+    Args:
+        out: ``[D0, D1, ..., *rest]``, changed in place.
+        places: Indices by each of the first dimensions, which broadcast to N, one or several dimensions.
+        source: ``[*N, *rest]``.
+    """
+    leading = out.shape[: len(places)]
+    for index, length in zip(places, leading, strict=True):
+        _check_range(index, length)
+    if source.numel() == 0:
+        return
+    index = places[0].long()
+    for place, length in zip(places[1:], leading[1:], strict=True):
+        index = index * length + place
+    num_dims, packed = index.dim(), out.contiguous()
+    rows = source.reshape(index.numel(), math.prod(source.shape[num_dims:]))
+    _add_rows(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
+    if packed is not out:
+        out.copy_(packed)
+
+
+def _check_range(index: Tensor, length: int) -> None:
+    is_inside = (index >= 0) & (index < length)
+    if index.is_cuda:
+        torch._assert_async(is_inside.all(), f"an index is not in [0, {length})")
+    elif not is_inside.all():
+        raise IndexError(f"index {int(index[~is_inside][0])} is not in [0, {length})")
+
+
+def _add_rows(out_DE: Tensor, index_N: Tensor, source_NE: Tensor) -> None:
+    if out_DE.is_cuda:
+        from mis_ext.onpolicy.batch_invariant import cuda
+
+        return cuda.add_rows_(out_DE, index_N, source_NE)
+    kernels.check_device_type(out_DE.device.type)
+    dtype = torch.promote_types(out_DE.dtype, torch.float32)
+    order_N = index_N.argsort(stable=True)
+    destinations, which_N, counts = torch.unique_consecutive(index_N[order_N], return_inverse=True, return_counts=True)
+    # How many rows come before this one on the way to its destination.
+    rank_N = torch.arange(len(order_N)) - (counts.cumsum(0) - counts)[which_N]
+    total = out_DE[destinations].to(dtype)
+    for part in rank_N.argsort(stable=True).split(rank_N.bincount().tolist()):
+        total[which_N[part]] += source_NE[order_N[part]].to(dtype)
+    out_DE[destinations] = total.to(out_DE.dtype)
+
+
+OVERRIDES: dict[Any, Callable[..., Any]] = {
+    aten.index_add.default: index_add,
+    aten.index_add_.default: index_add,
+    aten.scatter_add.default: scatter_add,
+    aten.scatter_add_.default: scatter_add,
+    aten.scatter_reduce.two: scatter_reduce,
+    aten.scatter_reduce_.two: scatter_reduce,
+    aten.scatter.reduce: scatter_reduce,
+    aten.scatter_.reduce: scatter_reduce,
+    aten.index_reduce.default: scatter_reduce,
+    aten.index_reduce_.default: scatter_reduce,
+    aten.index_put.default: index_put,
+    aten.index_put_.default: index_put,
+    aten._index_put_impl.default: index_put,
+    aten._index_put_impl_.default: index_put,
+    aten._unsafe_index_put.default: index_put,
+    aten.put.default: put,
+    aten.put_.default: put,
+}

@@ -1,0 +1,136 @@
+"""The Triton kernels under a mixture of experts: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from triton_support import DEVICE, HAS_GPU, OBSTACLE, dot_of_the_interpreter
+
+from mis_ext.onpolicy.bits import same_bits
+
+pytest.importorskip("triton")
+matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
+grouped = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_grouped")
+accumulation = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_accumulation")
+
+pytestmark = [
+    pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
+    # NumPy, in which the interpreter computes, warns of every NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([pytest.mark.gpu] if HAS_GPU else []),
+]
+
+
+@pytest.fixture(autouse=True)
+def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
+    """As on a GPU, whose instruction for a tile rounds all of its rows alike."""
+    if not HAS_GPU:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_the_interpreter)
+
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+K, N = (520, 1000) if HAS_GPU else (34, 66)
+# No rows, one row more than a tile, a whole tile.
+SIZES = [[0, 3, 129, 0, 1], [128], [0, 0]] + ([[700, 0, 1, 3000] * 16] if HAS_GPU else [])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def ends_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=DEVICE)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    same = same_bits(actual, expected)
+    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
+
+
+@each_dtype
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_of_a_group_have_the_bits_of_their_own_product(sizes, dtype) -> None:
+    rows = sum(sizes)
+    a = random(rows + 4, K, dtype=dtype)
+    b = random(len(sizes), N, K, dtype=dtype, seed=1).transpose(1, 2)
+    b = b.contiguous() if len(sizes) % 2 else b
+    a[rows:] = float("nan")
+    output = grouped.grouped_rows(a, b, ends_of(sizes))
+    assert_same_bits(output[rows:], torch.zeros_like(output[rows:]))
+    expected = [matmul.mm(x, y) for x, y in zip(a[:rows].split(sizes), b, strict=True)]
+    assert_same_bits(output[:rows], torch.cat(expected))
+
+
+@each_dtype
+def test_a_row_has_its_bits_in_a_group_of_any_size(dtype) -> None:
+    a, b = random(131, K, dtype=dtype), random(2, K, N, dtype=dtype, seed=1)
+    whole = grouped.grouped_rows(a, b, ends_of([2, 129]))
+    alone = torch.cat([a[:1], a[130:]])
+    assert_same_bits(grouped.grouped_rows(alone, b, ends_of([1, 1])), whole[[0, 130]])
+    order = torch.randperm(129, generator=torch.Generator().manual_seed(2)).to(DEVICE) + 2
+    assert_same_bits(grouped.grouped_rows(torch.cat([a[:2], a[order]]), b, ends_of([2, 129]))[2:], whole[order])
+    broken = a.clone()
+    broken[:2], broken[3::2] = float("nan"), torch.finfo(dtype).max
+    assert_same_bits(grouped.grouped_rows(broken, b, ends_of([2, 129]))[2::2], whole[2::2])
+
+
+@each_dtype
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sums_of_a_group_are_those_of_its_own_product(sizes, dtype) -> None:
+    rows = sum(sizes)
+    a, b = random(rows + 4, K, dtype=dtype).t(), random(rows + 4, N, dtype=dtype, seed=1)
+    a[:, rows:] = float("nan")
+    output = grouped.grouped_sums(a, b, ends_of(sizes))
+    for product, x, y in zip(output, a[:, :rows].split(sizes, dim=1), b[:rows].split(sizes), strict=True):
+        # An outer product on its own is rounded once.
+        if x.shape[1] != 1:
+            assert_same_bits(product, matmul.mm(x, y))
+        else:
+            torch.testing.assert_close(product, x * y)
+
+
+def test_groups_of_nothing_are_empty_or_zeros() -> None:
+    assert grouped.grouped_rows(random(0, 3), random(2, 3, 5), ends_of([0, 0])).shape == (0, 5)
+    assert grouped.grouped_rows(random(4, 3), random(2, 3, 0), ends_of([1, 3])).shape == (4, 0)
+    assert_same_bits(
+        grouped.grouped_sums(random(3, 0), random(0, 5), ends_of([0])), torch.zeros(1, 3, 5, device=DEVICE)
+    )
+    with pytest.raises(TypeError, match=r"b is torch\.float16, a torch\.float32"):
+        grouped.grouped_rows(random(4, 3), random(1, 3, 5).half(), ends_of([4]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_ends_beyond_the_rows_read_nothing_that_is_not_there() -> None:
+    a, b = random(100, K), random(2, K, N, seed=1)
+    assert_same_bits(grouped.grouped_rows(a, b, ends_of([60, 9_000])), grouped.grouped_rows(a, b, ends_of([60, 40])))
+
+
+@each_dtype
+@pytest.mark.parametrize("columns", [1, 40, 600])
+def test_rows_of_one_destination_are_added_in_their_order(columns, dtype) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    rows = 5_000 if HAS_GPU else 300 // columns + 9
+    index = torch.randint(0, max(rows // 3, 2), (rows,), generator=generator)
+    out, source = random(rows, columns, dtype=dtype), random(columns, rows, dtype=dtype, seed=1).t()
+    out[1] = -0.0
+    source[index == 1] = -0.0
+    total = out.float().cpu().clone()
+    for row, values in zip(index.tolist(), source.float().cpu(), strict=True):
+        total[row] += values
+    accumulation.add_rows_(out, index.to(DEVICE), source)
+    assert_same_bits(out.cpu(), total.to(dtype))
+
+
+def test_adding_nothing_changes_nothing() -> None:
+    out = random(4, 3)
+    before = out.clone()
+    accumulation.add_rows_(out, torch.zeros(0, dtype=torch.long, device=DEVICE), random(0, 3))
+    assert_same_bits(out, before)
+    with pytest.raises(TypeError, match=r"source is torch\.float16, out torch\.float32"):
+        accumulation.add_rows_(out, torch.zeros(4, dtype=torch.long, device=DEVICE), random(4, 3).half())
