@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from triton_support import DEVICE, HAS_GPU, OBSTACLE, dot_of_the_interpreter
 
+from mis_ext.onpolicy.batch_invariant import cpu
+from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.bits import same_bits
 
 pytest.importorskip("triton")
 matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
 grouped = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_grouped")
+latent_attention = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_latent_attention")
 accumulation = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_accumulation")
 
 pytestmark = [
@@ -134,3 +137,26 @@ def test_adding_nothing_changes_nothing() -> None:
     assert_same_bits(out, before)
     with pytest.raises(TypeError, match=r"source is torch\.float16, out torch\.float32"):
         accumulation.add_rows_(out, torch.zeros(4, dtype=torch.long, device=DEVICE), random(4, 3).half())
+
+
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24), (16, 16)])
+def test_values_may_be_narrower_or_wider_than_keys(widths) -> None:
+    key_width, value_width = widths
+    query, key, value = (
+        random(9, heads, width, seed=i)
+        for i, (heads, width) in enumerate([(2, key_width), (1, key_width), (1, value_width)])
+    )
+    bounds = torch.tensor([0, 2, 9], dtype=torch.int32, device=DEVICE)
+    packing = Packing(bounds, bounds, 7, 7, scale=0.3, is_causal=True)
+    output, lse = latent_attention.attention_forward(query, key, value, packing)
+    grads = latent_attention.attention_backward(output, query, key, value, output, lse, packing)
+    on_cpu = [x.cpu() for x in (query, key, value)]
+    packing_on_cpu = packing._replace(cu_seqlens_q=bounds.cpu(), cu_seqlens_k=bounds.cpu())
+    expected = cpu.attention_forward(*on_cpu, packing_on_cpu)
+    expected += cpu.attention_backward(expected[0], *on_cpu, *expected, packing_on_cpu)
+    for actual, exact in zip((output, lse, *grads), expected, strict=True):
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual.cpu(), exact, rtol=0, atol=1e-5)
+    two = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
+    first = latent_attention.attention_forward(query[:2], key[:2], value[:2], Packing(two, two, 2, 2, 0.3, True))
+    assert_same_bits(first[0], output[:2])

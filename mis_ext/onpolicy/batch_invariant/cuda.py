@@ -1,8 +1,8 @@
 """Batch-invariant products, sums of rows, attention and row reductions on CUDA, in Triton."""
 
 from mis_ext.onpolicy.batch_invariant.triton_accumulation import add_rows_
-from mis_ext.onpolicy.batch_invariant.triton_attention import attention_backward, attention_forward
 from mis_ext.onpolicy.batch_invariant.triton_grouped import grouped_rows, grouped_sums
+from mis_ext.onpolicy.batch_invariant.triton_latent_attention import attention_backward, attention_forward
 from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (
     log_softmax,
