@@ -28,7 +28,9 @@ if not torch.cuda.is_available():
 
 import triton
 
+from mis_ext.onpolicy.batch_invariant import triton_accumulation as accumulation
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
+from mis_ext.onpolicy.batch_invariant import triton_grouped as grouped
 from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
 from mis_ext.onpolicy.batch_invariant import triton_reductions as reductions
 from mis_ext.onpolicy.batch_invariant.packing import Packing
@@ -130,6 +132,12 @@ def _cases(*, smoke: bool) -> Iterator[Case]:
     M, K, N = (5, 40, 70) if smoke else (4096, 2048, 151_936)
     yield _product("mm, vocabulary", _random(M, K, dtype=half), _random(N, K, dtype=half).t())
     for dtype in (half, torch.float32):
+        # Tokens, experts of each, experts, and the sizes of a matrix.
+        sizes = (5, 2, 4, 40, 24) if smoke else (8192, 8, 128, 2048, 768)
+        yield _experts(*sizes, dtype)
+        yield _experts_gradient(*sizes, dtype)
+        yield _combine(*sizes[:2], sizes[3], dtype)
+    for dtype in (half, torch.float32):
         for batch, length, dim in [(2, 20, 16)] if smoke else [(8, 1024, 64), (8, 1024, 128)]:
             yield _attention(batch, length, 2 if smoke else 16, dim, dtype)
             yield _attention_gradient(batch, length, 2 if smoke else 16, dim, dtype)
@@ -165,6 +173,71 @@ def _product(name: str, a: Tensor, b: Tensor) -> Case:
         alone=lambda: torch.cat([matmul.mm(a[row : row + 1], b) for row in rows]),
         exact=lambda: a[rows].double() @ b.double(),
         megatron=_megatron_product(a, b),
+    )
+
+
+def _routed(tokens: int, topk: int, num_experts: int) -> Tensor:
+    """How many tokens each expert gets."""
+    chosen = torch.rand(tokens, num_experts, device=DEVICE).topk(topk).indices
+    return chosen.flatten().bincount(minlength=num_experts)
+
+
+def _experts(tokens: int, topk: int, num_experts: int, K: int, N: int, dtype: torch.dtype) -> Case:
+    sizes = _routed(tokens, topk, num_experts)
+    a, b = _random(tokens * topk, K, dtype=dtype), _random(num_experts, N, K, dtype=dtype).transpose(1, 2)
+    ends, rows = sizes.cumsum(0).int(), _some(tokens * topk)
+    experts = torch.arange(num_experts, device=DEVICE).repeat_interleave(sizes)[rows].tolist()
+    return Case(
+        "experts",
+        f"{tokens} x {topk} of {num_experts}, {K} x {N}",
+        dtype,
+        ours=lambda: grouped.grouped_rows(a, b, ends),
+        torch=lambda: torch._grouped_mm(a, b, offs=ends),
+        checked=lambda out: out[rows],
+        alone=lambda: torch.cat([matmul.mm(a[row : row + 1], b[e]) for row, e in zip(rows, experts, strict=True)]),
+        exact=lambda: torch.stack([a[row].double() @ b[e].double() for row, e in zip(rows, experts, strict=True)]),
+    )
+
+
+def _experts_gradient(tokens: int, topk: int, num_experts: int, K: int, N: int, dtype: torch.dtype) -> Case:
+    sizes = _routed(tokens, topk, num_experts)
+    a, b = _random(tokens * topk, K, dtype=dtype).t(), _random(tokens * topk, N, dtype=dtype)
+    ends, last = sizes.cumsum(0).int(), slice(tokens * topk - int(sizes[-1]), None)
+    only = sizes[-1:].int()
+    return Case(
+        "experts, weight gradient",
+        f"{tokens} x {topk} of {num_experts}, {K} x {N}",
+        dtype,
+        ours=lambda: grouped.grouped_sums(a, b, ends),
+        torch=lambda: torch._grouped_mm(a, b, offs=ends),
+        checked=lambda out: out[-1:],
+        alone=lambda: grouped.grouped_sums(a[:, last], b[last], only),
+        exact=lambda: (a[:, last].double() @ b[last].double()).unsqueeze(0),
+    )
+
+
+def _combine(tokens: int, topk: int, width: int, dtype: torch.dtype) -> Case:
+    index = torch.arange(tokens, device=DEVICE).repeat(topk)
+    source, rows = _random(tokens * topk, width, dtype=dtype), _some(tokens)
+
+    def ours(index: Tensor, source: Tensor, length: int) -> Tensor:
+        out = source.new_zeros(length, width)
+        accumulation.add_rows_(out, index, source)
+        return out
+
+    def alone(row: int) -> Tensor:
+        mine = source[row::tokens]
+        return ours(torch.zeros(topk, dtype=torch.long, device=DEVICE), mine, 1)
+
+    return Case(
+        "experts, sum",
+        f"{tokens} x {topk} x {width}",
+        dtype,
+        ours=lambda: ours(index, source, tokens),
+        torch=lambda: source.new_zeros(tokens, width).index_add_(0, index, source),
+        checked=lambda out: out[rows],
+        alone=lambda: torch.cat([alone(row) for row in rows]),
+        exact=lambda: torch.stack([source[row::tokens].double().sum(0) for row in rows]),
     )
 
 
