@@ -6,6 +6,7 @@ On a GPU where there is one; elsewhere Triton's interpreter runs the same kernel
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 import torch
@@ -70,6 +71,24 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_a_product_is_the_exact_one_rounded_once(dtype) -> None:
     a, b = operands(dtype)
     assert_close(matmul.mm(a, b), a.double() @ b.double(), scale=a.double().abs() @ b.double().abs(), factor=30)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="on a CPU there is one tile")
+@each_dtype
+@pytest.mark.parametrize("seed", range(24))
+def test_the_tiles_of_a_decode_have_the_bits_of_the_others(dtype, seed) -> None:
+    draw = Random(seed).randrange
+    few, K, N = draw(1, 65), draw(1, 9000), draw(1, 20000)
+    scale = torch.logspace(-3, 3, 200, device=DEVICE)[:, None]
+    a = (random(200, K, seed=seed) * scale).to(dtype)
+    b = random(K, N, dtype=dtype, seed=seed + 1) if draw(2) else random(N, K, dtype=dtype, seed=seed + 1).t()
+    bias = random(N, dtype=dtype, seed=seed + 2)
+    start = draw(0, 200 - few)
+    rows = a[start : start + few]
+    assert matmul.tile_of(rows, N) != matmul.tile_of(a, N) or torch.cuda.get_device_capability() != (9, 0)
+    assert_same_bits(matmul.mm(rows, b), matmul.mm(a, b)[start : start + few])
+    assert_same_bits(matmul.addmm(bias, rows, b), matmul.addmm(bias, a, b)[start : start + few])
 
 
 @each_dtype

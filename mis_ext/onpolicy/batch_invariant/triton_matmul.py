@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     check_tensors,
     launching_on,
 )
+from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
 
 
@@ -27,18 +29,56 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler gets."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel of a matrix gets."""
+        return {name: value for name, value in self._asdict().items() if name not in self.options}
+
     def of_one_product(self) -> dict[str, int]:
         """All but the order in which the tiles of a matrix are computed."""
         return {name: value for name, value in self._asdict().items() if name != "GROUP_M"}
 
 
-# By dtype alone. A tile that followed the number of rows would be faster on one row and give it other bits.
+# By dtype alone: a tile of another depth gives other bits, and so may one of other instructions.
 _HALF = Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
 TILES = {
     torch.bfloat16: _HALF,
     torch.float16: _HALF,
     torch.float32: Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
 }
+
+
+# A decode has few rows, and reads all of the right matrix: smaller tiles let more processors read. On Hopper they have
+# the bits of the others, whose instructions also take 64 rows at a time and add up K in the same order; tests look.
+_FEW_ROWS = 64
+_LEAST_TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
+_NARROWEST, _WIDEST = 16, 64
+_launch = Launcher(matmul_kernel)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not IS_HIP and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def tile_of(a: Tensor, num_columns: int) -> Tile:
+    """The tile for a product with ``a``.
+
+    Args:
+        a: ``[..., M, K]``.
+        num_columns: ``N`` of all batches together.
+    """
+    tile = TILES[a.dtype]
+    if a.shape[-2] > _FEW_ROWS or not _is_hopper(a.device):
+        return tile
+    columns = max(num_columns // _LEAST_TILES[a.dtype], _NARROWEST)
+    block_n = min(1 << (columns.bit_length() - 1), _WIDEST)
+    return tile._replace(BLOCK_M=_FEW_ROWS, BLOCK_N=block_n, num_warps=4, num_stages=6)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -118,26 +158,22 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
         product = (a * b).contiguous()
         return product if bias is None else product + bias
-    tile = TILES[a.dtype]
+    tile = tile_of(a, num_batches * N)
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
     num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
     if num_programs == 0:
         return out
     with launching_on(a):
-        matmul_kernel[(num_programs,)](
-            a,
-            b,
-            out if bias is None else bias,
-            out,
-            M,
-            N,
-            K,
-            *a.stride(),
-            *b.stride(),
-            *((0, 0) if bias is None else bias.stride()),
-            HAS_BIAS=bias is not None,
-            PRECISION=FLOAT32_PRODUCTS,
-            K_IS_EVEN=K % tile.BLOCK_K == 0,
-            **tile._asdict(),
+        _launch(
+            num_programs,
+            (a, b, out if bias is None else bias, out),
+            (M, N, K, *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride())),
+            {
+                "HAS_BIAS": bias is not None,
+                "PRECISION": FLOAT32_PRODUCTS,
+                "K_IS_EVEN": K % tile.BLOCK_K == 0,
+                **tile.constants,
+            },
+            tile.options,
         )
     return out
