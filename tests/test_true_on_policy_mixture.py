@@ -55,7 +55,8 @@ def audit(dtype, pieces, *, batch_size=5):
             rollout = sample(engine, prompts, new_tokens=NEW)
             log_probs = torch.cat([score(trainer, tokens) for tokens in rollout.tokens_BT.split(batch_size)])
     masks = [torch.ones(NEW)] * 5
-    return audit_logprobs(list(log_probs[:, PROMPT - 1 :]), list(rollout.log_probs_BR), masks=masks)
+    behavior = list(rollout.log_probs_BR)
+    return audit_logprobs(list(log_probs[:, PROMPT - 1 :]), behavior, masks=masks, provenance="decode")
 
 
 @pytest.fixture(scope="module", autouse=True)
