@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from evidence.ensemble import Group, Training
+from evidence.ensemble import Training
+from evidence.group import Group
 from evidence.results import Results
 from evidence.studies import STUDIES
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -17,13 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import mismatch, mixture, policy
 from evidence.engines import EngineSpec
-from evidence.ensemble import Group, Method, Training
+from evidence.ensemble import Training
 from evidence.enumerable import Enumerated
+from evidence.group import Group, Method
 from evidence.outcomes import Condition, Difference, pareto_k
 from evidence.policy import Shape
 from evidence.results import Results
 from evidence.studies import STUDIES
 from evidence.task import PROMPT_LENGTH, Problems, grade
+
+import mis_ext.rollout
 
 CPU = torch.device("cpu")
 SHAPE = Shape(hidden_size=32, ffn_size=48, num_heads=4, head_dim=8)
@@ -163,7 +166,7 @@ def test_the_sampler_reports_the_log_probs_of_the_policy() -> None:
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3, 4], CPU).items()}
     prompts = torch.randint(0, 20, (2, 5, PROMPT_LENGTH))
     engine = EngineSpec(dtype="float32").create(SHAPE, batch=0, length=0, device=CPU)
-    ids, logprobs, _ = engine.sample(weights, prompts, 9, temperature=0.7, draw_seeds=[1, 1])
+    ids, logprobs, *_ = engine.sample(weights, prompts, 9, temperature=0.7, draw_seeds=[1, 1])
     scored = policy.score(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=0.7).logprobs
     torch.testing.assert_close(logprobs, scored, rtol=1e-4, atol=1e-5)
 
@@ -173,7 +176,7 @@ def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: Engin
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
     prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 64, -1)
     engine = spec.create(SHAPE, batch=0, length=0, device=CPU)
-    ids, logprobs, _ = engine.sample(weights, prompts, 2, temperature=1.0, draw_seeds=[1])
+    ids, logprobs, *_ = engine.sample(weights, prompts, 2, temperature=1.0, draw_seeds=[1])
     scored = policy.score(SHAPE, weights, torch.cat([prompts, ids], -1), PROMPT_LENGTH, temperature=1.0).logprobs
     assert (logprobs - scored).abs().max() > 1e-4
     by_token: dict[int, float] = {}
@@ -184,7 +187,7 @@ def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: Engin
 def test_sampling_follows_the_reported_probabilities() -> None:
     weights = {name: weight * 3 for name, weight in policy.new_weights(SHAPE, [3], CPU).items()}
     prompts = torch.randint(0, 20, (1, 1, PROMPT_LENGTH)).expand(1, 4000, -1)
-    ids, logprobs, _ = (
+    ids, logprobs, *_ = (
         EngineSpec()
         .create(SHAPE, batch=0, length=0, device=CPU)
         .sample(weights, prompts, 1, temperature=1.0, draw_seeds=[1])
@@ -252,6 +255,70 @@ def test_an_interrupted_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert list(found) == list(whole) == ["step1"]
     assert all(np.array_equal(found["step1"][name], whole["step1"][name]) for name in ("behavior", "log_ratio", "mask"))
     assert found["step1"]["mask"].shape == (2, 32, 10)
+
+
+def peaked_policy() -> tuple[policy.Weights, torch.Tensor]:
+    return uneven(policy.new_weights(SHAPE, [3], CPU)), torch.randint(0, 20, (1, 200, PROMPT_LENGTH))
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_kept_tokens_are_those_of_mis_ext_and_what_is_sampled_follows_them(top_p: float) -> None:
+    weights, prompts = peaked_policy()
+    engine = EngineSpec(dtype="float32").create(SHAPE, batch=0, length=0, device=CPU)
+    sampled = engine.sample(weights, prompts, 6, temperature=0.7, draw_seeds=[1], top_p=top_p)
+    ids = torch.cat([prompts, sampled.ids], -1)
+    truncation = mis_ext.rollout.Truncation(top_p=top_p, keeps_next=True)
+    logits = policy.forward(SHAPE, weights, ids[..., :-1]).logits[..., PROMPT_LENGTH - 1 :, :].flatten(0, 2)
+    for kept, behavior, distribution in (
+        (None, sampled.logprobs, mis_ext.rollout.Distribution(temperature=0.7)),
+        (
+            sampled.kept,
+            sampled.logprobs - sampled.log_mass,
+            mis_ext.rollout.Distribution(temperature=0.7, truncation=truncation),
+        ),
+    ):
+        expected, outside = mis_ext.rollout.trainer_log_probs(logits, sampled.ids.flatten(), distribution)
+        scored = policy.score(SHAPE, weights, ids, PROMPT_LENGTH, temperature=0.7, kept=kept).logprobs
+        torch.testing.assert_close(scored.flatten(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(behavior.flatten(), expected, rtol=1e-4, atol=1e-5)
+        assert not outside.any()
+    assert sampled.kept.sum(-1).float().mean() < SHAPE.vocab_size - 5
+
+
+def test_only_the_scoring_with_the_mask_has_no_mismatch_and_the_right_log_probs() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(dtype="float32"), top_p=0.8)
+    rows = {
+        scoring: training_of(dataclasses.replace(group, scoring=scoring)).step(lambda name, arrays: None)
+        for scoring in ("reported", "sampled", "kept")
+    }
+    k3, entropy, norm = (
+        {name: [row[number] for row in of] for name, of in rows.items()} for number in ("k3", "entropy", "grad_norm")
+    )
+    assert max(k3["reported"] + k3["kept"]) < 1e-8
+    # The ratio is the mass of the kept tokens, 0.8 or a little more.
+    assert k3["sampled"] == pytest.approx([math.log(1 / 0.83) - 1 + 0.83] * 2, rel=0.5)
+    assert entropy["reported"] == entropy["sampled"]
+    assert entropy["kept"] == pytest.approx([value + math.log(0.83) for value in entropy["reported"]], abs=0.05)
+    assert norm["reported"] == norm["sampled"] != norm["kept"]
+
+
+def test_scoring_needs_top_p() -> None:
+    with pytest.raises(ValueError, match="scoring kept needs top_p below 1"):
+        rows_of(training_of(dataclasses.replace(TINY, scoring="kept")))
+
+
+def test_runs_are_equal_until_they_branch() -> None:
+    group = dataclasses.replace(TINY, engine=EngineSpec(dtype="float32"), learning_rate=0.02, staleness=1)
+    rows = rows_of(training_of(dataclasses.replace(group, methods=(NONE, GATE), branch_step=2)))
+    of = {(row["method"], row["seed"], row["step"]): row for row in rows}
+    for seed in TINY.seeds:
+        for step, kept in ((0, 1.0), (1, 1.0), (2, of["gate", seed, 2]["kept_sequences"])):
+            none, gate = of["none", seed, step], of["gate", seed, step]
+            assert gate["kept_sequences"] == kept
+            assert (none["entropy"], none["reward"]) == (gate["entropy"], gate["reward"])
+            assert (none["k3"] > 1e-5) == (step == 2)
+        assert of["gate", seed, 2]["kept_sequences"] < 1
+        assert of["gate", seed, 2]["grad_norm"] != of["none", seed, 2]["grad_norm"]
 
 
 def test_grading() -> None:

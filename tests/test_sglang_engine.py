@@ -23,6 +23,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import psutil
 from grpo import sglang_engine
+from grpo.block_quantization import BlockQuantizer
 from grpo.sglang_engine import SGLangEngine
 from transformers import Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
@@ -362,3 +363,36 @@ def test_tied_embeddings_work_and_a_killed_trainer_leaves_no_process(tmp_path):
         trainer.send_signal(signal.SIGKILL)
     assert FLOAT32_TOLERANCE < float(difference) < BF16_TOLERANCE
     wait_for_the_end_of(int(leader))
+
+
+@torch.no_grad()
+def test_fp8_weights_are_quantised_anew_at_every_update(tmp_path):
+    config = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False)
+    quantizer = BlockQuantizer.create("fp8", {n: tuple(t.shape) for n, t in make_model(config, 1).state_dict().items()})
+    engine = SGLangEngine(hf_config=config, seed=0, workdir=tmp_path, settings={"quantization": "fp8"})
+    try:
+        assert engine.settings["quantization"] == "fp8"
+        assert engine.settings["weight_block_size"] == quantizer.block_size == 64
+        for version, seed in enumerate((1, 2)):
+            model = make_model(config, seed)
+            engine.update_weights(model.state_dict(), version=version)
+            completions = engine.generate(PROMPTS, max_new_tokens=16, temperature=1.0)
+            plain = largest_difference(model, PROMPTS, completions, 1.0)
+            model.load_state_dict(quantizer.dequantize(quantizer.quantize(model.state_dict())))
+            # What is left is the rounding of the inputs.
+            assert FLOAT32_TOLERANCE < largest_difference(model, PROMPTS, completions, 1.0) < plain
+            assert plain > BF16_TOLERANCE
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "blockwise_int8"}, "SGLang cannot update such weights"),
+        ({"quantization": "w8a8_fp8"}, "choose fp8 or blockwise_int8"),
+    ],
+)
+def test_a_quantisation_that_takes_no_updates_is_refused(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        SGLangEngine(hf_config=QWEN3, seed=0, workdir=tmp_path, settings=settings)

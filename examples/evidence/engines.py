@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from grpo.block_quantization import FORMATS, SCALE_SUFFIX, BlockQuantizer, round_inputs
 from torch import Tensor
 
-from .policy import Shape, Weights, forward, new_caches
+from mis_ext.rollout import SamplingParameters, define_log_probs
+from mis_ext.rollout.definitions.kept_tokens import kept_mask
 
+from .policy import Product, Shape, Weights, forward, new_caches
+
+# How SGLang calls them.
+BLOCKS = {"fp8_blocks": "fp8", "int8_blocks": "blockwise_int8"}
 HASH_PRIME, TABLE_SIZE = 1_000_003, 1 << 14
 
 
@@ -21,21 +27,33 @@ class Sampled(NamedTuple):
         ids: ``[R, B, L]``.
         logprobs: ``[R, B, L]``, as the engine reports them.
         experts: ``[R, B, P + L - 1, N, K]`` of all tokens but the last, where the engine tells.
+        kept: ``[R, B, L, V]``, bool: the tokens that top-p kept. None where it keeps all.
+        log_mass: ``[R, B, L]``: log of the probability of the kept tokens together.
     """
 
     ids: Tensor
     logprobs: Tensor
     experts: Tensor | None
+    kept: Tensor | None = None
+    log_mass: Tensor | None = None
 
 
 class Engine(Protocol):
     """Samples responses of one length."""
 
     def sample(
-        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+        self,
+        weights: Weights,
+        prompts_RBP: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float,
+        draw_seeds: list[int],
+        top_p: float = 1.0,
     ) -> Sampled:
         """Sample with the weights.
 
+        The log-probs are of the whole distribution, also where top-p leaves only a part of it.
         Runs with equal ``draw_seeds`` draw with the same random numbers, where the engine can.
         """
 
@@ -52,6 +70,7 @@ class EngineSpec:
         dtype: Of the weights and of the computation: ``float32`` or ``bfloat16``.
         cache: Dtype of keys and values; ``auto`` is ``dtype``. Also ``fp8_e5m2`` and ``fp8_e4m3``.
         weights: ``fp8_e4m3`` rounds every matrix but routers to it, with one scale per row, before the engine gets it.
+            ``fp8_blocks`` and ``int8_blocks`` quantise the projections in blocks, and the engine multiplies in 8 bits.
         noise: Controlled only: standard deviation of noise on the logits that is a function of all earlier tokens, so
             that the same state has always the same error.
         settings: SGLang only: further arguments of its server.
@@ -64,9 +83,23 @@ class EngineSpec:
     noise: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def quantizer(self, shape: Shape) -> BlockQuantizer | None:
+        """What quantises the weights in blocks; None: nothing does.
+
+        Raises:
+            ValueError: The shape has experts, or its widths are no whole numbers of blocks.
+        """
+        if self.weights not in BLOCKS:
+            return None
+        if shape.num_experts:
+            raise ValueError(
+                f"weights={self.weights!r} is for dense decoders, this one has {shape.num_experts} experts"
+            )
+        return BlockQuantizer.create(BLOCKS[self.weights], shape.weight_shapes())
+
     def rounded(self, weights: Weights) -> Weights:
-        """The weights as the engine is to have them."""
-        if self.weights == "auto":
+        """The weights as the engine is to have them; those in blocks are left to the quantizer."""
+        if self.weights == "auto" or self.weights in BLOCKS:
             return {name: weight.detach() for name, weight in weights.items()}
         return {
             name: weight.detach() if name.endswith("mlp.gate.weight") else _rounded(weight.detach())
@@ -89,6 +122,7 @@ class ControlledEngine:
     def __init__(self, spec: EngineSpec, shape: Shape, device: torch.device) -> None:
         self._spec, self._shape, self._device = spec, shape, device
         self._dtype = getattr(torch, spec.dtype)
+        self._quantizer = spec.quantizer(shape)
         names = {"auto": self._dtype, "fp8_e5m2": torch.float8_e5m2, "fp8_e4m3": torch.float8_e4m3fn}
         self._cache_dtype = names[spec.cache]
         generator = torch.Generator().manual_seed(0)
@@ -97,11 +131,18 @@ class ControlledEngine:
 
     @torch.no_grad()
     def sample(
-        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+        self,
+        weights: Weights,
+        prompts_RBP: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float,
+        draw_seeds: list[int],
+        top_p: float = 1.0,
     ) -> Sampled:
         """See :class:`Engine`."""
         num_runs, batch, num_prompt = prompts_RBP.shape
-        weights = {name: weight.to(self._dtype) for name, weight in self._spec.rounded(weights).items()}
+        weights, project = self._prepared(self._spec.rounded(weights))
         length = num_prompt + num_tokens
         caches = new_caches(self._shape, num_runs * batch, length, self._cache_dtype, self._device)
         different = sorted(set(draw_seeds))
@@ -113,9 +154,10 @@ class ControlledEngine:
         state_RB = torch.zeros(num_runs, batch, dtype=torch.int64, device=self._device)
         for token in prompts_RBP.unbind(-1):
             state_RB = _next_state(state_RB, token)
-        start, experts = 0, []
+        start, experts, kept, log_mass = 0, [], [], []
         for position in range(num_prompt, length):
-            output = forward(self._shape, weights, ids[..., start:position], caches=caches, start=start)
+            new_ids = ids[..., start:position]
+            output = forward(self._shape, weights, new_ids, caches=caches, start=start, **project)
             experts.append(output.experts)
             scaled_RBV = output.logits[..., -1, :].float() / temperature
             if self._noise is not None:
@@ -125,16 +167,48 @@ class ControlledEngine:
                 for generator in generators
             ]
             gumbel = -(-torch.stack(uniform).clamp(min=1e-20).log()).clamp(min=1e-20).log()
-            token_RB = (scaled_RBV + gumbel[draw_of_run]).argmax(-1)
+            possible_RBV = scaled_RBV
+            if top_p < 1:
+                kept.append(kept_tokens(scaled_RBV, top_p))
+                possible_RBV = scaled_RBV.masked_fill(~kept[-1], -torch.inf)
+                log_mass.append(possible_RBV.logsumexp(-1) - scaled_RBV.logsumexp(-1))
+            token_RB = (possible_RBV + gumbel[draw_of_run]).argmax(-1)
             ids[..., position] = token_RB
             logprobs[..., position - num_prompt] = scaled_RBV.log_softmax(-1).gather(-1, token_RB[..., None])[..., 0]
             state_RB = _next_state(state_RB, token_RB)
             start = position
-        chosen = torch.cat(experts, 2) if self._shape.num_experts else None
-        return Sampled(ids[..., num_prompt:], logprobs, chosen)
+        return Sampled(
+            ids[..., num_prompt:],
+            logprobs,
+            torch.cat(experts, 2) if self._shape.num_experts else None,
+            torch.stack(kept, 2) if kept else None,
+            torch.stack(log_mass, 2) if kept else None,
+        )
+
+    def _prepared(self, weights: Weights) -> tuple[Weights, dict[str, Product]]:
+        """Weights in the engine's dtype, and how to multiply with those in blocks: exactly, like the tensor cores."""
+        quantizer = self._quantizer
+        if quantizer is None:
+            return {name: weight.to(self._dtype) for name, weight in weights.items()}, {}
+        quantized = quantizer.quantize(weights)
+        in_blocks = quantizer.dequantize(quantized)
+        held = {name: w if f"{name}{SCALE_SUFFIX}" in quantized else w.to(self._dtype) for name, w in in_blocks.items()}
+
+        def project(inputs: Tensor, weight: Tensor) -> Tensor:
+            rounded = round_inputs(inputs, FORMATS[quantizer.method].dtype, quantizer.block_size)
+            return torch.bmm(rounded, weight.mT).to(inputs.dtype)
+
+        return held, {"project": project}
 
     def close(self) -> None:
         """See :class:`Engine`."""
+
+
+def kept_tokens(scaled: Tensor, top_p: float) -> Tensor:
+    """The tokens, bool, that SGLang's sampler keeps of ``[..., V]`` logits at the sampling temperature."""
+    definition = define_log_probs(SamplingParameters(top_p=top_p), server="sglang", sampling_backend="pytorch")
+    kept_TV = kept_mask(scaled.flatten(0, -2).softmax(-1), definition.sampled.truncation)
+    return kept_TV.view(scaled.shape)
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ Shapes as in ``policy.py``.
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 import mis_ext
 
-from .engines import Engine, EngineSpec
+from .engines import Engine, EngineSpec, Sampled
+from .group import Group
 from .mixture import differ
 from .policy import Scores, Shape, Weights, new_weights, score
 from .task import PROMPT_LENGTH, Problems, grade
@@ -28,98 +29,43 @@ TOKENS_AT_ONCE = 1_000_000
 DUMPED_SEQUENCES = 96
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """What happens to the loss of a run.
+@dataclass(frozen=True)
+class Choices:
+    """What the engine chose and the trainer repeats: see ``Group.replays_routing`` and ``Group.scoring``.
 
     Attributes:
-        name: In results and plots.
-        keys: Of a configuration file; empty is no correction.
-        like: Instead of ``keys``: reject as many sequences, and of the others as many tokens, as this method does in
-            the run with the same seed, at random. The control for every filter.
+        experts: ``[R, B, S - 1, N, K]``; None: the trainer's own.
+        kept: ``[R, B, L, V]``; None: all tokens.
     """
 
-    name: str
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    like: str | None = None
+    experts: Tensor | None = None
+    kept: Tensor | None = None
 
-    @cached_property
-    def config(self) -> mis_ext.CorrectionConfig | None:
-        """None: not corrected by mis_ext."""
-        if not self.keys:
-            return None
-        return mis_ext.config_from_mapping({**self.keys, "mis_metrics": [], "mis_max_reject_fraction": 1.0})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Runs that train together: every method with every seed, otherwise equal.
-
-    Attributes:
-        name: Unique; results carry it.
-        engine: Samples the responses.
-        methods: One run each per seed. The first one is the base of comparisons.
-        seeds: Of weights, problems and noise. Runs of one seed share all of them.
-        num_steps: Rollouts.
-        response_length: Tokens.
-        staleness: The engine has the weights of so many steps ago.
-        learning_rate: Of Adam.
-        warmup_steps: Supervised steps before the first rollout.
-        num_prompts: Per rollout.
-        samples_per_prompt: Compared with each other for the advantage.
-        updates: Optimizer steps per rollout.
-        temperature: Of sampling and scoring.
-        eval_interval: Steps between evaluations of the trainer's own policy.
-        dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
-        shape: Of the decoder.
-        replays_routing: The trainer uses the experts that the engine chose ("rollout routing replay", R3).
-    """
-
-    name: str
-    engine: EngineSpec
-    methods: tuple[Method, ...]
-    seeds: tuple[int, ...]
-    num_steps: int = 120
-    response_length: int = 64
-    staleness: int = 0
-    learning_rate: float = 1e-3
-    warmup_steps: int = 60
-    num_prompts: int = 32
-    samples_per_prompt: int = 8
-    updates: int = 2
-    temperature: float = 1.0
-    eval_interval: int = 20
-    dump_steps: tuple[int, ...] = ()
-    shape: Shape = field(default_factory=Shape)
-    replays_routing: bool = False
-
-    @property
-    def runs(self) -> list[tuple[Method, int]]:
-        """Method and seed of each run."""
-        return [(method, seed) for seed in self.seeds for method in self.methods]
-
-    def with_seeds(self, seeds: tuple[int, ...]) -> Group:
-        """The same with some of the seeds."""
-        return dataclasses.replace(self, seeds=seeds, name=f"{self.name}-seed{'_'.join(map(str, seeds))}")
+    def part(self, part: slice) -> Choices:
+        """Those of a part of the batch."""
+        return Choices(*(None if tensor is None else tensor[:, part] for tensor in (self.experts, self.kept)))
 
 
 class Trainer:
-    """The weights of all runs, in float32, and their optimizers."""
+    """The weights of all runs ``[R, ...]``, in float32, and their optimizer."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._shape = group.shape
-        seeds = list(group.seeds)
-        self.weights = new_weights(self._shape, seeds, device)
-        self._warm_up(seeds)
-        run_seed = torch.tensor([seeds.index(seed) for _, seed in group.runs], device=device)
-        self.weights = {name: weight.detach()[run_seed].clone() for name, weight in self.weights.items()}
-        self._start_optimizer(group.learning_rate)
+    def __init__(self, shape: Shape, weights: Weights, *, learning_rate: float, temperature: float) -> None:
+        self._shape, self._temperature = shape, temperature
+        self.weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        self._optimizer = torch.optim.Adam(self.weights.values(), lr=learning_rate, betas=(0.9, 0.98))
 
-    def score(self, ids_RBS: Tensor, replayed: Tensor | None = None) -> Scores:
-        """Log-probs of the responses, with the trainer's own experts or with replayed ones."""
-        temperature = self._group.temperature
-        return score(self._shape, self.weights, ids_RBS, PROMPT_LENGTH, temperature=temperature, replayed=replayed)
+    def score(self, ids_RBS: Tensor, choices: Choices | None = None) -> Scores:
+        """Log-probs of the responses, with the trainer's own choices or with the engine's."""
+        choices = choices or Choices()
+        return score(
+            self._shape,
+            self.weights,
+            ids_RBS,
+            PROMPT_LENGTH,
+            temperature=self._temperature,
+            replayed=choices.experts,
+            kept=choices.kept,
+        )
 
     def step(self, losses_R: Iterable[Tensor]) -> Tensor:
         """One optimizer step of every run for the sum of losses ``[R]``, each of which is let go after its gradient.
@@ -148,27 +94,43 @@ class Trainer:
                 weight.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _start_optimizer(self, learning_rate: float) -> None:
-        for weight in self.weights.values():
-            weight.requires_grad_()
-        self._optimizer = torch.optim.Adam(self.weights.values(), lr=learning_rate, betas=(0.9, 0.98))
 
-    def _warm_up(self, seeds: list[int]) -> None:
-        self._start_optimizer(3e-3)
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        for _ in range(self._group.warmup_steps):
-            drawn = [Problems.draw(256, self._group.response_length, generator) for generator in generators]
-            ids = torch.stack([torch.cat([problems.prompts_BP, problems.solve()], 1) for problems in drawn])
-            self.step([-self.score(ids.to(self._device)).logprobs.mean((1, 2))])
+@lru_cache(maxsize=1)
+def warmed_up(
+    shape: Shape, seeds: tuple[int, ...], num_steps: int, length: int, temperature: float, device: torch.device
+) -> Weights:
+    """Weights ``[seeds, ...]`` after some supervised steps; groups that start alike share them."""
+    trainer = Trainer(shape, new_weights(shape, list(seeds), device), learning_rate=3e-3, temperature=temperature)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for _ in range(num_steps):
+        drawn = [Problems.draw(256, length, generator) for generator in generators]
+        ids = torch.stack([torch.cat([problems.prompts_BP, problems.solve()], 1) for problems in drawn])
+        trainer.step([-trainer.score(ids.to(device)).logprobs.mean((1, 2))])
+    return {name: weight.detach() for name, weight in trainer.weights.items()}
 
 
 class Training:
-    """The training of a group, step by step; its state can be saved between steps."""
+    """The training of a group, step by step; its state can be saved between steps.
+
+    Attributes:
+        num_steps_done: Rollouts trained on.
+        sampling_seconds: That the engine took for all of them.
+    """
 
     def __init__(self, group: Group, engine: Engine, device: torch.device) -> None:
         self.group, self.device, self._engine = group, device, engine
         self.num_steps_done = 0
-        self._trainer = Trainer(group, device)
+        self.sampling_seconds = 0.0
+        first = warmed_up(
+            group.shape, group.seeds, group.warmup_steps, group.response_length, group.temperature, device
+        )
+        seed_R = torch.tensor([group.seeds.index(seed) for _, seed in group.runs], device=device)
+        self._trainer = Trainer(
+            group.shape,
+            {name: weight[seed_R] for name, weight in first.items()},
+            learning_rate=group.learning_rate,
+            temperature=group.temperature,
+        )
         self._history: deque[Weights] = deque(maxlen=group.staleness + 1)
         self._rejecters = _Rejecters(group, device)
         self._evaluator = EngineSpec(dtype="float32").create(group.shape, batch=0, length=0, device=device)
@@ -178,7 +140,9 @@ class Training:
         """One rollout and its optimizer steps; a row per run. ``keep`` takes log-probs for later analysis, by name."""
         group, trainer, step = self.group, self._trainer, self.num_steps_done
         self._history.append({name: weight.detach().clone() for name, weight in trainer.weights.items()})
-        rollout = _sample(group, self._engine, self._history[0], self._problems, step, self.device)
+        held = self._history[0] if step >= group.branch_step else self._history[-1]
+        rollout, seconds = _sample(group, self._engine, held, self._problems, step, self.device)
+        self.sampling_seconds += seconds
         proximal, flips = _score(trainer, rollout)
         if step in group.dump_steps:
             keep(f"step{step}", _dump(group, rollout, proximal, flips))
@@ -186,7 +150,7 @@ class Training:
         if flips is not None:
             numbers["routing_flips"] = (flips & rollout.mask).sum((1, 2)) / rollout.mask.sum((1, 2))
         numbers |= {"reward": rollout.reward.mean(1), "solved": (rollout.reward == 1).float().mean(1)}
-        numbers |= _update(group, trainer, rollout, proximal, self._rejecters)
+        numbers |= _update(group, trainer, rollout, proximal, self._rejecters, corrects=step >= group.branch_step)
         if step % group.eval_interval == 0 or step + 1 == group.num_steps:
             numbers["own_reward"] = _evaluate(group, self._evaluator, trainer.weights, self.device)
         self.num_steps_done += 1
@@ -196,6 +160,7 @@ class Training:
         """What :meth:`restore` needs to go on with the next step."""
         return {
             "num_steps_done": self.num_steps_done,
+            "sampling_seconds": self.sampling_seconds,
             "trainer": self._trainer.state(),
             "history": list(self._history),
             "rejecters": self._rejecters.generator.get_state(),
@@ -204,7 +169,7 @@ class Training:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same group. An engine's own random numbers begin anew."""
-        self.num_steps_done = state["num_steps_done"]
+        self.num_steps_done, self.sampling_seconds = state["num_steps_done"], state["sampling_seconds"]
         self._trainer.restore(state["trainer"])
         self._history.extend(state["history"])
         self._rejecters.generator.set_state(state["rejecters"].cpu())
@@ -216,7 +181,7 @@ class Training:
 class _Rollout:
     """``ids`` ``[R, B, S]``, ``behavior`` and ``mask`` ``[R, B, L]``, ``reward`` and ``advantage`` ``[R, B]``.
 
-    ``experts`` ``[R, B, S - 1, N, K]`` are the engine's, where it tells; ``replayed`` those that the trainer is to use.
+    ``experts`` ``[R, B, S - 1, N, K]`` are the engine's, where it tells; ``choices`` what the trainer is to repeat.
     """
 
     ids: Tensor
@@ -225,7 +190,7 @@ class _Rollout:
     reward: Tensor
     advantage: Tensor
     experts: Tensor | None
-    replayed: Tensor | None
+    choices: Choices
 
 
 def _sample(
@@ -235,7 +200,8 @@ def _sample(
     generators: Mapping[int, torch.Generator],
     step: int,
     device: torch.device,
-) -> _Rollout:
+) -> tuple[_Rollout, float]:
+    """A rollout, and how many seconds the engine sampled."""
     drawn = {
         seed: Problems.draw(group.num_prompts, group.response_length, generator).repeat(group.samples_per_prompt)
         for seed, generator in generators.items()
@@ -243,23 +209,42 @@ def _sample(
     prompts = torch.stack([drawn[seed].prompts_BP for _, seed in group.runs]).to(device)
     mask = torch.stack([drawn[seed].mask_BL for _, seed in group.runs]).to(device)
     draw_seeds = [1_000_000 * (seed + 1) + step for _, seed in group.runs]
-    responses, behavior, experts = engine.sample(
-        weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=draw_seeds
+    start = time.perf_counter()
+    sampled = engine.sample(
+        weights,
+        prompts,
+        group.response_length,
+        temperature=group.temperature,
+        draw_seeds=draw_seeds,
+        top_p=group.top_p,
     )
-    if group.replays_routing and experts is None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    if group.replays_routing and sampled.experts is None:
         raise ValueError("replays_routing: this engine does not tell its experts, or the model has none")
-    reward = grade(prompts, responses, mask)
+    reward = grade(prompts, sampled.ids, mask)
     grouped = reward.view(len(group.runs), group.num_prompts, group.samples_per_prompt)
     advantage = (grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-4)
-    ids, replayed = torch.cat([prompts, responses], -1), experts if group.replays_routing else None
-    return _Rollout(ids, behavior, mask, reward, advantage.flatten(1), experts, replayed)
+    ids, (behavior, kept) = torch.cat([prompts, sampled.ids], -1), _behavior(group, sampled)
+    choices = Choices(sampled.experts if group.replays_routing else None, kept)
+    return _Rollout(ids, behavior, mask, reward, advantage.flatten(1), sampled.experts, choices), seconds
+
+
+def _behavior(group: Group, sampled: Sampled) -> tuple[Tensor, Tensor | None]:
+    """The engine's log-probs as the group scores, and the tokens that the trainer scores over."""
+    if group.scoring == "reported":
+        return sampled.logprobs, None
+    if sampled.log_mass is None:
+        raise ValueError(f"scoring {group.scoring} needs top_p below 1, got {group.top_p}")
+    return sampled.logprobs - sampled.log_mass, sampled.kept if group.scoring == "kept" else None
 
 
 @torch.no_grad()
 def _score(trainer: Trainer, rollout: _Rollout) -> tuple[Tensor, Tensor | None]:
     """``[R, B, L]``: log-probs, and whether the trainer's routers choose others than the engine's for a token."""
     parts = _parts(rollout.ids)
-    scores = [trainer.score(rollout.ids[:, part], _part(rollout.replayed, part)) for part in parts]
+    scores = [trainer.score(rollout.ids[:, part], rollout.choices.part(part)) for part in parts]
     proximal = torch.cat([piece.logprobs for piece in scores], 1)
     if rollout.experts is None:
         return proximal, None
@@ -269,7 +254,7 @@ def _score(trainer: Trainer, rollout: _Rollout) -> tuple[Tensor, Tensor | None]:
 
 
 def _update(
-    group: Group, trainer: Trainer, rollout: _Rollout, proximal: Tensor, rejecters: _Rejecters
+    group: Group, trainer: Trainer, rollout: _Rollout, proximal: Tensor, rejecters: _Rejecters, *, corrects: bool
 ) -> dict[str, Tensor]:
     """The optimizer steps of one rollout."""
     num_samples = rollout.mask.shape[1]
@@ -278,11 +263,13 @@ def _update(
     for start in range(0, num_samples, per_update):
         own = slice(start, start + per_update)
         mask = rollout.mask[:, own]
-        weights, keep = _correct(group, proximal[:, own], rollout.behavior[:, own], mask, rejecters)
+        weights, keep = torch.ones_like(proximal[:, own]), mask.clone()
+        if corrects:
+            weights, keep = _correct(group, proximal[:, own], rollout.behavior[:, own], mask, rejecters)
         data = rollout.ids[:, own], proximal[:, own], rollout.advantage[:, own], weights, keep, mask
-        replayed = _part(rollout.replayed, own)
+        choices = rollout.choices.part(own)
         losses_R = (
-            _loss(trainer, *(tensor[:, part] for tensor in data), _part(replayed, part)) / per_update
+            _loss(trainer, *(tensor[:, part] for tensor in data), choices.part(part)) / per_update
             for part in _parts(data[0])
         )
         norms.append(trainer.step(losses_R))
@@ -303,13 +290,13 @@ def _loss(
     weights: Tensor,
     keep: Tensor,
     mask: Tensor,
-    replayed: Tensor | None,
+    choices: Choices,
 ) -> Tensor:
     """``[R]``: PPO's clipped loss, summed over sequences.
 
     The hosts' reduction: every sequence is divided by its original number of tokens, rejected or not.
     """
-    ratio = (trainer.score(ids, replayed).logprobs - proximal).exp()
+    ratio = (trainer.score(ids, choices).logprobs - proximal).exp()
     loss = torch.maximum(-ratio * advantage[..., None], -ratio.clamp(0.8, 1.28) * advantage[..., None])
     return (torch.where(keep, loss * weights, 0.0).sum(-1) / mask.sum(-1)).sum(1)
 
@@ -318,10 +305,6 @@ def _parts(ids: Tensor) -> list[slice]:
     """Parts of the batch ``[R, B, S]`` that fit into memory."""
     size = max(TOKENS_AT_ONCE // (ids.shape[0] * ids.shape[2]), 1)
     return [slice(start, start + size) for start in range(0, ids.shape[1], size)]
-
-
-def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
-    return None if tensor is None else tensor[:, part]
 
 
 def _correct(

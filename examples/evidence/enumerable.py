@@ -19,7 +19,7 @@ import mis_ext
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .ensemble import Method
+from .group import Method
 
 LENGTH, VOCABULARY = 10, 2
 NOISES = (0.03, 0.1, 0.2, 0.4, 0.8)

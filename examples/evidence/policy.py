@@ -7,6 +7,7 @@ tokens of a run (B x S), D numbers of a head, N layers, E experts, K experts of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from .mixture import mix
 
 Weights = dict[str, Tensor]
 """By name of the checkpoint format of transformers, ``[R, ...]``."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of inputs ``[R, M, I]`` with a matrix ``[R, O, I]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,10 @@ class Output(NamedTuple):
     experts: Tensor | None
 
 
+def _linear(x_RMI: Tensor, weight_ROI: Tensor) -> Tensor:
+    return torch.bmm(x_RMI, weight_ROI.mT)
+
+
 def forward(
     shape: Shape,
     weights: Weights,
@@ -122,6 +130,7 @@ def forward(
     caches: list[Cache] | None = None,
     start: int = 0,
     replayed_RBSNK: Tensor | None = None,
+    project: Product = _linear,
 ) -> Output:
     """Run the decoder.
 
@@ -130,6 +139,8 @@ def forward(
 
     With ``replayed_RBSNK`` these experts are used instead of the routers' own choice, with the routers' probabilities
     (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370).
+
+    ``project`` multiplies with the matrices of attention and SwiGLU; experts are multiplied with as they are.
     """
     num_runs, batch, length = ids_RBS.shape
     runs_R11 = torch.arange(num_runs, device=ids_RBS.device)[:, None, None]
@@ -143,7 +154,7 @@ def forward(
         layer = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         cache = None if caches is None else caches[index]
         normed = _norm(hidden, layer["input_layernorm.weight"][:, None], shape.norm_eps)
-        hidden = hidden + _attention(shape, layer, normed, batch, cos_sin, cache, start)
+        hidden = hidden + _attention(shape, layer, normed, batch, cos_sin, cache, start, project)
         normed = _norm(hidden, layer["post_attention_layernorm.weight"][:, None], shape.norm_eps)
         if shape.num_experts:
             replayed = None if replayed_RBSNK is None else replayed_RBSNK[..., index, :].flatten(1, 2)
@@ -151,8 +162,8 @@ def forward(
             hidden = hidden + mixed
             chosen.append(own_RMK.view(num_runs, batch, length, -1))
             continue
-        gated = F.silu(_linear(normed, layer["mlp.gate_proj.weight"])) * _linear(normed, layer["mlp.up_proj.weight"])
-        hidden = hidden + _linear(gated, layer["mlp.down_proj.weight"])
+        gated = F.silu(project(normed, layer["mlp.gate_proj.weight"])) * project(normed, layer["mlp.up_proj.weight"])
+        hidden = hidden + project(gated, layer["mlp.down_proj.weight"])
     hidden = _norm(hidden, weights["model.norm.weight"][:, None], shape.norm_eps)
     logits = _linear(hidden, weights["lm_head.weight"]).view(num_runs, batch, length, -1)
     return Output(logits, torch.stack(chosen, -2) if chosen else None)
@@ -173,15 +184,18 @@ def score(
     *,
     temperature: float,
     replayed: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Scores:
-    """Score the tokens behind the prompt; ``replayed`` as in :func:`forward`, ``[R, B, S - 1, N, K]``."""
+    """Score the tokens behind the prompt.
+
+    ``replayed`` as in :func:`forward`, ``[R, B, S - 1, N, K]``. With ``kept`` ``[R, B, L, V]``, which has every token
+    that is scored, the log-probs are of the distribution over these tokens only.
+    """
     logits, experts = forward(shape, weights, ids_RBS[..., :-1], replayed_RBSNK=replayed)
     scaled = logits[..., num_prompt - 1 :, :].float() / temperature
+    if kept is not None:
+        scaled = scaled.masked_fill(~kept, -torch.inf)
     return Scores(scaled.log_softmax(-1).gather(-1, ids_RBS[..., num_prompt:, None])[..., 0], experts)
-
-
-def _linear(x_RMI: Tensor, weight_ROI: Tensor) -> Tensor:
-    return torch.bmm(x_RMI, weight_ROI.mT)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -210,12 +224,13 @@ def _attention(
     cos_sin: tuple[Tensor, Tensor],
     cache: Cache | None,
     start: int,
+    project: Product,
 ) -> Tensor:
     num_runs, num_tokens, _ = x_RMH.shape
     length = num_tokens // batch
 
     def heads(name: str) -> Tensor:
-        projected = _linear(x_RMH, layer[f"self_attn.{name}_proj.weight"]).view(
+        projected = project(x_RMH, layer[f"self_attn.{name}_proj.weight"]).view(
             num_runs, batch, length, -1, shape.head_dim
         )
         if name != "v":
@@ -233,4 +248,4 @@ def _attention(
     key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=length > 1)
     merged = out.transpose(1, 2).reshape(num_runs, num_tokens, -1)
-    return _linear(merged, layer["self_attn.o_proj.weight"])
+    return project(merged, layer["self_attn.o_proj.weight"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
+import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .ensemble import Group, Row, Training
+from .ensemble import Row, Training
+from .group import Group
 
 Keep = Callable[[str, dict[str, Any]], None]
 
@@ -47,7 +49,12 @@ class Results:
 
     def machine(self, group: Group) -> dict[str, Any]:
         """Where a finished group ran."""
-        return {name: value for name, value in self._read(group)[0].items() if name != "settings"}
+        return {name: value for name, value in self._read(group)[0].items() if name not in ("settings", "seconds")}
+
+    def sampling_seconds(self, group: Group) -> float:
+        """Of a finished group's engine for one run's rollout; NaN where it was not measured."""
+        seconds = self._read(group)[0].get("seconds", {}).get("sampling", math.nan)
+        return float(seconds) / (len(group.runs) * group.num_steps)
 
     def log_probs(self, group: Group) -> dict[str, dict[str, Any]]:
         """Of a finished group's steps: ``behavior``, ``log_ratio`` and ``mask``, each ``[seeds, B, L]``."""
@@ -92,7 +99,8 @@ class Results:
     def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         if kept:
             np.savez_compressed(self._folder / f"{group.name}.npz", **kept)
-        lines = [_machine(training.device) | {"settings": settings(group)}, *rows]
+        seconds = {"sampling": round(training.sampling_seconds, 3)}
+        lines = [_machine(training.device) | {"settings": settings(group), "seconds": seconds}, *rows]
         scratch = self._rows(group).with_suffix(".part")
         with lzma.open(scratch, "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -19,22 +19,37 @@ class SGLangEngine:
 
     def __init__(self, spec: EngineSpec, shape: Shape, *, batch: int, length: int, device: torch.device) -> None:
         settings = {"dtype": spec.dtype, "kv_cache_dtype": spec.cache, **spec.settings}
-        self._spec = spec
+        self._spec, self._quantizer = spec, spec.quantizer(shape)
         self._runner = SGLangRunner(
-            hf_config(shape), device=device, batch_size=batch, max_length=length, settings=settings
+            hf_config(shape),
+            device=device,
+            batch_size=batch,
+            max_length=length,
+            settings=settings,
+            quantizer=self._quantizer,
         )
 
     @torch.no_grad()
     def sample(
-        self, weights: Weights, prompts_RBP: Tensor, num_tokens: int, *, temperature: float, draw_seeds: list[int]
+        self,
+        weights: Weights,
+        prompts_RBP: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float,
+        draw_seeds: list[int],
+        top_p: float = 1.0,
     ) -> Sampled:
         """See :class:`~evidence.engines.Engine`."""
         results, rounded = [], self._spec.rounded(weights)
+        if self._quantizer is not None:
+            rounded = self._quantizer.quantize(rounded)
         for run, prompts_BP in enumerate(prompts_RBP):
             self._runner.load({name: weight[run] for name, weight in rounded.items()})
-            results.append(self._runner.generate(prompts_BP, num_tokens=num_tokens, temperature=temperature))
-        ids, logprobs, experts = zip(*results, strict=True)
-        return Sampled(torch.stack(ids), torch.stack(logprobs), None if experts[0] is None else torch.stack(experts))
+            results.append(
+                self._runner.generate(prompts_BP, num_tokens=num_tokens, temperature=temperature, top_p=top_p)
+            )
+        return Sampled(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)))
 
     def close(self) -> None:
         """See :class:`~evidence.engines.Engine`."""

@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from grpo.block_quantization import BlockQuantizer
+from grpo.sglang_cpu_products import use_float32_products
 from grpo.sglang_engine import CPU_SETTINGS, FUSED
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .engines import kept_tokens
 
 GPU_SETTINGS: dict[str, Any] = {
     "device": "cuda",
@@ -49,11 +53,15 @@ class Generated(NamedTuple):
         logprobs: [B, L], float32: the sampler's, of softmax(logits / temperature).
         experts: [B, P + L - 1, layers, experts of a token] of every token but the last. None without experts, and with
             CUDA graphs, which do not show what their layers chose.
+        kept: [B, L, vocabulary], bool: the tokens that top-p kept. None where it keeps all.
+        log_mass: [B, L], float32: log of the probability of the kept tokens together.
     """
 
     ids: Tensor
     logprobs: Tensor
     experts: Tensor | None
+    kept: Tensor | None
+    log_mass: Tensor | None
 
 
 class SGLangRunner:
@@ -68,6 +76,7 @@ class SGLangRunner:
         batch_size: Prompts of every call. CUDA graphs are captured for this size only.
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
         settings: Arguments of SGLang's ``ServerArgs``, above the defaults here: ``{"kv_cache_dtype": "fp8_e5m2"}``.
+        quantizer: The checkpoint is quantised by it, and ``load`` takes what its ``quantize`` returns.
         seed: Of the first weights and of the sampler, which has its own stream of random numbers.
 
     Raises:
@@ -84,27 +93,30 @@ class SGLangRunner:
         batch_size: int,
         max_length: int,
         settings: Mapping[str, Any] | None = None,
+        quantizer: BlockQuantizer | None = None,
         seed: int = 0,
     ) -> None:
         settings = dict(settings or {})
         if max_length > hf_config.max_position_embeddings:
             raise ValueError(f"max_length is {max_length}, the model has {hf_config.max_position_embeddings} positions")
         if settings.get("quantization"):
-            raise ValueError("quantization: SGLang stores such weights in another form, which load() cannot write")
+            raise ValueError("quantization: SGLang stores such weights in another form: give a quantizer instead")
         if torch.distributed.is_initialized():
             raise RuntimeError("SGLang needs a process without a process group")
         self._device = device
         self._batch_size = batch_size
         self._max_length = max_length
+        self._vocab_size: int = hf_config.vocab_size
         self._differs: Tensor | None = None
         self.used_cuda_graphs: bool | None = None
 
         on_cpu = device.type == "cpu"
         if on_cpu:
             _prepare_cpu()
+            use_float32_products()
         os.environ.pop(ORIGINAL_LOGPROB, None)
         with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
-            shapes = _write_checkpoint(hf_config, Path(folder), seed=seed)
+            shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed)
             arguments: dict[str, Any] = {
                 "model_path": folder,
                 "skip_tokenizer_init": True,
@@ -121,11 +133,14 @@ class SGLangRunner:
                 **(CPU_SETTINGS if on_cpu else GPU_SETTINGS),
                 "max_total_tokens": batch_size * max_length,
                 "max_running_requests": batch_size,
+                **(quantizer.settings() if quantizer else {}),
                 **settings,
             }
             with _kept_random_state(device):
                 self._runner = _start(arguments, gpu_id=device.index or 0)
         self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
+        # SGLang gives up the loaders of such weights once it has used them.
+        self._writes_rows = quantizer is not None and quantizer.method == "blockwise_int8"
         self._chosen = _record_experts(self._runner.model)
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
@@ -151,22 +166,29 @@ class SGLangRunner:
             if weight.shape != self._rows[name].shape:
                 raise ValueError(f"weights: {name} has shape {list(weight.shape)}, not {list(self._rows[name].shape)}")
         given = {name: weight.detach().to(self._device, non_blocking=True) for name, weight in weights.items()}
-        self._runner.model.load_weights(given.items())
-        unequal = [(rows != given[name].to(rows.dtype)).any() for name, rows in self._rows.items()]
+        if self._writes_rows:
+            for name, rows in self._rows.items():
+                rows.copy_(given[name])
+        else:
+            self._runner.model.load_weights(given.items())
+        unequal = [(_bits(rows) != _bits(given[name].to(rows.dtype))).any() for name, rows in self._rows.items()]
         self._differs = torch.stack(unequal)
         self._clear_pools()
 
     @torch.no_grad()
-    def generate(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0) -> Generated:
+    def generate(
+        self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+    ) -> Generated:
         """Sample ``num_tokens`` tokens after each prompt; nothing ends a response earlier.
 
         Args:
             prompts_BP: Token ids, int64, ``batch_size`` rows of one length.
             num_tokens: Length L of the responses.
             temperature: Divides the logits, above 0.
+            top_p: Share of the mass to sample from, above 0 and at most 1.
 
         Raises:
-            ValueError: The batch has another size, is too long, or the temperature is not above 0.
+            ValueError: The batch has another size, is too long, or the temperature or top-p is out of range.
             RuntimeError: The engine does not hold the loaded weights.
         """
         batch_size, prompt_length = prompts_BP.shape
@@ -175,27 +197,44 @@ class SGLangRunner:
                 f"{batch_size} prompts of {prompt_length} tokens and {num_tokens} new ones, the runner takes "
                 f"{self._batch_size} with {self._max_length} tokens in all"
             )
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
         if not (temperature > 0 and num_tokens > 0):
             raise ValueError(f"temperature {temperature} and num_tokens {num_tokens} must be above 0")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
         self._check_held()
+        params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=num_tokens, ignore_eos=True)
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
+        kept: list[Tensor] = []
+        log_mass: list[Tensor] = []
         self._chosen.clear()
         try:
-            batch = self._prefill_batch(prompts_BP, num_tokens=num_tokens, temperature=temperature)
+            batch = self._prefill_batch(prompts_BP, params)
             with _kept_random_state(self._device):
                 _set_random_state(self._device, self._random_state)
                 for step in range(num_tokens):
                     if step > 0:
                         batch.input_ids = ids[-1]
                         batch.prepare_for_decode()
-                    sampled, log_prob = self._step(batch)
-                    ids.append(sampled)
-                    log_probs.append(log_prob)
+                    logits, forward_batch = self._forward(batch)
+                    if top_p < 1:
+                        scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
+                        kept.append(kept_tokens(scaled, top_p))
+                        log_mass.append(scaled.log_softmax(-1).masked_fill(~kept[-1], -torch.inf).logsumexp(-1))
+                    ids.append(self._runner.sample(logits, forward_batch).long())
+                    log_probs.append(logits.next_token_logprobs.float())
                 self._random_state = _random_state(self._device)
         finally:
             self._clear_pools()
-        return Generated(torch.stack(ids, dim=1), torch.stack(log_probs, dim=1), self._experts(num_tokens))
+        return Generated(
+            torch.stack(ids, dim=1),
+            torch.stack(log_probs, dim=1),
+            self._experts(num_tokens),
+            torch.stack(kept, dim=1) if kept else None,
+            torch.stack(log_mass, dim=1) if kept else None,
+        )
 
     def close(self) -> None:
         """Free the engine and leave its process groups."""
@@ -219,15 +258,13 @@ class SGLangRunner:
             self._runner.req_to_token_pool.available_size(),
         )
 
-    def _prefill_batch(self, prompts_BP: Tensor, *, num_tokens: int, temperature: float) -> Any:
+    def _prefill_batch(self, prompts_BP: Tensor, params: Any) -> Any:
         """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""
         from sglang.benchmark.one_batch import TreeCacheNamespace
         from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-        from sglang.srt.sampling.sampling_params import SamplingParams
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         batch_size, length = prompts_BP.shape
-        params = SamplingParams(temperature=temperature, max_new_tokens=num_tokens, ignore_eos=True)
         # Requests hold Python integers. Only their number matters: the ids go to the batch and stay on the device.
         placeholder = array("q", bytes(8 * length))
         requests = []
@@ -259,8 +296,8 @@ class SGLangRunner:
         batch.token_ids_logprobs = [None] * batch_size
         return batch
 
-    def _step(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run one forward; return the sampled ids [B] and their log-probs [B]."""
+    def _forward(self, batch: Any) -> tuple[Any, Any]:
+        """Run one forward; return the output, of which can be sampled, and the batch to do so."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
         forward_batch = ForwardBatch.init_new(batch, self._runner, return_hidden_states_before_norm=False)
@@ -269,8 +306,7 @@ class SGLangRunner:
             self.used_cuda_graphs = result.can_run_graph
         # Only now: in the forward it would ask for log-probs of the prompt.
         forward_batch.return_logprob = True
-        ids = self._runner.sample(result.logits_output, forward_batch)
-        return ids.long(), result.logits_output.next_token_logprobs.float()
+        return result.logits_output, forward_batch
 
     def _experts(self, num_forwards: int) -> Tensor | None:
         """Return what ``Generated.experts`` says of the last call."""
@@ -307,7 +343,9 @@ def _prepare_cpu() -> None:
         sys.path.insert(0, shim)
 
 
-def _write_checkpoint(hf_config: Any, folder: Path, *, seed: int) -> dict[str, torch.Size]:
+def _write_checkpoint(
+    hf_config: Any, folder: Path, quantizer: BlockQuantizer | None, *, seed: int
+) -> dict[str, torch.Size]:
     """Write random weights; return the name and shape of each in the file. In memory transformers joins experts."""
     from transformers import AutoModelForCausalLM
 
@@ -317,6 +355,10 @@ def _write_checkpoint(hf_config: Any, folder: Path, *, seed: int) -> dict[str, t
     model.save_pretrained(folder)
     # Its sampling defaults are for users who set none.
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if quantizer is not None:
+        file = folder / "model.safetensors"
+        save_file(quantizer.quantize(load_file(file)), file, metadata={"format": "pt"})
+        quantizer.write_config(folder)
     return {name: weight.shape for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
@@ -391,6 +433,11 @@ def _record_experts(model: torch.nn.Module) -> list[Tensor]:
         if name.endswith(".mlp.topk"):
             module.register_forward_hook(lambda module, inputs, output: chosen.append(output.topk_ids.clone()))
     return chosen
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as integers, since not every comparison takes them."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _kept_random_state(device: torch.device) -> Any:

@@ -2,85 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import yaml
-
+from .engine_studies import ENGINE_STUDIES
 from .engines import EngineSpec
-from .ensemble import Group, Method
+from .group import Group, Method
 from .policy import Shape
+from .policy_studies import POLICY_STUDIES
+from .study import FEW, FILTERS, GATE, NONE, SEEDS, TOKEN_MASK, TOKEN_TIS, WITH_CONTROLS, Study, by_seeds
 
-PRESETS = Path(__file__).parents[2] / "yaml"
-SEEDS = (1, 2, 3, 4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """A question and its runs.
-
-    Attributes:
-        name: On the command line.
-        question: What the report answers.
-        groups: Trained one after the other; each is kept when it is finished.
-        margin: Differences of the mean reward within it are no difference.
-    """
-
-    name: str
-    question: str
-    groups: tuple[Group, ...]
-    margin: float = 0.02
-
-
-def _preset(name: str, **changes: Any) -> Method:
-    return Method(name=name, keys=yaml.safe_load((PRESETS / f"{name}.yaml").read_text()) | changes)
-
-
-def _geometric(half_width: float) -> Method:
-    """A geometric gate and nothing else."""
-    bounds = {"rs_lower_bound": 1 - half_width, "rs_upper_bound": 1 + half_width}
-    keys = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "geometric"}
-    return Method(name=f"geometric_{half_width:g}", keys=keys | bounds)
-
-
-_GATE = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
-NONE = Method(name="none")
-TOKEN_TIS, SEQUENCE_TIS = _preset("token_tis"), _preset("sequence_tis")
-TOKEN_MASK = Method(
-    name="token_mask",
-    keys={"use_tis": True, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 2.0},
-)
-FILTERS = (
-    TOKEN_MASK,
-    _preset("icepop"),
-    _preset("sequence_mis"),
-    *map(_geometric, (0.01, 0.03, 0.1)),
-    # The default until this study.
-    Method(
-        name="mis_0.01",
-        keys={**TOKEN_TIS.keys, **_GATE, "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True},
-    ),
-)
-WITH_CONTROLS = (
-    NONE,
-    TOKEN_TIS,
-    SEQUENCE_TIS,
-    *FILTERS,
-    *(Method(name=f"{method.name}, random", like=method.name) for method in FILTERS),
-)
-FEW = (NONE, TOKEN_TIS, TOKEN_MASK, SEQUENCE_TIS, *FILTERS[1:4], FILTERS[-1])
+__all__ = ["FEW", "STUDIES", "Study"]
 
 FP8_CACHE = EngineSpec(kind="sglang", cache="fp8_e5m2")
 FP8_WEIGHTS = EngineSpec(kind="sglang", weights="fp8_e4m3")
 BF16 = EngineSpec(kind="sglang")
 # As wide for each token as the dense decoder.
 EXPERTS = Shape(num_experts=8, experts_per_token=2, expert_ffn_size=64)
-
-
-def _by_seeds(group: Group, size: int) -> tuple[Group, ...]:
-    """Groups of ``size`` seeds each, which several GPUs can share."""
-    return tuple(group.with_seeds(group.seeds[start : start + size]) for start in range(0, len(group.seeds), size))
 
 
 def _two_engines(name: str, question: str, engine: EngineSpec, methods: tuple[Method, ...]) -> tuple[Study, Study]:
@@ -94,8 +31,8 @@ def _two_engines(name: str, question: str, engine: EngineSpec, methods: tuple[Me
         dump_steps=(),
     )
     return (
-        Study(name=name, question=question, groups=_by_seeds(group, 1)),
-        Study(name=controlled.name, question=question, groups=_by_seeds(controlled, 2)),
+        Study(name=name, question=question, groups=by_seeds(group, 1)),
+        Study(name=controlled.name, question=question, groups=by_seeds(controlled, 2)),
     )
 
 
@@ -112,7 +49,7 @@ _MOE_GROUP = Group(
 _MOE = Study(
     name="moe",
     question="What do corrections do for a small mixture of experts, whose engine (bf16) routes some tokens otherwise?",
-    groups=_by_seeds(_MOE_GROUP, 1),
+    groups=by_seeds(_MOE_GROUP, 1),
 )
 _MOE_CONTROLLED = Study(
     name="moe_controlled",
@@ -120,7 +57,7 @@ _MOE_CONTROLLED = Study(
     groups=tuple(
         group
         for name, replays in (("moe_controlled", False), ("moe_controlled_replayed", True))
-        for group in _by_seeds(
+        for group in by_seeds(
             replace(_MOE_GROUP, name=name, engine=replace(BF16, kind="controlled"), replays_routing=replays), 2
         )
     ),
@@ -226,7 +163,7 @@ _PARTS = Study(
                 TOKEN_TIS,
                 Method(name="token_tis, normalised", keys={**TOKEN_TIS.keys, "tis_batch_normalize": True}),
                 Method(name="token_tis, veto", keys={**TOKEN_TIS.keys, "rs_veto_threshold": 1.0e-4}),
-                Method(name="token_tis, gate", keys={**TOKEN_TIS.keys, **_GATE}),
+                Method(name="token_tis, gate", keys={**TOKEN_TIS.keys, **GATE}),
                 FILTERS[-1],
             ),
             seeds=tuple(range(1, 9)),
@@ -261,5 +198,7 @@ STUDIES = {
         _NOISE,
         _BREAKING,
         _PARTS,
+        *ENGINE_STUDIES,
+        *POLICY_STUDIES,
     )
 }

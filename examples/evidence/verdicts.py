@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from . import mismatch
-from .ensemble import Group, Row
+from .ensemble import Row
+from .group import Group
 from .outcomes import Condition, Curve, last_quarter
 from .results import Results
 from .studies import Study

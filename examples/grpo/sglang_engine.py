@@ -20,7 +20,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
+from .block_quantization import SCALE_SUFFIX, BlockQuantizer
 from .engine import Completion, RolloutEngine
 from .engine_settings import CPU_SETTINGS, Scalar, check_settings, machine_settings
 
@@ -86,7 +87,8 @@ class SGLangEngine(RolloutEngine):
         seed: Seed of the engine's sampler.
         workdir: Directory for the configuration and the engine's log, made if missing.
         dtype: Of weights and activations.
-        settings: Arguments of ``sglang.Engine``, over those that suit the machine.
+        settings: Arguments of ``sglang.Engine``, over those that suit the machine. With ``quantization: fp8`` it
+            gets weights quantised in blocks, at every update.
         max_batch_tokens: What a forward takes of prompts; longer ones are cut into chunks. None: SGLang decides.
         run_scheduler: What runs in the engine's scheduler process, instead of SGLang's ``run_scheduler_process`` and
             with its arguments. It must be importable under its name by a process without the trainer's modules.
@@ -157,6 +159,7 @@ class SGLangEngine(RolloutEngine):
             raise
         self._shapes: dict[str, tuple[int, ...]] = started["shapes"]
         self.settings: dict[str, Scalar] = started["settings"]
+        self._quantizer = _quantizer(self.settings, self._shapes)
 
     def generate(
         self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float = 1.0
@@ -212,7 +215,7 @@ class SGLangEngine(RolloutEngine):
         ]
 
     def update_weights(self, state_dict: dict[str, Tensor], *, version: int) -> None:
-        """Send weights, cast to the engine's dtype, and compare every tensor that it then holds with them.
+        """Send weights, cast to the engine's dtype or quantised, and compare every tensor that it then holds with them.
 
         SGLang skips names that it does not know and reports success, so its word proves nothing. What it holds comes
         back through a file: its ``get_weights_by_name`` knows neither Qwen2 nor Qwen3.
@@ -227,10 +230,13 @@ class SGLangEngine(RolloutEngine):
         """
         self._check_names_and_shapes(state_dict)
         weights = {
-            name: tensor.detach().to("cpu", self._dtype).contiguous()
+            name: tensor.detach().cpu()
             for name, tensor in state_dict.items()
             if not (self._tied and name == "lm_head.weight")
         }
+        if self._quantizer is not None:
+            weights = self._quantizer.quantize(weights)
+        weights = {name: self._cast(name, tensor).contiguous() for name, tensor in weights.items()}
         self._version = None
         held_path = self._workdir / "held.safetensors"
         self._call("update", weights=save(weights), version=str(version), held_path=str(held_path))
@@ -254,6 +260,10 @@ class SGLangEngine(RolloutEngine):
     def close(self) -> None:
         """Stop the engine and every process that it started; a second call does nothing."""
         self._stop()
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """To the engine's dtype, unless it is quantised or a scale."""
+        return tensor if tensor.dtype.itemsize == 1 or name.endswith(SCALE_SUFFIX) else tensor.to(self._dtype)
 
     def _check_names_and_shapes(self, state_dict: dict[str, Tensor]) -> None:
         for name in sorted(self._shapes.keys() | state_dict.keys()):
@@ -364,7 +374,8 @@ def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], version: i
             raise RuntimeError(
                 f"{prefix}: {name} is {have.dtype} {list(have.shape)}, expected {want.dtype} {list(want.shape)}"
             )
-        wrong = have[: want.shape[0]] != want
+        have = have[: want.shape[0]]
+        wrong = have.view(torch.uint8) != want.view(torch.uint8) if want.dtype.itemsize == 1 else have != want
         if wrong.any():
             where = tuple(wrong.nonzero()[0].tolist())
             raise RuntimeError(
@@ -419,6 +430,16 @@ def _resolved(server_args: Any) -> dict[str, Scalar]:
     return {key: value if isinstance(value, Scalar) else str(value) for key, value in resolved.items()}
 
 
+def _quantizer(settings: Mapping[str, Scalar], shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer | None:
+    """Return what quantises the weights, if these settings ask for it."""
+    method = settings.get("quantization")
+    if method is None:
+        return None
+    if method == "blockwise_int8":
+        raise ValueError(f"quantization={method!r}: SGLang cannot update such weights once it has loaded them; use fp8")
+    return BlockQuantizer.create(str(method), shapes)
+
+
 def _tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -458,6 +479,12 @@ class _Worker:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        quantizer = _quantizer(settings, shapes)
+        if quantizer is not None:
+            quantizer.write_config(Path(config))
+            if not on_gpu and run_scheduler is None:
+                from .sglang_cpu_products import run_scheduler
         if run_scheduler is not None:
             Engine.run_scheduler_process_func = staticmethod(run_scheduler)
         head_dim = getattr(model.config, "head_dim", model.config.hidden_size // model.config.num_attention_heads)
@@ -474,12 +501,14 @@ class _Worker:
             "random_seed": seed,
             "log_level": "warning",
         }
-        passed = own | machine_settings(on_gpu=on_gpu, head_dim=head_dim, known=known) | settings
+        quantization = quantizer.settings() if quantizer is not None else {}
+        passed = own | machine_settings(on_gpu=on_gpu, head_dim=head_dim, known=known) | quantization | settings
         self.engine = Engine(**passed)
         resolved = _resolved(self.engine.server_args)
+        used = {key: resolved[key] for key in sorted({*passed, *RECORDED_SETTINGS} & resolved.keys())}
         return {
-            "shapes": {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-            "settings": {key: resolved[key] for key in sorted({*passed, *RECORDED_SETTINGS} & resolved.keys())},
+            "shapes": shapes,
+            "settings": used | ({"weight_block_size": quantizer.block_size} if quantizer is not None else {}),
         }
 
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[dict[str, Any]]:

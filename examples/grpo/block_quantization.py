@@ -1,0 +1,164 @@
+"""Weights in 8 bits with a scale per block, as slime writes them into checkpoints and sends them to SGLang.
+
+An engine that quantises by itself, while it loads, turns weights into a form that later updates do not fit. One that
+starts from quantised weights takes quantised updates, and multiplies in 8 bits: activations get a scale per token and
+block at run time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The widths that SGLang has kernels for, the usual one first.
+BLOCK_SIZES = (128, 64, 32)
+SCALE_SUFFIX = "_scale_inv"
+# Keeps the scale of a block of zeros above 0.
+SMALLEST_PEAK = 1e-12
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers of 8 bits: their type, and the largest one that is used."""
+
+    dtype: torch.dtype
+    largest: float
+
+
+# By SGLang's ``quantization``.
+FORMATS = {"fp8": Format(torch.float8_e4m3fn, 448.0), "blockwise_int8": Format(torch.int8, 127.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockQuantizer:
+    """Quantises the projections of a decoder; embeddings, norms, routers and the output matrix stay as they are.
+
+    Attributes:
+        method: SGLang's ``quantization``, a key of ``FORMATS``.
+        block_size: Rows and columns that share a scale.
+        kept: Modules with a matrix that stays.
+    """
+
+    method: str
+    block_size: int
+    kept: tuple[str, ...]
+
+    @classmethod
+    def create(cls, method: str, shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer:
+        """With the largest blocks that fit.
+
+        Args:
+            method: A key of ``FORMATS``.
+            shapes: Of the unquantised weights, by transformers name.
+
+        Raises:
+            ValueError: No such method, or a matrix is no whole number of blocks.
+        """
+        if method not in FORMATS:
+            raise ValueError(f"quantization={method!r}: its weights cannot be updated; choose {' or '.join(FORMATS)}")
+        quantized = {name: tuple(shape) for name, shape in shapes.items() if _is_quantized(name)}
+        fitting = [size for size in BLOCK_SIZES if all(side % size == 0 for s in quantized.values() for side in s)]
+        if not fitting:
+            size = BLOCK_SIZES[-1]
+            name, shape = next(pair for pair in quantized.items() if any(side % size for side in pair[1]))
+            raise ValueError(
+                f"quantization={method!r}: {name} {list(shape)} is no whole number of blocks of {size} x {size}, the "
+                "smallest ones; choose widths that are multiples of it"
+            )
+        kept = [n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) > 1 and not _is_quantized(n)]
+        return cls(method=method, block_size=fitting[0], kept=tuple(sorted(kept)))
+
+    def config(self) -> dict[str, Any]:
+        """``quantization_config`` of the checkpoint's ``config.json``."""
+        names = {"fp8": "modules_to_not_convert", "blockwise_int8": "ignored_layers"}
+        config: dict[str, Any] = {
+            "quant_method": self.method,
+            "activation_scheme": "dynamic",
+            "weight_block_size": [self.block_size, self.block_size],
+            names[self.method]: list(self.kept),
+        }
+        return config | ({"fmt": "e4m3"} if self.method == "fp8" else {})
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of SGLang's server that these blocks need."""
+        # DeepGEMM takes other blocks than 128 x 128 for these.
+        needs_triton = self.method == "fp8" and self.block_size != BLOCK_SIZES[0]
+        return {"quantization": self.method} | ({"fp8_gemm_runner_backend": "triton"} if needs_triton else {})
+
+    def quantize(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The checkpoint's tensors: the given ones, of which projections are quantised, and their scales.
+
+        Args:
+            weights: ``[..., rows, columns]`` by transformers name. Leading dimensions count models.
+        """
+        result: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            if _is_quantized(name):
+                quantized = quantize(weight, FORMATS[self.method], self.block_size)
+                result[name], result[name + SCALE_SUFFIX] = quantized
+            else:
+                result[name] = weight
+        return result
+
+    def dequantize(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the tensors of :meth:`quantize` stand for, in float32 where they were quantised."""
+        return {
+            name: dequantize(weight, weights[name + SCALE_SUFFIX], self.block_size) if _is_quantized(name) else weight
+            for name, weight in weights.items()
+            if not name.endswith(SCALE_SUFFIX)
+        }
+
+    def write_config(self, folder: Path) -> None:
+        """Add ``quantization_config`` to a checkpoint's ``config.json``."""
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": self.config()}
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def quantize(weight: Tensor, form: Format, block_size: int) -> tuple[Tensor, Tensor]:
+    """Numbers ``[..., rows, columns]`` of 8 bits, and a float32 scale for every block.
+
+    The largest number of a block becomes the largest one of the format.
+    """
+    blocks = _blocks(weight.float(), block_size)
+    scale = blocks.abs().amax((-3, -1)).clamp(min=SMALLEST_PEAK) / form.largest
+    scaled = (blocks / _over_blocks(scale)).clamp(-form.largest, form.largest)
+    if not form.dtype.is_floating_point:
+        scaled = scaled.round()
+    return scaled.to(form.dtype).view(weight.shape), scale
+
+
+def dequantize(weight: Tensor, scale: Tensor, block_size: int) -> Tensor:
+    """What the results of :func:`quantize` stand for, in float32."""
+    return (_blocks(weight.float(), block_size) * _over_blocks(scale)).view(weight.shape)
+
+
+def round_inputs(inputs: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
+    """``[..., columns]`` in float32, rounded as SGLang's kernels round what they multiply with weights of ``dtype``.
+
+    Every row has a scale per block. Integers are cut off, not rounded, as in SGLang's Triton kernel.
+    """
+    form = next(form for form in FORMATS.values() if form.dtype == dtype)
+    groups = inputs.float().unflatten(-1, (-1, block_size))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / form.largest
+    scaled = (groups / scale).clamp(-form.largest, form.largest)
+    return (scaled.to(dtype).float() * scale).flatten(-2)
+
+
+def _is_quantized(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def _blocks(matrix: Tensor, size: int) -> Tensor:
+    """``[..., row blocks, rows of one, column blocks, columns of one]``."""
+    return matrix.contiguous().view(*matrix.shape[:-2], matrix.shape[-2] // size, size, -1, size)
+
+
+def _over_blocks(scale: Tensor) -> Tensor:
+    return scale[..., :, None, :, None]

@@ -1,0 +1,44 @@
+"""Products with 8-bit weights on a CPU, for which SGLang has kernels only on a GPU, or on a CPU with AMX.
+
+Both factors are rounded as on a GPU. The products of such numbers are exact in float32, and so is all but the order of
+their sum the same as there. SGLang itself is imported by functions only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .block_quantization import dequantize, round_inputs
+
+
+def use_float32_products() -> None:
+    """Let SGLang's linear layers in this process multiply here."""
+    from sglang.srt.layers.quantization import blockwise_int8, fp8
+
+    blockwise_int8.apply_w8a8_block_int8_linear = _product
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **_: _product
+    # Otherwise it asks for AMX, whose layout of the weights is another one.
+    fp8.Fp8LinearMethod.process_weights_after_loading_block_quant = lambda method, layer: None
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process, as its ``run_scheduler_process`` does, with these products."""
+    from sglang.srt.managers import scheduler
+
+    use_float32_products()
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _product(
+    input: Tensor,
+    weight: Tensor,
+    block_size: list[int],
+    weight_scale: Tensor,
+    input_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``[..., rows of the weight]`` in the input's dtype; the arguments are SGLang's."""
+    product = round_inputs(input, weight.dtype, block_size[0]) @ dequantize(weight, weight_scale, block_size[0]).T
+    return (product if bias is None else product + bias).to(input.dtype)
