@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from evidence.engines import Engines
 from evidence.ensemble import Training
 from evidence.group import Group
 from evidence.results import Results
@@ -63,9 +64,10 @@ def main() -> None:
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]
         stop = Stop(options.seconds)
-        for group in groups:
-            if not results.is_done(group) and not stop:
-                run(group, results, torch.device(options.device), stop)
+        with Engines(torch.device(options.device)) as engines:
+            for group in groups:
+                if not results.is_done(group) and not stop:
+                    run(group, results, engines, stop)
         left = sum(not results.is_done(group) for group in groups)
         print(f"{left} of {len(groups)} groups left: the same command goes on" if left else "nothing left to run")
 
@@ -85,24 +87,20 @@ class Stop:
         self._deadline = 0.0
 
 
-def run(group: Group, results: Results, device: torch.device, stop: Stop) -> None:
+def run(group: Group, results: Results, engines: Engines, stop: Stop) -> None:
     """Run a group, or go on with it, to its end or a stop."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("reward {task.fields[reward]:.3f}")) as progress:
         bar = progress.add_task(group.name, total=group.num_steps, reward=float("nan"))
-        batch = group.num_prompts * group.samples_per_prompt
-        length = group.response_length + 16
-        engine = group.engine.create(group.shape, batch=batch, length=length, device=device)
-        training = Training(group, engine, device)
-        try:
-            rows = results.resume(group, training)
-            with results.saving(group, training, rows) as keep:
-                while training.num_steps_done < group.num_steps and not stop:
-                    rows += training.step(keep)
-                    reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
-                    progress.update(bar, completed=training.num_steps_done, reward=reward)
-        finally:
-            engine.close()
+        batch, length = group.num_prompts * group.samples_per_prompt, group.response_length + 16
+        engine = engines.get(group.engine, group.shape, batch=batch, length=length)
+        training = Training(group, engine, engines.device)
+        rows = results.resume(group, training)
+        with results.saving(group, training, rows) as keep:
+            while training.num_steps_done < group.num_steps and not stop:
+                rows += training.step(keep)
+                reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
+                progress.update(bar, completed=training.num_steps_done, reward=reward)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import mismatch, mixture, policy
-from evidence.engines import EngineSpec
+from evidence.engines import ControlledEngine, Engines, EngineSpec
 from evidence.ensemble import Training
 from evidence.enumerable import Enumerated
 from evidence.group import Group, Method
@@ -182,6 +182,39 @@ def test_a_dialled_engine_differs_and_its_error_belongs_to_the_state(spec: Engin
     by_token: dict[int, float] = {}
     for token, logprob in zip(ids[0, :, 0].tolist(), logprobs[0, :, 0].tolist(), strict=True):
         assert by_token.setdefault(token, logprob) == logprob
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("fp8_blocks", 0.2), ("int8_blocks", 0.1)])
+def test_8_bit_products_are_those_of_the_quantised_numbers(kind: str, limit: float) -> None:
+    shape = Shape(num_layers=1)
+    weights = uneven(policy.new_weights(shape, [3, 4], CPU))
+    engine = EngineSpec(dtype="float32", weights=kind).create(shape, batch=0, length=0, device=CPU)
+    held, project = engine._prepared(weights)
+    name = "model.layers.0.mlp.down_proj.weight"
+    numbers, scale = (engine._quantizer.quantize(weights)[key] for key in (name, f"{name}_scale_inv"))
+    inputs = torch.randn(2, 5, 128)
+    found = project["project"](inputs, held[name])
+    largest = {"fp8_blocks": 448, "int8_blocks": 127}[kind]
+    for run in range(2):
+        for row in range(5):
+            expected = torch.zeros(64, dtype=torch.float64)
+            for part in range(2):
+                columns = slice(64 * part, 64 * part + 64)
+                # In float32, where an integer may just be missed.
+                own = inputs[run, row, columns]
+                factor = own.abs().max() / largest
+                rounded = (own / factor).to(numbers.dtype).double()
+                product = numbers[run, :, columns].double() @ rounded
+                expected += product * factor.double() * float(scale[run, 0, part])
+            torch.testing.assert_close(found[run, row].double(), expected, rtol=1e-4, atol=1e-4)
+    exact = torch.bmm(inputs, weights[name].mT)
+    assert 0.005 < (found - exact).norm() / exact.norm() < limit
+    assert torch.equal(held["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_experts_are_not_quantised_in_blocks() -> None:
+    with pytest.raises(ValueError, match="for dense decoders, this one has 4 experts"):
+        EngineSpec(weights="fp8_blocks").create(EXPERTS, batch=0, length=0, device=CPU)
 
 
 def test_sampling_follows_the_reported_probabilities() -> None:
@@ -354,6 +387,39 @@ def test_conditions_pair_seeds_and_see_a_fall() -> None:
     assert condition.difference("better", "none", "reward").mean == pytest.approx((0.1 - 0.05) / 2)
     assert condition.difference("better", "none", "reward", slice(0, 10)).mean == pytest.approx(0.1)
     assert (condition.fell("none"), condition.fell("better")) == (0, 0.5)
+
+
+def test_settings_are_compared_with_the_uncorrected_runs_of_another_by_seed() -> None:
+    def condition(name: str, rewards: dict[str, dict[int, list[float]]]) -> Condition:
+        return Condition.of_rows(
+            name,
+            [
+                {"method": method, "seed": seed, "step": step, "reward": reward}
+                for method, seeds in rewards.items()
+                for seed, curve in seeds.items()
+                for step, reward in enumerate(curve)
+            ],
+        )
+
+    reference = condition("whole", {"none": {1: [0.5] * 40, 2: [0.9] * 40}, "other": {1: [0.0] * 40, 2: [0.0] * 40}})
+    part = condition("part", {"tis": {1: [0.4] * 30 + [0.7] * 10, 2: [0.8] * 40, 3: [0.0] * 40}})
+    assert part.difference_to("tis", reference, "reward", slice(0, 30)).mean == pytest.approx(-0.1)
+    last = part.difference_to("tis", reference, "reward", None)
+    assert (last.mean, last.num_pairs) == (pytest.approx(0.05), 2)
+
+
+def test_an_engine_is_kept_for_the_next_group_and_closed_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(ControlledEngine, "close", lambda engine: closed.append(engine))
+    settings = EngineSpec(settings={"a": 1})
+    with Engines(CPU) as engines:
+        first = engines.get(settings, SHAPE, batch=1, length=1)
+        assert engines.get(EngineSpec(settings={"a": 1}), SHAPE, batch=1, length=1) is first
+        for spec, batch in ((EngineSpec(settings={"a": 2}), 1), (EngineSpec(settings={"a": 2}), 2)):
+            before = len(closed)
+            assert engines.get(spec, SHAPE, batch=batch, length=1) is not first
+            assert len(closed) == before + 1
+    assert len(closed) == 3
 
 
 @pytest.mark.parametrize("shape", [0.1, 0.5, 0.9])

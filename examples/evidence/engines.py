@@ -204,6 +204,37 @@ class ControlledEngine:
         """See :class:`Engine`."""
 
 
+class Engines:
+    """One engine at a time, kept for the next group where that needs the same one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made_for: tuple[object, ...] = ()
+        self._engine: Engine | None = None
+
+    def get(self, spec: EngineSpec, shape: Shape, *, batch: int, length: int) -> Engine:
+        """See :meth:`EngineSpec.create`; the last engine is closed if it is another."""
+        if self._engine is None or self._made_for != (spec, shape, batch, length):
+            self.close()
+            self._engine = spec.create(shape, batch=batch, length=length, device=self.device)
+            self._made_for = (spec, shape, batch, length)
+        return self._engine
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+    def __enter__(self) -> Engines:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the engine."""
+        self.close()
+
+
 def kept_tokens(scaled: Tensor, top_p: float) -> Tensor:
     """The tokens, bool, that SGLang's sampler keeps of ``[..., V]`` logits at the sampling temperature."""
     definition = define_log_probs(SamplingParameters(top_p=top_p), server="sglang", sampling_backend="pytorch")

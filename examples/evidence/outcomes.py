@@ -51,7 +51,18 @@ class Condition:
 
     def difference(self, method: str, other: str, number: str, part: slice = slice(None)) -> Difference:
         """Of the mean over steps, paired by seed."""
-        ours, others = self.curves[method], self.curves[other]
+        return self._paired(self.curves[method], self.curves[other], number, part)
+
+    def difference_to(self, method: str, reference: Condition, number: str, part: slice | None) -> Difference:
+        """The same to another setting's runs without correction; None is the last quarter."""
+        others = reference.curves[reference.base]
+        end = last_quarter(len(next(iter(others.values()))["reward"]))
+        return self._paired(self.curves[method], others, number, end if part is None else part)
+
+    @staticmethod
+    def _paired(
+        ours: dict[int, dict[str, Curve]], others: dict[int, dict[str, Curve]], number: str, part: slice
+    ) -> Difference:
         pairs = [
             float(np.nanmean(ours[seed][number][part]) - np.nanmean(others[seed][number][part]))
             for seed in ours

@@ -14,8 +14,8 @@ import re
 import sys
 import tempfile
 from array import array
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -109,6 +109,7 @@ class SGLangRunner:
         self._vocab_size: int = hf_config.vocab_size
         self._differs: Tensor | None = None
         self.used_cuda_graphs: bool | None = None
+        self._num_calls = 0
 
         on_cpu = device.type == "cpu"
         if on_cpu:
@@ -136,7 +137,8 @@ class SGLangRunner:
                 **(quantizer.settings() if quantizer else {}),
                 **settings,
             }
-            with _kept_random_state(device):
+            self._deterministic = bool(arguments.get("enable_deterministic_inference"))
+            with _kept_random_state(device), self._own_arithmetic():
                 self._runner = _start(arguments, gpu_id=device.index or 0)
         self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
         # SGLang gives up the loaders of such weights once it has used them.
@@ -204,7 +206,9 @@ class SGLangRunner:
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}, it must be above 0 and at most 1")
         self._check_held()
-        params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=num_tokens, ignore_eos=True)
+        asked = {"temperature": temperature, "top_p": top_p, "max_new_tokens": num_tokens, "ignore_eos": True}
+        params = [SamplingParams(**asked, **self._draw_seed(row)) for row in range(batch_size)]
+        self._num_calls += 1
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
         kept: list[Tensor] = []
@@ -212,7 +216,7 @@ class SGLangRunner:
         self._chosen.clear()
         try:
             batch = self._prefill_batch(prompts_BP, params)
-            with _kept_random_state(self._device):
+            with _kept_random_state(self._device), self._own_arithmetic():
                 _set_random_state(self._device, self._random_state)
                 for step in range(num_tokens):
                     if step > 0:
@@ -258,7 +262,7 @@ class SGLangRunner:
             self._runner.req_to_token_pool.available_size(),
         )
 
-    def _prefill_batch(self, prompts_BP: Tensor, params: Any) -> Any:
+    def _prefill_batch(self, prompts_BP: Tensor, params: list[Any]) -> Any:
         """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""
         from sglang.benchmark.one_batch import TreeCacheNamespace
         from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -269,7 +273,7 @@ class SGLangRunner:
         placeholder = array("q", bytes(8 * length))
         requests = []
         for row in range(batch_size):
-            request = Req(rid=str(row), origin_input_text="", origin_input_ids=placeholder, sampling_params=params)
+            request = Req(rid=str(row), origin_input_text="", origin_input_ids=placeholder, sampling_params=params[row])
             request.full_untruncated_fill_ids = placeholder
             request.logprob_start_len = -1
             if hasattr(request, "set_extend_range"):
@@ -295,6 +299,24 @@ class SGLangRunner:
         batch.top_logprobs_nums = [0] * batch_size
         batch.token_ids_logprobs = [None] * batch_size
         return batch
+
+    def _draw_seed(self, row: int) -> dict[str, int]:
+        """Return what makes a request draw its own tokens: deterministic requests without a seed all draw alike."""
+        return {"sampling_seed": self._num_calls * self._batch_size + row} if self._deterministic else {}
+
+    @contextmanager
+    def _own_arithmetic(self) -> Iterator[None]:
+        """Keep to the engine what deterministic inference changes for the whole process: torch's products and sums."""
+        if not self._deterministic:
+            yield
+            return
+        from sglang.srt import batch_invariant_ops
+
+        batch_invariant_ops.enable_batch_invariant_mode()
+        try:
+            yield
+        finally:
+            batch_invariant_ops.disable_batch_invariant_mode()
 
     def _forward(self, batch: Any) -> tuple[Any, Any]:
         """Run one forward; return the output, of which can be sampled, and the batch to do so."""

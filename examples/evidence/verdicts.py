@@ -49,6 +49,11 @@ def _page(study: Study, done: list[Group], results: Results, output: Path) -> li
     if len(study.groups[0].methods) > 1:
         for condition in conditions:
             lines += ["", f"## {condition.name}", "", *_table(condition, study.margin)]
+    if study.reference in rows:
+        lines += ["", *_across(conditions, study)]
+    if study.reference is not None:
+        lines += ["", *_seconds(done, results)]
+    if len(study.groups[0].methods) > 1 or study.reference is not None:
         lines += ["", f"![rewards]({study.name}.png)"]
         _plot_rewards(conditions, output / f"{study.name}.png")
         if len(conditions) > 2:
@@ -120,6 +125,40 @@ def _table(condition: Condition, margin: float) -> list[str]:
         cells += [str(condition.difference(method, control, "reward")) if has_control else "", verdict]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _across(conditions: list[Condition], study: Study) -> list[str]:
+    """A table of every setting and method against the reference without correction."""
+    reference = next(condition for condition in conditions if condition.name == study.reference)
+    lines = [
+        f"## Against {reference.name}, uncorrected",
+        "",
+        "| setting | method | k3 | mean reward | against it | last quarter, against it "
+        "| trainer's own policy at the end, against it | verdict |",
+        "|---" * 8 + "|",
+    ]
+    for condition in conditions:
+        for method in condition.curves:
+            overall, end, own = (
+                condition.difference_to(method, reference, number, part)
+                for number, part in (("reward", slice(None)), ("reward", None), ("own_reward", slice(-1, None)))
+            )
+            is_reference = condition is reference and method == reference.base
+            compared = (
+                ["", "", "", ""] if is_reference else [str(overall), str(end), str(own), overall.verdict(study.margin)]
+            )
+            k3, reward = condition.mean(method, "k3"), condition.mean(method, "reward")
+            lines.append(f"| {' | '.join([condition.name, method, f'{k3:.1e}', f'{reward:.3f}', *compared])} |")
+    return lines
+
+
+def _seconds(done: list[Group], results: Results) -> list[str]:
+    """What sampling cost, by setting."""
+    seconds: dict[str, list[float]] = {}
+    for group in done:
+        seconds.setdefault(condition_name(group), []).append(results.sampling_seconds(group))
+    each = ", ".join(f"{name} {np.mean(values):.3g}" for name, values in seconds.items())
+    return [f"Seconds that the engine sampled for a rollout of one run: {each}."]
 
 
 def _plot_rewards(conditions: list[Condition], path: Path) -> None:
