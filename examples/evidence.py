@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -65,11 +67,11 @@ def main() -> None:
         groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]
         stop = Stop(options.seconds)
         with Engines(torch.device(options.device)) as engines:
-            for group in groups:
-                if not results.is_done(group) and not stop:
-                    run(group, results, engines, stop)
+            failed = run_all(groups, results, engines, stop)
         left = sum(not results.is_done(group) for group in groups)
         print(f"{left} of {len(groups)} groups left: the same command goes on" if left else "nothing left to run")
+        if failed:
+            raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
 class Stop:
@@ -85,6 +87,21 @@ class Stop:
 
     def _on_signal(self, *_: object) -> None:
         self._deadline = 0.0
+
+
+def run_all(groups: Iterable[Group], results: Results, engines: Engines, stop: Stop) -> list[str]:
+    """Run what is missing; one that fails is told and left, and its name is returned."""
+    failed = []
+    for group in groups:
+        if results.is_done(group) or stop:
+            continue
+        try:
+            run(group, results, engines, stop)
+        except Exception:
+            traceback.print_exc()
+            failed.append(group.name)
+            engines.close()
+    return failed
 
 
 def run(group: Group, results: Results, engines: Engines, stop: Stop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -352,6 +353,21 @@ def test_runs_are_equal_until_they_branch() -> None:
             assert (none["k3"] > 1e-5) == (step == 2)
         assert of["gate", seed, 2]["kept_sequences"] < 1
         assert of["gate", seed, 2]["grad_norm"] != of["none", seed, 2]["grad_norm"]
+
+
+def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "examples" / "evidence.py"
+    specification = importlib.util.spec_from_file_location("evidence_command", path)
+    command = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(command)
+    broken = dataclasses.replace(TINY, name="broken", replays_routing=True)
+    short = dataclasses.replace(TINY, methods=(NONE,), num_steps=1)
+    results = Results(tmp_path)
+    with Engines(CPU) as engines:
+        assert command.run_all((broken, short), results, engines, False) == ["broken"]
+    assert (results.is_done(broken), results.is_done(short)) == (False, True)
+    assert "replays_routing: this engine does not tell" in capsys.readouterr().err
+    assert 0 < results.sampling_seconds(short) < 60
 
 
 def test_grading() -> None:

@@ -138,8 +138,14 @@ class SGLangRunner:
                 **settings,
             }
             self._deterministic = bool(arguments.get("enable_deterministic_inference"))
+            self._runner = None
             with _kept_random_state(device), self._own_arithmetic():
-                self._runner = _start(arguments, gpu_id=device.index or 0)
+                try:
+                    self._runner = _start(arguments, gpu_id=device.index or 0)
+                finally:
+                    # A failed start leaves its process groups, with which no other could start.
+                    if self._runner is None:
+                        _leave_groups()
         self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
         # SGLang gives up the loaders of such weights once it has used them.
         self._writes_rows = quantizer is not None and quantizer.method == "blockwise_int8"
@@ -244,12 +250,9 @@ class SGLangRunner:
         """Free the engine and leave its process groups."""
         if self._runner is None:
             return
-        from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
         self._runner = None
         self._rows = {}
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        _leave_groups()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -406,6 +409,13 @@ def _start(arguments: dict[str, Any], *, gpu_id: int) -> Any:
     with patch.object(one_batch, "get_tokenizer", return_value=None), redirect_stdout(sys.stderr):
         bench_runner, _ = one_batch.load_model(server_args, ports, gpu_id, 0)
     return bench_runner.torch_runner
+
+
+def _leave_groups() -> None:
+    from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _engine_rows(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
