@@ -393,6 +393,6 @@ def test_fp8_weights_are_quantised_anew_at_every_update(tmp_path):
         ({"quantization": "w8a8_fp8"}, "choose fp8 or blockwise_int8"),
     ],
 )
-def test_a_quantisation_that_takes_no_updates_is_refused(settings, message, tmp_path):
+def test_a_quantisation_that_takes_no_updates_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        SGLangEngine(hf_config=QWEN3, seed=0, workdir=tmp_path, settings=settings)
+        sglang_engine._quantizer(settings, {})

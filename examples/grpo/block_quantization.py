@@ -86,10 +86,10 @@ class BlockQuantizer:
         return config | ({"fmt": "e4m3"} if self.method == "fp8" else {})
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of SGLang's server that these blocks need."""
+        """Arguments of SGLang's server that these blocks need; the method itself it reads in the configuration."""
         # DeepGEMM takes other blocks than 128 x 128 for these.
         needs_triton = self.method == "fp8" and self.block_size != BLOCK_SIZES[0]
-        return {"quantization": self.method} | ({"fp8_gemm_runner_backend": "triton"} if needs_triton else {})
+        return {"fp8_gemm_runner_backend": "triton"} if needs_triton else {}
 
     def quantize(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The checkpoint's tensors: the given ones, of which projections are quantised, and their scales.
