@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from evidence import mismatch, mixture, policy
+from evidence import ensemble, mismatch, mixture, policy
 from evidence.engines import ControlledEngine, Engines, EngineSpec
 from evidence.ensemble import Training
 from evidence.enumerable import Enumerated
@@ -334,6 +334,25 @@ def test_only_the_scoring_with_the_mask_has_no_mismatch_and_the_right_log_probs(
     assert entropy["reported"] == entropy["sampled"]
     assert entropy["kept"] == pytest.approx([value + math.log(0.83) for value in entropy["reported"]], abs=0.05)
     assert norm["reported"] == norm["sampled"] != norm["kept"]
+
+
+def test_the_loss_has_the_ratio_1_at_first_whatever_the_engine_chose() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(), top_p=0.7, scoring="kept", shape=EXPERTS)
+    training = training_of(dataclasses.replace(group, replays_routing=True))
+    trainer = training._trainer
+    rollout, _ = ensemble._sample(training.group, training._engine, trainer.weights, training._problems, 0, CPU)
+    assert rollout.choices.kept is not None
+    assert rollout.choices.experts is not None
+    proximal, _ = ensemble._score(trainer, rollout)
+    inputs = rollout.ids, proximal, rollout.advantage, torch.ones_like(proximal), rollout.mask, rollout.mask
+    loss_R = ensemble._loss(trainer, *inputs, rollout.choices)
+    # The ratio 1 leaves the advantages. That of other choices does not.
+    torch.testing.assert_close(loss_R, -rollout.advantage.sum(1), rtol=0, atol=1e-3)
+    for choices in (
+        ensemble.Choices(rollout.choices.experts, None),
+        ensemble.Choices(rollout.choices.experts.flip(0).roll(1, 1), rollout.choices.kept),
+    ):
+        assert ((ensemble._loss(trainer, *inputs, choices) - loss_R).abs() > 1e-3).all()
 
 
 def test_scoring_needs_top_p() -> None:

@@ -12,7 +12,7 @@ from .engines import EngineSpec
 from .group import Group
 from .study import FILTERS, MAIN, MORE_SEEDS, NONE, SEEDS, TOKEN_TIS, Study
 
-_BF16 = EngineSpec(dtype="bfloat16")
+_BF16, _FLOAT32 = EngineSpec(dtype="bfloat16"), EngineSpec(dtype="float32")
 
 
 def _sizes(name: str, question: str, groups: Iterable[Group], *, reference: str | None = None) -> tuple[Study, Study]:
@@ -51,10 +51,10 @@ _ON_POLICY = _sizes(
     "on_policy",
     "Is it better to remove the mismatch (an engine with the trainer's arithmetic) than to correct it?",
     (
-        _group("removed", engine=EngineSpec(dtype="float32"), methods=(NONE,)),
+        _group("removed", engine=_FLOAT32, methods=(NONE,)),
         _group("bf16"),
         _group("fp8_cache", engine=replace(_BF16, cache="fp8_e5m2"), methods=_CORRECTED),
-        _group("stale", engine=EngineSpec(dtype="float32"), methods=_CORRECTED, staleness=1),
+        _group("stale", engine=_FLOAT32, methods=_CORRECTED, staleness=1),
     ),
     reference="removed",
 )
@@ -62,18 +62,22 @@ _TOP_P = _sizes(
     "top_p",
     "When the engine samples with top-p 0.9: which log-probs must be compared?",
     (
-        _group("whole", methods=(NONE,)),
+        # In float32, so that nothing else differs.
+        _group("whole", engine=_FLOAT32, methods=(NONE,)),
         # Without a mismatch a correction does nothing.
-        _group("0.9_reported", methods=(NONE,), top_p=0.9, scoring="reported"),
-        _group("0.9_sampled", top_p=0.9, scoring="sampled"),
-        _group("0.9_kept", methods=(NONE,), top_p=0.9, scoring="kept"),
+        _group("0.9_reported", engine=_FLOAT32, methods=(NONE,), top_p=0.9, scoring="reported"),
+        _group("0.9_sampled", engine=_FLOAT32, top_p=0.9, scoring="sampled"),
+        _group("0.9_kept", engine=_FLOAT32, methods=(NONE,), top_p=0.9, scoring="kept"),
     ),
     reference="whole",
 )
 _BRANCH = _sizes(
     "branch",
     "From one healthy checkpoint on the engine's weights are k steps old: which methods keep what was learnt?",
-    (_group(f"stale_{steps}", methods=MAIN, staleness=steps, branch_step=60, num_steps=160) for steps in (4, 8)),
+    (
+        _group(f"stale_{steps}", engine=_FLOAT32, methods=MAIN, staleness=steps, branch_step=60, num_steps=160)
+        for steps in (4, 8)
+    ),
 )
 _TOP_P_SGLANG = Study(
     name="top_p_sglang",
