@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,17 +47,15 @@ def _page(study: Study, done: list[Group], results: Results, output: Path) -> li
         rows.setdefault(condition_name(group), []).extend(results.rows(group))
     conditions = [Condition.of_rows(name, of_condition) for name, of_condition in rows.items()]
     lines = [f"# {study.question}", "", *_header(study, done, results)]
-    if len(study.groups[0].methods) > 1:
-        for condition in conditions:
+    for condition in conditions:
+        if len(condition.curves) > 1:
             lines += ["", f"## {condition.name}", "", *_table(condition, study.margin)]
     if study.reference in rows:
         lines += ["", *_across(conditions, study)]
-    if study.reference is not None:
-        lines += ["", *_seconds(done, results)]
-    if len(study.groups[0].methods) > 1 or study.reference is not None:
-        lines += ["", f"![rewards]({study.name}.png)"]
+    if any(len(condition.curves) > 1 for condition in conditions):
+        lines += [*_seconds(done, results), "", f"![rewards]({study.name}.png)"]
         _plot_rewards(conditions, output / f"{study.name}.png")
-        if len(conditions) > 2:
+        if len(conditions) > 2 and len(conditions[0].curves) > 1:
             lines += ["", f"![by condition]({study.name}_by_condition.png)"]
             _plot_by_condition(conditions, output / f"{study.name}_by_condition.png")
     lines += mismatch.section(study.name, _log_probs(done, results), output)
@@ -72,6 +71,7 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
         "",
         f"{group.num_steps} rollouts of {group.num_prompts} x {group.samples_per_prompt} responses of "
         f"{group.response_length} tokens, {group.updates} optimizer steps each, learning rate {group.learning_rate:g}.",
+        *([f"Until step {group.branch_step} no engine is stale and no method corrects."] if group.branch_step else []),
         f"{group.shape.num_layers} layers of {group.shape.hidden_size}{_experts(done)}.",
         "Differences are paired by seed, with 95 % confidence intervals.",
         f"An interval within {study.margin:g} of 0 counts as no difference.",
@@ -153,12 +153,13 @@ def _across(conditions: list[Condition], study: Study) -> list[str]:
 
 
 def _seconds(done: list[Group], results: Results) -> list[str]:
-    """What sampling cost, by setting."""
+    """What sampling cost, by setting, where it was measured."""
     seconds: dict[str, list[float]] = {}
     for group in done:
-        seconds.setdefault(condition_name(group), []).append(results.sampling_seconds(group))
+        if not math.isnan(measured := results.sampling_seconds(group)):
+            seconds.setdefault(condition_name(group), []).append(measured)
     each = ", ".join(f"{name} {np.mean(values):.3g}" for name, values in seconds.items())
-    return [f"Seconds that the engine sampled for a rollout of one run: {each}."]
+    return ["", f"Seconds that the engine sampled for a rollout of one run: {each}."] if seconds else []
 
 
 def _plot_rewards(conditions: list[Condition], path: Path) -> None:
