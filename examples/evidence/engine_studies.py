@@ -17,8 +17,9 @@ _SETTINGS = {
     "cache_e5m2": replace(_SGLANG, cache="fp8_e5m2"),
     # What may fail comes last.
     "deterministic": replace(_SGLANG, settings={"enable_deterministic_inference": True}),
-    "float32": replace(_SGLANG, dtype="float32"),
 }
+# SGLang 0.5.17 has no RMSNorm in float32 on CUDA.
+_CONTROLLED_SETTINGS = {**_SETTINGS, "float32": replace(_SGLANG, dtype="float32")}
 
 
 def _of(name: str, engine: EngineSpec, **changes: object) -> Group:
@@ -37,7 +38,7 @@ _ATLAS_CONTROLLED = Study(
     question="The same settings in the controlled engine, whose 8-bit products are computed in float32.",
     groups=tuple(
         _of(f"atlas_controlled_{name}", replace(engine, kind="controlled"), num_prompts=8, num_steps=2, dump_steps=(0,))
-        for name, engine in _SETTINGS.items()
+        for name, engine in _CONTROLLED_SETTINGS.items()
         if not engine.settings
     ),
 )

@@ -40,6 +40,8 @@ GPU_SETTINGS: dict[str, Any] = {
     # Others reorder the experts' weights after loading, which load() would not do.
     "moe_runner_backend": "triton",
 }
+# SGLang has kernels for the rotation of these on CUDA.
+ROTATING_HEAD_DIMS = (64, 128, 256, 512)
 # Log-probs are those at the sampling temperature.
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -115,6 +117,8 @@ class SGLangRunner:
         if on_cpu:
             _prepare_cpu()
             use_float32_products()
+        elif getattr(hf_config, "num_experts", 0) and hf_config.head_dim not in ROTATING_HEAD_DIMS:
+            _write_cache_apart()
         os.environ.pop(ORIGINAL_LOGPROB, None)
         with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
             shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed)
@@ -229,11 +233,13 @@ class SGLangRunner:
                         batch.input_ids = ids[-1]
                         batch.prepare_for_decode()
                     logits, forward_batch = self._forward(batch)
-                    if top_p < 1:
-                        scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
-                        kept.append(kept_tokens(scaled, top_p))
-                        log_mass.append(scaled.log_softmax(-1).masked_fill(~kept[-1], -torch.inf).logsumexp(-1))
+                    # Sampling puts probabilities in the place of logits.
+                    scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
                     ids.append(self._runner.sample(logits, forward_batch).long())
+                    if top_p < 1:
+                        # At the edge the engine rounds its sum otherwise; what it sampled is in its set.
+                        kept.append(kept_tokens(scaled, top_p).scatter_(1, ids[-1][:, None], True))
+                        log_mass.append(scaled.log_softmax(-1).masked_fill(~kept[-1], -torch.inf).logsumexp(-1))
                     log_probs.append(logits.next_token_logprobs.float())
                 self._random_state = _random_state(self._device)
         finally:
@@ -366,6 +372,13 @@ def _prepare_cpu() -> None:
     shim = str(Path(grpo.__file__).parent / "sglang_cpu")
     if shim not in sys.path:
         sys.path.insert(0, shim)
+
+
+def _write_cache_apart() -> None:
+    """Keep SGLang's mixture from a kernel that rotates and writes the cache at once, which its small heads lack."""
+    from sglang.srt.models import qwen3_moe
+
+    qwen3_moe.enable_fused_set_kv_buffer = lambda _: False
 
 
 def _write_checkpoint(
