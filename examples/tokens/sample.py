@@ -43,7 +43,8 @@ class Sample:
 
     def update_from_meta_info(self, args: Namespace, meta_info: dict[str, Any]) -> None:
         """Take weight version and status from a response, as both hosts do."""
-        self.weight_versions.append(meta_info["weight_version"])
+        if "weight_version" in meta_info:
+            self.weight_versions.append(meta_info["weight_version"])
         self.status = _STATUS_OF[meta_info["finish_reason"]["type"]]
 
 

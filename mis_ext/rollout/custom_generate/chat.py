@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.text import Tokenizer
 
 # Stands for an assistant's turn, to find where the template's text after such a turn begins.
@@ -69,7 +68,7 @@ def encode_prompt(
 def observation_text(
     tokenizer: ChatTokenizer,
     observation: str | Sequence[Mapping[str, Any]],
-    generation: Generation,
+    end_id: int | None,
     template_options: Mapping[str, Any],
 ) -> str:
     """What follows a sampled turn up to where the next one begins.
@@ -80,7 +79,7 @@ def observation_text(
     Args:
         tokenizer: The model's.
         observation: What the environment returned; a text is returned as it stands.
-        generation: The sampled turn.
+        end_id: The token with which the model ended the sampled turn; None where it sampled none.
         template_options: What the chat template takes besides the messages.
 
     Raises:
@@ -96,9 +95,7 @@ def observation_text(
             "the chat template does not render an assistant's content as it stands: let the environment return the "
             f"text to append, with the template's tokens, in place of messages; it rendered {rendered!r}"
         )
-    if generation.sampled_ids and generation.stop_match == generation.sampled_ids[-1]:
-        return behind.removeprefix(tokenizer.decode(generation.sampled_ids[-1:], skip_special_tokens=False))
-    return behind
+    return behind if end_id is None else behind.removeprefix(tokenizer.decode([end_id], skip_special_tokens=False))
 
 
 def _render(

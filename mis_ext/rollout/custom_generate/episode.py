@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,11 +25,29 @@ class Turn(NamedTuple):
         number: Turns of the model before it.
         num_sampled: Tokens of it so far.
         text: Its text so far.
+        ended: The model ended it, and the environment has not answered yet.
+        end_id: The token with which the model ended it; None where it did not, or with a stop string.
     """
 
     number: int = 0
     num_sampled: int = 0
     text: str = ""
+    ended: bool = False
+    end_id: int | None = None
+
+    def after(self, call: Call) -> Turn:
+        """The turn with what one more request sampled."""
+        sampled, match = call.generation.sampled_ids, call.generation.stop_match
+        ended = not call.aborted and call.generation.finish_reason != "length"
+        end_id = sampled[-1] if sampled and match == sampled[-1] else None
+        return Turn(self.number, self.num_sampled + len(sampled), self.text + call.text, ended, end_id)
+
+
+class Observation(NamedTuple):
+    """What the environment said behind a turn, with the template's text around: text and token ids."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
 
 
 class Call(NamedTuple):
@@ -39,13 +57,13 @@ class Call(NamedTuple):
         generation: What was read from the response; of an aborted request, what was sampled until then.
         text: The response's text.
         meta_info: The response's.
-        observation: What the environment said before it, with the template's text around.
+        observation: What the environment said before it.
     """
 
     generation: Generation
     text: str
     meta_info: Mapping[str, Any]
-    observation: str
+    observation: Observation
 
     @property
     def aborted(self) -> bool:
@@ -60,11 +78,15 @@ class Ended(NamedTuple):
         calls: All requests, in order; none if there was no room for a token.
         turn: The last turn of the model.
         cut: The context or the limit of turns ended it, and not the model, the server or the environment.
+        aborted: The server gave a request up, or the host its rollout.
+        unsent: What the environment said since the last request, where the host gave up its rollout before the next.
     """
 
     calls: list[Call]
     turn: Turn
-    cut: bool
+    cut: bool = False
+    aborted: bool = False
+    unsent: Observation = Observation()
 
 
 @dataclass(frozen=True)
@@ -77,44 +99,50 @@ class Episode:
     settings: Settings
     tokenizer: ChatTokenizer
     max_context: int | None
+    is_aborted: Callable[[], bool]
 
     async def run(self, prompt_ids: list[int], turn: Turn) -> Ended:
         """The episode from a prompt on to its end.
 
         Args:
             prompt_ids: Everything before the first request, a part of the model's turn included.
-            turn: The turn that the first request samples.
+            turn: The turn that the first request samples, or that the environment has not answered yet.
         """
         step = self.settings.load_environment()
         calls: list[Call] = []
-        known_ids, observation = prompt_ids, ""
+        known_ids, observation = prompt_ids, Observation()
         while True:
-            max_new_tokens = self._room(turn, len(known_ids))
-            if max_new_tokens <= 0:
-                return Ended(calls, turn, cut=True)
-            call = await self._request(known_ids, turn, max_new_tokens, observation)
-            calls.append(call)
-            sampled_ids = call.generation.sampled_ids
-            turn = Turn(turn.number, turn.num_sampled + len(sampled_ids), turn.text + call.text)
-            if call.aborted or call.generation.finish_reason == "length" or step is None:
-                return Ended(calls, turn, cut=False)
+            if not turn.ended:
+                if self.is_aborted():
+                    return Ended(calls, turn, aborted=True, unsent=observation)
+                max_new_tokens = self._room(turn, len(known_ids))
+                if max_new_tokens <= 0:
+                    return Ended(calls, turn, cut=True)
+                call = await self._request(known_ids, turn, max_new_tokens, observation)
+                calls.append(call)
+                known_ids, turn = known_ids + call.generation.sampled_ids, turn.after(call)
+                if not turn.ended:
+                    return Ended(calls, turn, aborted=call.aborted)
+            if step is None:
+                return Ended(calls, turn)
+            if self.is_aborted():
+                return Ended(calls, turn, aborted=True)
             started = time.monotonic()
             said = await step(self.sample, turn.text)
             self.sample.non_generation_time += time.monotonic() - started
             if said is None:
-                return Ended(calls, turn, cut=False)
+                return Ended(calls, turn)
             if turn.number + 1 >= self.settings.max_turns:
                 return Ended(calls, turn, cut=True)
-            turn = Turn(turn.number + 1)
-            options = template_options(self.args, self.sample)
-            observation = observation_text(self.tokenizer, said, call.generation, options)
-            known_ids = known_ids + sampled_ids + self.tokenizer.encode(observation, add_special_tokens=False)
+            text = observation_text(self.tokenizer, said, turn.end_id, template_options(self.args, self.sample))
+            observation = Observation(text, self.tokenizer.encode(text, add_special_tokens=False))
+            known_ids, turn = [*known_ids, *observation.token_ids], Turn(turn.number + 1)
 
     def _room(self, turn: Turn, num_known: int) -> int:
         left: int = self.sampling_params["max_new_tokens"] - turn.num_sampled
         return left if self.max_context is None else min(left, self.max_context - num_known)
 
-    async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: str) -> Call:
+    async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation) -> Call:
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
         response = await post_json(
@@ -161,7 +189,9 @@ def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], reque
             text="",
         )
     params = {**request["sampling_params"], "max_new_tokens": length}
-    cut = {**meta_info, "finish_reason": {"type": "length", "length": length}}
+    # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
+    counts = {"prompt_tokens": len(request["input_ids"])}
+    cut = {**counts, **meta_info, "finish_reason": {"type": "length", "length": length}}
     return read_sglang_generate(
         {**request, "sampling_params": params}, {**response, "meta_info": cut}, request_id=request_id
     )

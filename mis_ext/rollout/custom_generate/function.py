@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.custom_generate.aborting import abort_flag
 from mis_ext.rollout.custom_generate.chat import encode_prompt, load_tokenizer, template_options
-from mis_ext.rollout.custom_generate.episode import Call, Episode, Turn
+from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn
 from mis_ext.rollout.custom_generate.http import host_of
 from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
 from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported, warn_of_definition
@@ -17,7 +19,9 @@ UNFINISHED = f"{KEY}_unfinished"
 """Key in ``sample.metadata`` of the turn in which a sample was aborted."""
 
 
-async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
+async def generate(
+    input: Any, sample: Any = None, sampling_params: Mapping[str, Any] | None = None, evaluation: bool = False
+) -> Any:
     """``sample`` with the tokens of a conversation exactly as SGLang sampled them.
 
     Each request holds the token ids of everything before it, those of earlier turns as they were sampled: no text is
@@ -26,21 +30,25 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
     ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask of 0.
 
     A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` (in evaluation
-    ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted: with
-    ``partial_rollout`` it keeps what was sampled, log-probs included, and goes on from there when it comes back;
-    otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to ``sample``
-    before the conversation is over.
-
-    The signature is slime's; Miles still calls functions that have it.
+    ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted, and so
+    does a host that aborts its rollout while the environment has its turn: then nothing more is requested. With
+    ``partial_rollout`` the sample keeps what was sampled, log-probs included, and goes on from there when it comes
+    back; otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to
+    ``sample`` before the conversation is over.
 
     Args:
-        args: The host's; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``, ``partial_rollout``,
-            the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs`` and the router's
-            policy are read, the last six where they exist, and what
-            :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``.
+        input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
+            ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
+            and the router's policy are read, the last six where they exist, and what
+            :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``. Miles
+            calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
+            the other arguments, and the state of its rollout.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
         sampling_params: SGLang's, with ``max_new_tokens``.
         evaluation: Nothing will be trained.
+
+    Returns:
+        ``sample``; to Miles, its ``GenerateFnOutput``.
 
     Warns:
         LogProbDefinitionWarning: SGLang's log-probs are not of the distribution that it draws from, as with top-p.
@@ -52,6 +60,17 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
         ValueError: A setting is out of range, a flag asks for what is not supported, or a resumed sample has tokens
             without log-probs.
     """
+    if sample is not None and sampling_params is not None:
+        return await _generate(input, sample, sampling_params, evaluation=evaluation, state=None)
+    filled = await _generate(
+        input.args, input.sample, input.sampling_params, evaluation=input.evaluation, state=input.state
+    )
+    return sys.modules[type(input).__module__].GenerateFnOutput(samples=filled)
+
+
+async def _generate(
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], *, evaluation: bool, state: Any | None
+) -> Any:
     settings = Settings.from_args(args)
     check_supported(args, sample)
     check_resumable(sample)
@@ -64,41 +83,48 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
     first = (0, sample.response_length, sample.response)
     # A host that samples a prompt afresh clears the response and keeps the metadata.
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if sample.response_length else first))
-    episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context)
-    calls, turn, cut = await episode.run(prompt_ids, turn)
-
-    aborted = bool(calls) and calls[-1].aborted
-    if aborted and not getattr(args, "partial_rollout", False):
-        _count(sample, aborted_requests=1, discarded_tokens=sum(len(call.generation.sampled_ids) for call in calls))
+    is_aborted = abort_flag(args, sample, state)
+    ended = await Episode(args, sample, sampling_params, settings, tokenizer, max_context, is_aborted).run(
+        prompt_ids, turn
+    )
+    num_aborted = sum(call.aborted for call in ended.calls)
+    if ended.aborted and not getattr(args, "partial_rollout", False):
+        discarded = sum(len(call.generation.sampled_ids) for call in ended.calls)
+        _count(sample, aborted_requests=num_aborted, discarded_tokens=discarded)
         sample.status = sample.Status.ABORTED
         return sample
     sample.tokens = prompt_ids
     # The hosts ask the first sample of a batch whether there are log-probs, also where there was no room for a token.
     sample.rollout_log_probs = sample.rollout_log_probs or []
-    _append(args, sample, calls, tokenizer)
-    if aborted:
-        _count(sample, aborted_requests=1)
-        sample.metadata[UNFINISHED] = tuple(turn)
-    else:
-        sample.metadata.pop(UNFINISHED, None)
-    if cut:
+    _append(args, sample, ended, tokenizer)
+    if ended.aborted:
+        _count(sample, aborted_requests=num_aborted)
+        sample.metadata[UNFINISHED] = tuple(ended.turn)
+        sample.status = sample.Status.ABORTED
+        return sample
+    sample.metadata.pop(UNFINISHED, None)
+    if ended.cut:
         sample.status = sample.Status.TRUNCATED
+    elif not ended.calls:
+        # All that was missing was the environment's word.
+        sample.status = sample.Status.COMPLETED
     return sample
 
 
-def _append(args: Any, sample: Any, calls: list[Call], tokenizer: Tokenizer) -> None:
+def _append(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
     """Append what the calls sampled, and the observations between, to a sample that has what came before."""
-    built = build_samples([call.generation for call in calls], policy="strict", tokenizer=tokenizer)
-    end = len(sample.tokens)
-    token_ids, log_probs = list(sample.tokens), [0.0] * end
+    built = build_samples([call.generation for call in ended.calls], policy="strict", tokenizer=tokenizer)
+    token_ids, log_probs = list[int](), list[float]()
     # One at most, as every prompt begins with all that is known; none where nothing was sampled.
     for whole in built.samples:
-        token_ids, log_probs = whole.tokens, log_probs + whole.rollout_log_probs
-    for call in calls:
+        known = len(whole.tokens) - whole.response_length
+        token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
+    for call in ended.calls:
+        append_observation(args, sample, call.observation)
         start = len(call.generation.prompt_ids)
-        append_observation(args, sample, call.generation.prompt_ids[end:start], call.observation)
         end = start + len(call.generation.sampled_ids)
         append_sampled(args, sample, token_ids[start:end], log_probs[start:end], call)
+    append_observation(args, sample, ended.unsent)
     _count(sample, **built.metrics())
 
 

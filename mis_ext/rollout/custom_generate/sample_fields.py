@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mis_ext.rollout.custom_generate.episode import Call
+from mis_ext.rollout.custom_generate.episode import Call, Observation
 
 
 def check_resumable(sample: Any) -> None:
@@ -59,15 +59,15 @@ def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: 
         sample.weight_versions[-1:] = dict.fromkeys(versions)
 
 
-def append_observation(args: Any, sample: Any, token_ids: Sequence[int], text: str) -> None:
+def append_observation(args: Any, sample: Any, observation: Observation) -> None:
     """Append tokens that nobody sampled to the sample, with a loss mask of 0 and log-probs of 0.
 
     Args:
         args: The host's.
         sample: slime's ``Sample`` or Miles'.
-        token_ids: The tokens, ``[T]``; nothing happens where there are none.
-        text: Their text.
+        observation: The tokens, ``[T]``, and their text; nothing happens where there are none.
     """
+    text, token_ids = observation
     if not token_ids:
         return
     if hasattr(sample, "append_response_tokens"):
