@@ -10,6 +10,7 @@ from mis_ext.rollout.definitions.distribution import Distribution, Truncation
 from mis_ext.rollout.definitions.kept_tokens import kept_mask
 from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
 from mis_ext.rollout.definitions.scoring import behavior_log_probs, trainer_log_probs
+from mis_ext.rollout.definitions.servers import Speculation
 from mis_ext.rollout.definitions.vocabulary import check_vocabulary, padded_vocab_size, padding_log_mass
 
 # softmax of these is 1/2, 1/4, 1/8, 1/8; at temperature 1/2 it is 16/22, 4/22, 1/22, 1/22.
@@ -21,13 +22,14 @@ def read(server="sglang", **request) -> SamplingParameters:
     return SamplingParameters.from_request(request, server=server)
 
 
-def define(server="sglang", *, mode="raw_logprobs", original=False, backend="flashinfer", **request):
+def define(server="sglang", *, mode="raw_logprobs", original=False, backend=None, speculation=None, **request):
     return define_log_probs(
         read(server, **request),
         server=server,
         logprobs_mode=mode,
         return_original=original,
         sampling_backend=backend,
+        speculation=speculation,
     )
 
 
@@ -55,7 +57,11 @@ def test_probabilities_by_hand() -> None:
 KEPT = {
     "top_k": (Truncation(top_k=3), [0, 1, 2]),
     "top_k above the vocabulary": (Truncation(top_k=9), [0, 1, 2, 3]),
-    "top_k with ties": (Truncation(top_k=3, keeps_ties=True), [0, 1, 2, 3]),
+    "top_k with ties": (Truncation(top_k=3, keeps_ties="top_k"), [0, 1, 2, 3]),
+    "top_p drops ties": (Truncation(top_p=0.8), [0, 1, 2]),
+    "top_p drops ties that top_k keeps": (Truncation(top_k=3, top_p=0.8, keeps_ties="top_k"), [0, 1, 2]),
+    "top_p with ties": (Truncation(top_p=0.8, keeps_ties="all"), [0, 1, 2, 3]),
+    "both with ties": (Truncation(top_k=3, top_p=0.8, keeps_ties="all"), [0, 1, 2, 3]),
     "top_p": (Truncation(top_p=0.6), [0, 1]),
     "top_p below the first": (Truncation(top_p=0.1), [0]),
     "top_p met exactly": (Truncation(top_p=0.75), [0, 1]),
@@ -79,6 +85,41 @@ def test_the_kept_tokens_by_hand(truncation, kept) -> None:
     shuffled = kept_mask(probabilities[:, [2, 0, 1, 3]], truncation)[0]
     # Of two ties, a sort that is stable keeps the first.
     assert sorted([2, 0, 1, 3][i] for i in shuffled.nonzero()[:, 0]) == kept
+
+
+def flashinfer_keeps(probabilities_V, k, p) -> list[bool]:
+    """By its rejection: a drawn token is taken unless k tokens, or a mass of p, are strictly more probable."""
+    above_VV = probabilities_V > probabilities_V[:, None]
+    return ((above_VV.sum(1) < k) & ((probabilities_V * above_VV).sum(1) < p)).tolist()
+
+
+def vllm_pytorch_keeps(probabilities_V, k, p) -> list[bool]:
+    """By its sort: what is below the k-th goes, then the least probable, up to a mass of 1 - p."""
+    ascending = probabilities_V.sort(stable=True)
+    left = ascending.values.where(ascending.values >= ascending.values[-k], torch.tensor(0.0))
+    gone = (left / left.sum()).cumsum(0) <= 1 - p
+    gone[-1] = False
+    return torch.zeros_like(gone).scatter(0, ascending.indices, ~gone & (left > 0)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_servers_keep_the_tied_tokens_that_their_own_rules_keep(seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Weights of 1 to 5 sixty-fourths: many ties, and every sum exact.
+    weights_V = torch.randint(1, 6, (16,), generator=generator).double()
+    weights_V[0] += 64 - weights_V.sum()
+    probabilities_V = weights_V / 64
+    k = int(torch.randint(1, 17, (), generator=generator))
+    # Never a sum of weights, so that no rule meets its limit exactly.
+    p = (int(torch.randint(1, 64, (), generator=generator)) + 0.5) / 64
+    kept = kept_mask(probabilities_V[None], define(top_k=k, top_p=p).sampled.truncation or Truncation())[0].tolist()
+    assert k == 1 or kept == flashinfer_keeps(probabilities_V, k, p)
+    for top_k in (None, k):
+        definition = define("vllm", mode="processed_logprobs", backend="pytorch", top_k=top_k, top_p=p)
+        kept = kept_mask(probabilities_V[None], definition.sampled.truncation)[0]
+        expected = vllm_pytorch_keeps(probabilities_V, top_k or 16, p)
+        # Which of the tied ones stay depends on the sort.
+        assert k == 1 or sorted(probabilities_V[kept].tolist()) == sorted(probabilities_V[expected].tolist())
 
 
 def test_a_token_outside_the_kept_ones_is_reported_and_has_probability_0() -> None:
@@ -289,6 +330,7 @@ def test_a_trainers_log_probs_agree_after_the_correction_and_not_before() -> Non
 def test_behavior_log_probs_by_hand() -> None:
     logs = [math.log(p) for p in PROBABILITIES]
     definition = define(top_p=0.6)
+    proven_by_next = pytest.approx(math.log(2 / 3))
     # Two are kept, with 3/4 of the mass; the third proves it.
     told = behavior_log_probs(definition, [logs[1]] * 4, [logs, logs[:3], logs[:2], logs[:1]])
     assert told.num_unproven == 2
@@ -297,8 +339,9 @@ def test_behavior_log_probs_by_hand() -> None:
     assert (outside.num_outside, outside.num_unproven) == (1, 0)
     assert outside.log_probs == [None, pytest.approx(math.log(2 / 3))]
     assert behavior_log_probs(definition, [logs[0]], [[]]).num_unproven == 1
-    top_2 = behavior_log_probs(define(top_k=2), [logs[0]], [logs[:2]])
-    assert top_2.log_probs == [pytest.approx(math.log(2 / 3))]
+    for backend, proven in (("pytorch", [pytest.approx(math.log(2 / 3))] * 2), ("flashinfer", [None, proven_by_next])):
+        top_2 = behavior_log_probs(define(top_k=2, backend=backend), [logs[0]] * 2, [logs[:2], logs[:3]])
+        assert top_2.log_probs == proven
     # Half the first's probability: the third is too small, the second alone does not say so.
     min_p = define(min_p=0.5)
     assert behavior_log_probs(min_p, [logs[0]] * 2, [logs[:3], logs[:2]]).num_unproven == 1
@@ -307,7 +350,7 @@ def test_behavior_log_probs_by_hand() -> None:
 def test_a_share_of_a_mass_that_is_not_in_the_list_is_unproven() -> None:
     logs = [math.log(p) for p in PROBABILITIES]
     # FlashInfer's top-p is of the mass within top-k here, of which a list of two does not tell.
-    definition = define(top_k=3, top_p=0.4, min_p=0.01)
+    definition = define(top_k=2, top_p=0.4, min_p=0.01)
     assert definition.sampled.truncation.mass_of == "top_k"
     told = behavior_log_probs(definition, [logs[0]] * 2, [logs[:3], logs[:2]])
     assert told.log_probs == [pytest.approx(0.0), None]
@@ -334,10 +377,14 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     }
     limits = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
     assert rules == {
-        "flashinfer": Truncation(**limits, mass_of="top_k"),
+        "flashinfer": Truncation(**limits, mass_of="top_k", keeps_ties="all"),
         "pytorch": Truncation(**limits, keeps_next=True),
-        "vllm": Truncation(**limits, mass_of="top_k_and_min_p", keeps_ties=True),
+        "vllm": Truncation(**limits, mass_of="top_k_and_min_p", keeps_ties="all"),
     }
+    # What the processed modes return is cut by Triton, since FlashInfer cannot return it, or by PyTorch.
+    for backend, ties in ((None, "none"), ("triton", "none"), ("pytorch", "top_k")):
+        processed = define("vllm", mode="processed_logprobs", backend=backend, **request)
+        assert processed.returned.truncation == Truncation(**limits, mass_of="top_k_and_min_p", keeps_ties=ties)
     for alone in ({"top_k": 3, "top_p": 0.5}, {"top_p": 0.5, "min_p": 0.1}):
         assert define(**alone).sampled.truncation.mass_of == "all"
         # One kernel for the whole batch, which another request with min-p changes.
@@ -347,6 +394,67 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     assert not define(top_p=0.5).doubts
     assert define("vllm", top_p=0.5).sampled.truncation.mass_of == "all"
     assert define("vllm", top_p=0.5, top_k=3).sampled.truncation.mass_of == "top_k_and_min_p"
+
+
+def test_a_list_of_nearly_all_the_mass_counts_as_whole_to_the_stated_precision() -> None:
+    # Of the mass within top_k=50 the list of two says all but 9e-7.
+    definition = define(top_k=50, top_p=0.999_999_9, min_p=1e-9)
+    top = [math.log(0.6), math.log(0.4 - 9e-7)]
+    (told,) = behavior_log_probs(definition, top[:1], [top]).log_probs
+    assert told == pytest.approx(math.log(0.6), abs=1e-6)
+    short = [math.log(0.6), math.log(0.4 - 2e-6)]
+    assert behavior_log_probs(definition, short[:1], [short]).log_probs == [None]
+
+
+def test_speculative_decoding_truncates_in_another_order_without_min_p() -> None:
+    request = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    speculative = define(**request, speculation=Speculation())
+    kept = Truncation(top_k=3, top_p=0.5, mass_of="top_k", keeps_ties="all")
+    assert speculative.sampled.truncation == kept
+    assert define(**request, backend="pytorch", speculation=Speculation()).sampled.truncation == kept
+    assert define(min_p=0.1, speculation=Speculation()).sampled.truncation is None
+    lines = "\n".join(speculative.explain())
+    for told in (
+        "the most probable token",
+        "min_p=0.1: verification ignores it",
+        "verification takes top_p of the mass",
+    ):
+        assert lines.count(told) == 1
+    plain = define(temperature=0.7, speculation=Speculation())
+    assert plain.is_behavior
+    assert plain.sampled == define(temperature=0.7).sampled
+
+
+@pytest.mark.parametrize("thresholds", [{"threshold_acc": 0.9}, {"threshold_single": 0.5}])
+def test_acceptance_thresholds_of_drafts_change_what_is_drawn_and_not_what_is_returned(thresholds) -> None:
+    definition = define(temperature=0.7, speculation=Speculation(**thresholds))
+    assert not definition.is_behavior
+    assert definition.is_comparable
+    assert "how likely a token is depends on what was drafted; set both to 1" in "\n".join(definition.explain())
+    with pytest.raises(ValueError, match="the trainer cannot compute this: speculative_accept_threshold"):
+        trainer_log_probs(torch.tensor([LOGITS]), [0], definition.sampled)
+    # A greedy request is not drawn, whatever is accepted.
+    assert not define(temperature=0.0, speculation=Speculation(**thresholds)).sampled.unrepeatable
+
+
+@pytest.mark.parametrize(("value", "error"), [(0.0, ValueError), (1.5, ValueError), ("1", TypeError)])
+def test_a_threshold_out_of_range_is_named(value, error) -> None:
+    with pytest.raises(error, match=r"threshold_acc must be .*in \(0, 1\]"):
+        Speculation(threshold_acc=value)
+
+
+def test_slimes_request_for_the_kept_tokens_is_known() -> None:
+    request = {**NUCLEUS, "custom_params": {"return_top_p_token_ids": True}}
+    definition = define(**request)
+    assert read(**request).unknown == ()
+    # slime's SGLang renormalises over what it returns.
+    assert definition.is_behavior
+    assert definition.returned.truncation == define(**NUCLEUS).sampled.truncation
+    assert any("only slime's SGLang knows it" in doubt for doubt in definition.doubts)
+    assert not define(custom_params={"return_top_p_token_ids": False}, **NUCLEUS).is_behavior
+    assert read(custom_params={"seed_of_mine": 1}).unknown == ("custom_params.seed_of_mine",)
+    with pytest.raises(TypeError, match="custom_params must be a mapping, got 3"):
+        read(custom_params=3)
 
 
 def test_a_request_is_read_with_nulls_and_absent_keys_as_neutral() -> None:
@@ -399,7 +507,16 @@ def test_a_parameter_out_of_range_is_named(request_, error, message) -> None:
     [
         ({"server": "sglagn"}, r"server must be one of sglang \| vllm, got 'sglagn' \(did you mean 'sglang'\?\)"),
         ({"mode": "raw"}, "logprobs_mode must be one of raw_logprobs"),
-        ({"backend": "torch"}, r"sampling_backend must be one of flashinfer \| pytorch"),
+        ({"backend": "torch"}, r"sampling_backend must be one of flashinfer \| pytorch, got"),
+        ({"backend": "triton"}, r"sampling_backend must be one of flashinfer \| pytorch, got"),
+        (
+            {"server": "vllm", "mode": "processed_logits", "backend": "flashinfer"},
+            r"sampling_backend must be one of triton \| pytorch, got 'flashinfer'",
+        ),
+        (
+            {"server": "vllm", "speculation": Speculation()},
+            "speculation is described for sglang only, got server 'vllm'",
+        ),
     ],
 )
 def test_an_unknown_server_mode_or_backend_is_refused(change, message) -> None:

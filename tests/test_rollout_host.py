@@ -19,7 +19,7 @@ from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status, host_args
 from transformers import AutoTokenizer
 
-from mis_ext.rollout.custom_generate import http, settings
+from mis_ext.rollout.custom_generate import definitions, http
 from mis_ext.rollout.custom_generate.function import UNFINISHED, generate
 from mis_ext.rollout.errors import AbortedRequest, CountMismatch, RolloutError
 
@@ -261,7 +261,7 @@ def test_an_environment_needs_a_limit_of_the_context(checkpoint, environment, li
 
 @pytest.mark.parametrize(("limits", "room"), [({}, 20), ({"eval_max_context_len": 24}, 24)])
 def test_evaluation_has_a_limit_of_its_own_and_no_warning_about_training(checkpoint, limits, room):
-    settings._warn_once.cache_clear()
+    definitions._warn_once.cache_clear()
     num_known = len(encode(TOKENIZER, "The weather"))
     with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
         args = host_args(server.port, checkpoint, rollout_max_context_len=20, **limits)
@@ -555,13 +555,45 @@ def test_flags_that_are_off_are_not_in_the_way(checkpoint):
 
 
 def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(checkpoint):
-    settings._warn_once.cache_clear()
+    definitions._warn_once.cache_clear()
     for params in ({**LIMITS, "top_p": 0.9}, {**LIMITS, "repetition_penalty": 1.1}):
         match = r"top_p=0.9 keeps\) is missing" if params["top_p"] < 1 else "cannot be made comparable"
-        with pytest.warns(settings.LogProbDefinitionWarning, match=match):
+        with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
             run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), params=params)
         with warnings.catch_warnings(action="error"):
             run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), params=params)
     with warnings.catch_warnings(action="error"):
         greedy = {**LIMITS, "temperature": 0.0, "top_p": 0.9}
         run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), params=greedy)
+
+
+TOP_P_REPLAY = {**LIMITS, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+
+
+def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_slimes_server_says_so(checkpoint):
+    def replayed(request):
+        response = stopped(request, "mild")
+        response["meta_info"]["top_p_token_ids"] = ""
+        return response
+
+    definitions._warn_once.cache_clear()
+    with warnings.catch_warnings(action="error"):
+        run([replayed], checkpoint, Sample(prompt="The weather"), params=TOP_P_REPLAY)
+    with pytest.warns(definitions.LogProbDefinitionWarning, match="only slime's SGLang knows it"):
+        run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), params=TOP_P_REPLAY)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({}, "speculative decoding: on a CPU"),
+        ({"sglang_speculative_accept_threshold_acc": 0.9}, "_acc=0.9: how likely a token is depends on"),
+    ],
+)
+def test_speculative_decoding_is_said_once(checkpoint, flags, match):
+    definitions._warn_once.cache_clear()
+    flags = {"sglang_speculative_algorithm": "EAGLE", **flags}
+    with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
+        run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), **flags)
+    with warnings.catch_warnings(action="error"):
+        run([lambda r: stopped(r, "mild")], checkpoint, Sample(prompt="The weather"), **flags)

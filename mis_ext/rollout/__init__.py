@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         behavior_log_probs,
         trainer_log_probs,
     )
+    from mis_ext.rollout.definitions.servers import Speculation
     from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
     from mis_ext.rollout.errors import (
         AbortedRequest,
@@ -54,6 +55,7 @@ else:
             "definitions.distribution": ("Distribution", "Truncation"),
             "definitions.sampling_parameters": ("SamplingParameters",),
             "definitions.scoring": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
+            "definitions.servers": ("Speculation",),
             "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
             "errors": (
                 "AbortedRequest",
@@ -95,6 +97,7 @@ __all__ = [
     "PostProcessingKind",
     "RolloutError",
     "SamplingParameters",
+    "Speculation",
     "TrainerLogProbs",
     "TrainingSample",
     "Truncation",

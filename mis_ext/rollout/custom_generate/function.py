@@ -9,10 +9,11 @@ from typing import Any
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.aborting import abort_flag
 from mis_ext.rollout.custom_generate.chat import encode_prompt, load_tokenizer, template_options
+from mis_ext.rollout.custom_generate.definitions import warn_of_definition
 from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn
 from mis_ext.rollout.custom_generate.http import host_of
 from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
-from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported, warn_of_definition
+from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported
 from mis_ext.rollout.text import Tokenizer
 
 UNFINISHED = f"{KEY}_unfinished"
@@ -39,7 +40,7 @@ async def generate(
     Args:
         input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
             ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
-            and the router's policy are read, the last six where they exist, and what
+            the router's policy and SGLang's speculative decoding are read, the last seven where they exist, and what
             :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``. Miles
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
@@ -51,7 +52,8 @@ async def generate(
         ``sample``; to Miles, its ``GenerateFnOutput``.
 
     Warns:
-        LogProbDefinitionWarning: SGLang's log-probs are not of the distribution that it draws from, as with top-p.
+        LogProbDefinitionWarning: SGLang's log-probs are not of the distribution that it draws from, as with top-p; or
+            it decodes speculatively.
 
     Raises:
         ConnectionError: The server did not answer, or refused a request.
@@ -75,7 +77,7 @@ async def _generate(
     check_supported(args, sample)
     check_resumable(sample)
     if not evaluation:
-        warn_of_definition(sampling_params)
+        warn_of_definition(args, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_of(sample))
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, template_options(args, sample))
@@ -87,6 +89,9 @@ async def _generate(
     ended = await Episode(args, sample, sampling_params, settings, tokenizer, max_context, is_aborted).run(
         prompt_ids, turn
     )
+    if not evaluation:
+        returned = (call.meta_info for call in ended.calls if call.generation.sampled_ids)
+        warn_of_definition(args, sampling_params, returned)
     num_aborted = sum(call.aborted for call in ended.calls)
     if ended.aborted and not getattr(args, "partial_rollout", False):
         discarded = sum(len(call.generation.sampled_ids) for call in ended.calls)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, cast
 
 from mis_ext.checks import check_known, check_number
-from mis_ext.rollout.definitions.definition import define_log_probs
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the hosts' ``--custom-config-path`` file."""
@@ -28,10 +24,6 @@ _UNSUPPORTED_FLAGS = (
     "rollout_top_logprobs_num",
 )
 _LORA_FLAGS = ("lora_rank", "lora_adapter_path")
-
-
-class LogProbDefinitionWarning(UserWarning):
-    """The server's log-probs are of another distribution than the one that it draws from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +113,3 @@ def check_supported(args: Any, sample: Any) -> None:
     present = [name for name, value in inputs.items() if value is not None]
     if present:
         raise ValueError(f"mis_ext.rollout.generate takes text only, the sample has {', '.join(present)}")
-
-
-def warn_of_definition(sampling_params: Mapping[str, Any]) -> None:
-    """Warn, once per process and definition, where SGLang's log-probs are not those of the behavior policy.
-
-    Greedy sampling is for evaluation, and no reason to warn.
-
-    Raises:
-        TypeError: A sampling parameter has another type.
-        ValueError: A sampling parameter is out of range.
-    """
-    definition = define_log_probs(SamplingParameters.from_request(sampling_params, server="sglang"), server="sglang")
-    if not (definition.is_greedy or (definition.is_behavior and definition.is_comparable)):
-        _warn_once("; ".join(definition.explain()))
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, LogProbDefinitionWarning, stacklevel=4)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mis_ext.checks import check_choice
-from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+from mis_ext.rollout.definitions.distribution import Distribution
 from mis_ext.rollout.definitions.sampling_parameters import SERVERS, SamplingParameters, Server
+from mis_ext.rollout.definitions.servers import SamplingBackend, Speculation, choose_backend, truncation_of
 
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-SamplingBackend = Literal["flashinfer", "pytorch"]
 _MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-_BACKENDS = ("flashinfer", "pytorch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +102,8 @@ def define_log_probs(
     server: Server,
     logprobs_mode: LogProbsMode = "raw_logprobs",
     return_original: bool = False,
-    sampling_backend: SamplingBackend = "flashinfer",
+    sampling_backend: SamplingBackend | None = None,
+    speculation: Speculation | None = None,
 ) -> LogProbDefinition:
     """From which distribution the server drew, and of which one it returned the log-probs.
 
@@ -116,14 +116,21 @@ def define_log_probs(
         server: ``"sglang"`` or ``"vllm"``.
         logprobs_mode: vLLM's ``--logprobs-mode``.
         return_original: Whether SGLang runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``: log-probs at temperature 1.
-        sampling_backend: SGLang's ``--sampling-backend``; the two differ in which tokens they keep at the edge.
+        sampling_backend: Who draws, which decides about tokens at the edge. SGLang's ``--sampling-backend``:
+            ``"flashinfer"`` (None) or ``"pytorch"``. In vLLM ``"flashinfer"`` (None in the raw modes; with a request
+            of its own seed in the batch it is Triton), ``"triton"`` (None in the processed modes) or, where there is no
+            Triton and in older versions, ``"pytorch"``.
+        speculation: Of SGLang, where it drafts tokens and verifies them; None where it does not.
 
     Raises:
-        ValueError: Another server, mode or backend.
+        ValueError: Another server, mode or backend, or speculation of vLLM.
     """
     check_choice("server", server, SERVERS)
     check_choice("logprobs_mode", logprobs_mode, _MODES)
-    check_choice("sampling_backend", sampling_backend, _BACKENDS)
+    is_raw = logprobs_mode.startswith("raw")
+    backend = choose_backend(sampling_backend, server, returns_processed=server == "vllm" and not is_raw)
+    if speculation is not None and server != "sglang":
+        raise ValueError(f"speculation is described for sglang only, got server {server!r}")
     is_greedy = parameters.temperature == 0.0 or parameters.top_k == 1
     grammars = tuple(f"{name}: which tokens it forbids depends on the grammar's state" for name in parameters.grammars)
     processors = tuple(f"{name}: it changes logits inside the server" for name in parameters.processors)
@@ -133,10 +140,10 @@ def define_log_probs(
         logit_bias=parameters.logit_bias,
         unrepeatable=(*grammars, *_explain_penalties(parameters.penalties, server), *processors),
     )
-    sampled = replace(changed, truncation=_truncation(parameters, is_greedy, server, sampling_backend))
+    truncation = truncation_of(parameters, is_greedy, server, backend, speculation)
+    sampled = replace(changed, truncation=truncation)
     doubts = tuple(f"{key}: unknown, it may change what is sampled" for key in parameters.unknown)
     if server == "vllm":
-        is_raw = logprobs_mode.startswith("raw")
         # A greedy request is not truncated before its log-probs are taken.
         processed = changed if parameters.temperature == 0.0 else sampled
         returned = Distribution(unrepeatable=grammars) if is_raw else processed
@@ -145,17 +152,11 @@ def define_log_probs(
         reported = tuple(reason for reason in changed.unrepeatable if not reason.startswith("watermark="))
         temperature = 1.0 if return_original else changed.temperature
         returned = replace(changed, temperature=temperature, unrepeatable=reported)
-        if parameters.top_k == 1 and returned.temperature != 1.0:
-            doubts += (
-                f"top_k=1: SGLang divides by temperature={returned.temperature:g} only where the batch holds a request "
-                "that is not greedy; set the temperature to 0",
-            )
-        is_joint = sampling_backend == "flashinfer" and parameters.min_p == 0.0
-        if is_joint and not is_greedy and parameters.top_k is not None and parameters.top_p < 1.0:
-            doubts += (
-                "top_k and top_p: SGLang takes top_p of the mass that top_k keeps where the batch holds a request with "
-                "min_p",
-            )
+        doubts += _doubts_of_sglang(parameters, is_greedy, temperature, backend, speculation)
+        if parameters.returns_kept_ids and not (is_greedy or return_original):
+            returned = replace(returned, truncation=truncation)
+        if speculation is not None and not is_greedy:
+            sampled = replace(sampled, unrepeatable=(*sampled.unrepeatable, *speculation.unrepeatable))
     return LogProbDefinition(
         sampled=sampled,
         returned=returned,
@@ -165,22 +166,33 @@ def define_log_probs(
     )
 
 
-def _truncation(
-    parameters: SamplingParameters, is_greedy: bool, server: Server, backend: SamplingBackend
-) -> Truncation | None:
+def _doubts_of_sglang(
+    parameters: SamplingParameters,
+    is_greedy: bool,
+    temperature: float,
+    backend: SamplingBackend,
+    speculation: Speculation | None,
+) -> tuple[str, ...]:
+    doubts = []
+    if parameters.top_k == 1 and temperature != 1.0:
+        doubts.append(
+            f"top_k=1: SGLang divides by temperature={temperature:g} only where the batch holds a request that is not "
+            "greedy; set the temperature to 0"
+        )
     if is_greedy:
-        return Truncation(top_k=1)
-    if parameters.top_k is None and parameters.top_p == 1.0 and parameters.min_p == 0.0:
-        return None
-    kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=parameters.min_p)
-    if server == "vllm":
-        is_top_p_alone = parameters.top_k is None and parameters.min_p == 0.0
-        return replace(kept, mass_of="all" if is_top_p_alone else "top_k_and_min_p", keeps_ties=True)
-    if backend == "pytorch":
-        return replace(kept, keeps_next=True)
-    # FlashInfer's joint kernel knows no min-p: with it, SGLang renormalises after top-k, before top-p.
-    is_joint = parameters.top_k is None or parameters.min_p == 0.0
-    return replace(kept, mass_of="all" if is_joint else "top_k")
+        return tuple(doubts)
+    if speculation is not None:
+        doubts += speculation.explain(parameters)
+    elif backend == "flashinfer" and parameters.min_p == 0.0 and parameters.top_k is not None and parameters.top_p < 1:
+        doubts.append(
+            "top_k and top_p: SGLang takes top_p of the mass of top_k where the batch holds a request with min_p"
+        )
+    if parameters.returns_kept_ids:
+        doubts.append(
+            "return_top_p_token_ids: only slime's SGLang knows it, and renormalises over the ids that it returns and "
+            "the sampled one; any other server ignores it, and log(mass of the kept tokens) is missing"
+        )
+    return tuple(doubts)
 
 
 def _explain_penalties(penalties: tuple[str, ...], server: Server) -> tuple[str, ...]:

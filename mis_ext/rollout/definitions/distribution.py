@@ -17,7 +17,9 @@ class Truncation:
         mass_of: The mass that ``top_p`` is a share of: of ``"all"`` tokens, of those within ``"top_k"``, or of those
             within both ``"top_k_and_min_p"``.
         keeps_next: Whether a token is kept before which exactly ``top_p`` of the mass lies.
-        keeps_ties: Whether tokens as probable as the k-th are kept too.
+        keeps_ties: Whether more tokens are kept that are as probable as the last kept one: ``"none"`` of them,
+            ``"top_k"``: those as probable as the k-th, ``"all"``: also those as probable as the last within ``top_p``.
+            Where only some are kept, it is those with the lowest ids.
     """
 
     top_k: int | None = None
@@ -25,7 +27,7 @@ class Truncation:
     min_p: float = 0.0
     mass_of: Literal["all", "top_k", "top_k_and_min_p"] = "all"
     keeps_next: bool = False
-    keeps_ties: bool = False
+    keeps_ties: Literal["none", "top_k", "all"] = "none"
 
     def __str__(self) -> str:
         parts = [f"top_k={self.top_k}"] if self.top_k is not None else []

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mis_ext.rollout.definitions.distribution import Truncation
 
+_MASS_OF_NOTHING = 1e-6
+
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
     """``[T, V]``, bool: the tokens that are kept.
@@ -26,6 +28,9 @@ def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
 def kept_of_list(top: Sequence[float], truncation: Truncation) -> list[float] | None:
     """The kept ones of the largest log-probs, in descending order; None where the list may end before the last.
 
+    A list that holds all but 1e-6 of the mass counts as whole, as float32 sums of a whole vocabulary are no better: the
+    mass of the kept ones is then too low by up to 1e-6.
+
     Args:
         top: Natural log-probs of the most probable tokens, before truncation, in any order.
         truncation: What is kept.
@@ -38,9 +43,9 @@ def kept_of_list(top: Sequence[float], truncation: Truncation) -> list[float] | 
     cuts = [num_kept]
     if truncation.top_p < 1.0 and truncation.mass_of != "all":
         cuts.append(int(_num_top_p_is_of(probabilities, truncation)))
-    # A cut is proven by the token behind it, or by being the k-th; in float32 the whole vocabulary sums to 1 +- 1e-6.
-    is_whole = probabilities.sum().item() > 1 - 1e-6
-    k = None if truncation.keeps_ties else truncation.top_k
+    # A cut is proven by the token behind it, or by being the k-th.
+    is_whole = probabilities.sum().item() > 1 - _MASS_OF_NOTHING
+    k = truncation.top_k if truncation.keeps_ties == "none" else None
     return ordered[:num_kept] if is_whole or all(cut < len(ordered) or cut == k for cut in cuts) else None
 
 
@@ -51,16 +56,23 @@ def _num_kept(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
         before_TV = sorted_TV.cumsum(-1) - sorted_TV
         limit_T1 = truncation.top_p * _mass_of(sorted_TV, truncation)
         is_kept_TV = before_TV <= limit_T1 if truncation.keeps_next else before_TV < limit_T1
-        num_kept_T = torch.minimum(num_kept_T, is_kept_TV.sum(-1))
+        num_in_top_p_T = is_kept_TV.sum(-1)
+        if truncation.keeps_ties == "all":
+            num_in_top_p_T = _num_with_ties(sorted_TV, num_in_top_p_T)
+        num_kept_T = torch.minimum(num_kept_T, num_in_top_p_T)
     return num_kept_T
 
 
 def _num_in_top_k(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
     width = sorted_TV.shape[1]
     k = width if truncation.top_k is None else min(truncation.top_k, width)
-    if truncation.keeps_ties:
-        return (sorted_TV >= sorted_TV[:, k - 1, None]).sum(-1)
-    return torch.full((len(sorted_TV),), k, device=sorted_TV.device)
+    num_T = torch.full((len(sorted_TV),), k, device=sorted_TV.device)
+    return num_T if truncation.keeps_ties == "none" else _num_with_ties(sorted_TV, num_T)
+
+
+def _num_with_ties(sorted_TV: Tensor, num_T: Tensor) -> Tensor:
+    """``[T]``: as many tokens and those that are as probable as the last of them."""
+    return (sorted_TV >= sorted_TV.gather(1, num_T[:, None] - 1)).sum(-1)
 
 
 def _num_in_min_p(sorted_TV: Tensor, truncation: Truncation) -> Tensor:

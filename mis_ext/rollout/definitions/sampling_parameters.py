@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mis_ext.checks import check_choice, check_number
+from mis_ext.checks import check_bool, check_choice, check_mapping, check_number
 
 Server = Literal["sglang", "vllm"]
 SERVERS = ("sglang", "vllm")
@@ -25,6 +25,8 @@ _NUMBERS: dict[str, tuple[float, float, float]] = {
     "presence_penalty": (0.0, -2.0, 2.0),
 }
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+_RETURN_KEPT = "return_top_p_token_ids"
 
 # Each forbids tokens according to what was sampled before, by a grammar, by a list, or by code of the user.
 _GRAMMARS = (
@@ -65,6 +67,8 @@ class SamplingParameters:
         penalties: ``name=value`` of each penalty for repeating tokens.
         grammars: ``name=value`` of each grammar or schema that the text must follow.
         processors: ``name=value`` of everything else that forbids tokens or changes logits.
+        returns_kept_ids: slime's ``custom_params.return_top_p_token_ids``: its SGLang then returns the kept ids, and
+            log-probs that are renormalised over them.
         unknown: Keys of the request of which nothing is known here.
     """
 
@@ -76,6 +80,7 @@ class SamplingParameters:
     penalties: tuple[str, ...] = ()
     grammars: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
+    returns_kept_ids: bool = False
     unknown: tuple[str, ...] = ()
 
     @classmethod
@@ -106,7 +111,10 @@ class SamplingParameters:
             if numbers[key] == 0.0:
                 raise ValueError(f"{key} must be above 0, got 0")
         is_greedy = numbers["temperature"] < _GREEDY_BELOW[server]
-        known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice"}
+        known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice", "custom_params"}
+        custom = check_mapping("custom_params", given.get("custom_params", {}))
+        returns_kept_ids = check_bool(f"custom_params.{_RETURN_KEPT}", custom.pop(_RETURN_KEPT, False))
+        unknown = {*map(str, given.keys() - known), *(f"custom_params.{key}" for key in custom)}
         return cls(
             temperature=0.0 if is_greedy else numbers["temperature"],
             top_p=numbers["top_p"],
@@ -116,7 +124,8 @@ class SamplingParameters:
             penalties=tuple(f"{key}={numbers[key]:g}" for key in _PENALTIES if numbers[key] != _NUMBERS[key][0]),
             grammars=_read_grammars(given),
             processors=tuple(f"{key}={given[key]!r}" for key in _PROCESSORS if given.get(key)),
-            unknown=tuple(sorted(str(key) for key in given.keys() - known)),
+            returns_kept_ids=returns_kept_ids and server == "sglang",
+            unknown=tuple(sorted(unknown)),
         )
 
 
