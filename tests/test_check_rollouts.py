@@ -216,6 +216,20 @@ def test_earlier_turns_stay_known_behind_a_spliced_one(tmp_path, tokenizer_folde
     assert sorted(report["boundaries"]) == ["reasoning_stripped", "retokenized"]
 
 
+def test_the_markers_of_reasoning_are_those_that_are_given(tmp_path, tokenizer_folder, capsys) -> None:
+    tokenizer = english_tokenizer()
+    kept = [*QUESTION, {"role": "assistant", "content": "mild"}, *MORE]
+    rows = [
+        logged("a", call("1", render(tokenizer, QUESTION), encode(tokenizer, f"[[I know.]]mild{TURN_END}"))),
+        logged("a", call("2", render(tokenizer, kept), [5])),
+    ]
+    path = write(tmp_path, *rows)
+    for options, kind in (((), "history_edited"), (("--reasoning", "[[", "]]"), "reasoning_stripped")):
+        assert list(report_of(path, "--tokenizer", tokenizer_folder, *options)["boundaries"]) == [kind]
+    assert "expected 2 arguments" in error_of(capsys, path, "--reasoning", "[[")
+    assert "must not be empty" in error_of(capsys, path, "--reasoning", "[[", "")
+
+
 def test_refused_responses_are_counted_by_class_with_place_and_message(tmp_path, capsys) -> None:
     broken = good("broken")[0]
     broken["response"]["meta_info"]["completion_tokens"] += 1

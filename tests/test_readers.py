@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -108,6 +109,16 @@ def test_a_server_that_does_not_say_its_weights_is_read() -> None:
     assert read_sglang_generate(request, response).weight_version == "7"
     del response["meta_info"]["weight_versions"]
     assert read_sglang_generate(request, response).weight_version is None
+
+
+def test_a_response_of_sglang_0_4_has_its_ids_beside_the_log_probs_only() -> None:
+    request, response = recorded("generate_length")
+    expected = read_sglang_generate(request, response)
+    del response["output_ids"]
+    assert read_sglang_generate(request, response) == expected
+    del response["meta_info"]["output_token_logprobs"]
+    with pytest.raises(LogProbError, match="ask for them with return_logprob"):
+        read_sglang_generate(request, response)
 
 
 def test_each_of_several_responses_is_read_by_itself() -> None:
@@ -233,6 +244,14 @@ def test_completions_of_several_prompts_are_read_each_with_its_own(prompts) -> N
     response["usage"]["completion_tokens"] = 7
     with pytest.raises(CountMismatch, match="completion_tokens is 7, but there are 6 log-probs"):
         read_vllm_completions(request, response, choice=0)
+
+
+@pytest.mark.parametrize(("exchange", "read"), [(vllm_chat, read_vllm_chat), (vllm_completions, read_vllm_completions)])
+def test_a_model_that_repeats_itself_is_cut_by_vllm_as_by_a_limit(exchange, read) -> None:
+    request, response = exchange()
+    expected = read(request, response)
+    response["choices"][0] |= {"finish_reason": "repetition", "stop_reason": "repetition_detected"}
+    assert read(request, response) == replace(expected, finish_reason="length", stop_match=None)
 
 
 def test_token_ids_of_vllm_are_read_from_tokens_as_from_lists() -> None:
@@ -432,7 +451,6 @@ META = (*CHOICE, "meta_info")
 SPANS = ("meta_info", "weight_versions")
 GENERATE_MISTAKES = {
     "no response": (lambda q, r: r.clear(), MalformedResponse, "response.meta_info is missing"),
-    "no ids": (drop("output_ids"), MalformedResponse, "response.output_ids is missing"),
     "no log-probs": (drop(*ROWS), LogProbError, "output_token_logprobs are missing: .*return_logprob: true"),
     "one id fewer": (
         lambda q, r: r["output_ids"].pop(),

@@ -46,6 +46,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="PATH",
         help="the server's: a Hugging Face folder or a tokenizer.json; tells why ids differ, and checks texts",
     )
+    parser.add_argument(
+        "--reasoning",
+        nargs=2,
+        metavar=("OPENING", "CLOSING"),
+        help="the markers of a reasoning block, by default <think> </think>",
+    )
     parser.add_argument("--policy", choices=get_args(Policy), help="also report what would be trained under this one")
     parser.add_argument(
         "--behind-splice",
@@ -69,6 +75,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--behind-splice {parsed.behind_splice} needs --policy correct: nothing else splices")
     if parsed.policy == "correct" and parsed.tokenizer is None:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
+    if parsed.reasoning is not None and "" in parsed.reasoning:
+        raise ValueError("the markers of --reasoning must not be empty")
     for output in (parsed.json, parsed.samples):
         if output is not None and output.exists() and any(output.samefile(log) for log in parsed.files):
             raise ValueError(f"{output} is one of the logs: name another file")
@@ -80,10 +88,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.logs.checks import check_conversation
+    from mis_ext.rollout.logs.checks import REASONING, check_conversation
     from mis_ext.rollout.logs.files import RolloutLog
     from mis_ext.rollout.logs.report import LogReport
 
+    opening, closing = parsed.reasoning or REASONING
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
@@ -100,6 +109,7 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
                 tokenizer=tokenizer,
                 policy=parsed.policy,
                 behind_splice=parsed.behind_splice or "mask",
+                reasoning=(opening, closing),
             )
             report.add(check)
             if samples is not None:

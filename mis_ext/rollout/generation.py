@@ -21,7 +21,8 @@ class Generation:
         prompt_ids: Token ids the server was given. The builder checks those it has not seen in an earlier turn.
         sampled_ids: Token ids that were sampled, in order, a sampled end token included; may be empty.
         log_probs: Natural log-prob of each sampled id, as long as ``sampled_ids``; finite, at most 0.
-        finish_reason: ``"stop"`` (an end token or a stop string), ``"length"`` (the token limit) or ``"tool_calls"``.
+        finish_reason: ``"stop"`` (an end token or a stop string), ``"length"`` (the token limit, or vLLM, where the
+            model repeated itself) or ``"tool_calls"``.
         stop_match: The token id or the string that ended the generation, where the server says.
         text: The text that the server returned, None where it returned none.
         weight_version: The version of the weights that sampled, None where the server does not say.

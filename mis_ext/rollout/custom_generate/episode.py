@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.custom_generate.chat import ChatTokenizer, observation_text, template_options
+from mis_ext.rollout.custom_generate.chat import ChatTokenizer, observation_text
 from mis_ext.rollout.custom_generate.http import host_of, post_json
 from mis_ext.rollout.custom_generate.settings import Settings
 from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
@@ -100,6 +100,7 @@ class Episode:
     tokenizer: ChatTokenizer
     max_context: int | None
     is_aborted: Callable[[], bool]
+    template_options: Callable[[], Mapping[str, Any]]
 
     async def run(self, prompt_ids: list[int], turn: Turn) -> Ended:
         """The episode from a prompt on to its end.
@@ -134,7 +135,7 @@ class Episode:
                 return Ended(calls, turn)
             if turn.number + 1 >= self.settings.max_turns:
                 return Ended(calls, turn, cut=True)
-            text = observation_text(self.tokenizer, said, turn.end_id, template_options(self.args, self.sample))
+            text = observation_text(self.tokenizer, said, turn.end_id, self.template_options)
             observation = Observation(text, self.tokenizer.encode(text, add_special_tokens=False))
             known_ids, turn = [*known_ids, *observation.token_ids], Turn(turn.number + 1)
 

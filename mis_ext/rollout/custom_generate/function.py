@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
@@ -80,15 +81,15 @@ async def _generate(
         warn_of_definition(args, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_of(sample))
-    prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, template_options(args, sample))
+    options = partial(template_options, args, sample, evaluation=evaluation)
+    prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
     # What the host's own function left unfinished was a first turn.
     first = (0, sample.response_length, sample.response)
     # A host that samples a prompt afresh clears the response and keeps the metadata.
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if sample.response_length else first))
-    is_aborted = abort_flag(args, sample, state)
-    ended = await Episode(args, sample, sampling_params, settings, tokenizer, max_context, is_aborted).run(
-        prompt_ids, turn
-    )
+    flag = abort_flag(args, sample, state)
+    episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context, flag, options)
+    ended = await episode.run(prompt_ids, turn)
     if not evaluation:
         returned = (call.meta_info for call in ended.calls if call.generation.sampled_ids)
         warn_of_definition(args, sampling_params, returned)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
 from mis_ext.rollout.generation import Generation
@@ -18,6 +20,9 @@ from mis_ext.rollout.training_sample import TrainingSample
 
 # What they go on from is there in the ids that were sampled.
 _BRANCHES = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE, BoundaryKind.FORK)
+REASONING = ("<think>", "</think>")
+"""Qwen's, DeepSeek's and others' markers of a reasoning block."""
+
 _NOT_COMPARED = "not_compared"
 
 
@@ -72,6 +77,7 @@ def check_conversation(
     tokenizer: Tokenizer | None = None,
     policy: Policy | None = None,
     behind_splice: BehindSplice = "mask",
+    reasoning: tuple[str, str] = REASONING,
 ) -> ConversationCheck:
     """What is in a conversation; a refused call is left out, and the next one compared with the calls before it.
 
@@ -80,6 +86,7 @@ def check_conversation(
         tokenizer: Tells the class of a boundary where ids differ, and the text of ids; None leaves both open.
         policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
         behind_splice: As for :func:`~mis_ext.rollout.build_samples`.
+        reasoning: The markers before and behind a reasoning block.
 
     Raises:
         ValueError: The policy needs a tokenizer, or the tokenizer is of unknown form.
@@ -94,9 +101,12 @@ def check_conversation(
             refused.append(Finding(type(error).__name__, False, _place(call) | {"message": str(error)}))
     generations = [generation for _, generation in read]
     # Of the policies that neither raise nor stop, the one that keeps most of the earlier turns.
-    classified = build_samples(generations, policy="split" if tokenizer is None else "correct", tokenizer=tokenizer)
+    build = partial(
+        build_samples, generations, tokenizer=tokenizer, behind_splice=behind_splice, reasoning=reasoning
+    )
+    classified = build(policy="split" if tokenizer is None else "correct")
     later = [call for call, _ in read[1:]]
-    samples, metrics, policy_error = _build(generations, policy, behind_splice, tokenizer)
+    samples, metrics, policy_error = _build(build, generations, policy)
     place = {"conversation": logged[0].conversation} if logged else {}
     return ConversationCheck(
         calls=len(logged),
@@ -113,12 +123,12 @@ def check_conversation(
 
 
 def _build(
-    generations: Sequence[Generation], policy: Policy | None, behind_splice: BehindSplice, tokenizer: Tokenizer | None
+    build: Callable[..., Built], generations: Sequence[Generation], policy: Policy | None
 ) -> tuple[tuple[TrainingSample, ...], dict[str, int], str | None]:
     if policy is None:
         return (), {}, None
     try:
-        built = build_samples(generations, policy=policy, behind_splice=behind_splice, tokenizer=tokenizer)
+        built = build(policy=policy)
     except BoundaryError as error:
         num_tokens = sum(len(each.sampled_ids) for each in generations)
         return (), {"sampled_tokens": num_tokens, "sampled_tokens/dropped": num_tokens}, str(error)

@@ -15,6 +15,8 @@ _STAND_IN_FOR_MINUS_INFINITY = -9999.0
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
 # Characters of an error that a server answered with.
 _SHOWN = 500
+# vLLM saw the model repeat itself: whole, but not ended by the model.
+_CUT_BY_THE_SERVER: dict[str, FinishReason] = {"repetition": "length"}
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 
@@ -135,7 +137,9 @@ class Field:
         for whole in _FINISH_REASONS:
             if reason == whole:
                 return whole
-        raise self.malformed(" | ".join(_FINISH_REASONS))
+        if reason in _CUT_BY_THE_SERVER:
+            return _CUT_BY_THE_SERVER[reason]
+        raise self.malformed(" | ".join((*_FINISH_REASONS, *_CUT_BY_THE_SERVER)))
 
     def malformed(self, expected: str) -> MalformedResponse:
         """The error that names what is expected here and what was found."""

@@ -39,7 +39,8 @@ def read_sglang_generate(
     scored = _scored_tokens(meta)
     generation = settle(
         answer.request_id,
-        sampled_ids=[answer["output_ids"], scored.column(1)],
+        # SGLang 0.4 has them only where it runs without its tokenizer.
+        sampled_ids=[answer.get("output_ids"), scored.column(1)],
         sampled_counts=[meta["completion_tokens"], ending.get("length")],
         log_probs=[scored.column(0)],
         prompt_ids=[asked.get("input_ids"), answer.get("prompt_token_ids"), _scored_prompt(meta)],

@@ -82,7 +82,8 @@ def _read_choice(found: Choice, prompt_places: list[Field | None]) -> Generation
         prompt_ids=prompt_places,
         prompt_counts=[found.prompt_count],
         finish_reason=found.finish_reason,
-        stop_matches=[found.body.get("stop_reason")],
+        # What it says of a model that repeats itself is no stop string.
+        stop_matches=[None if found.body["finish_reason"].value == "repetition" else found.body.get("stop_reason")],
         text=found.text,
         ids_advice="ask for them with return_token_ids: true or return_tokens_as_token_ids: true",
         prompt_advice="ask for them with return_token_ids: true, or give prompt_ids=",
