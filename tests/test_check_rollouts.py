@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
+pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install mis_ext[cli]")
 pytest.importorskip("transformers")
 
 from conversations import CASES, MORE, QUESTION, Case, call
@@ -459,9 +460,43 @@ def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
     path = write(tmp_path, *every_case())
     with RolloutLog([path]) as log:
         assert sum(log.scan()) == log.size == path.stat().st_size
-        assert log.conversations == [*CASES]
-        calls = log.calls("retry")
+        assert [*log.places] == [*CASES]
+        calls = log.calls(log.places["retry"])
         assert [each.line for each in calls] == [7, 17]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_several_processes_find_what_one_finds_and_in_the_same_order(tmp_path, tokenizer_folder) -> None:
+    parts = [write(tmp_path, *every_case(), name="1.jsonl"), tmp_path / "2.jsonl.gz"]
+    rows = [json.dumps(row) for name in "abcdefghijkl" for row in good(name)]
+    parts[1].write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
+    found, samples = [], tmp_path / "samples.jsonl"
+    for processes in (1, 3):
+        options = ("--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
+        found.append((report_of(parts[0], parts[1], *options, "--processes", processes), samples.read_text()))
+    assert found[0] == found[1]
+    assert found[0][0]["conversations"] == len(CASES) + 12
+
+
+def test_a_large_log_is_checked_by_all_processors_and_its_progress_is_shown(tmp_path, monkeypatch, capfd) -> None:
+    from mis_ext.cli import check_rollouts
+    from mis_ext.rollout.logs import processes
+
+    asked = []
+    monkeypatch.setattr(processes, "count_processes", lambda: asked.append(1) or 1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = write(tmp_path, *good())
+    report_of(path)
+    assert (asked, "checking" in capfd.readouterr().err) == ([], False)
+    monkeypatch.setattr(check_rollouts, "_LARGE", 1)
+    report_of(path)
+    shown = capfd.readouterr().err
+    size = path.stat().st_size / 1000
+    assert asked == [1]
+    assert "reading" in shown
+    # Bytes done of all bytes, and the time that is left.
+    assert f"{size:.1f}/{size:.1f} kB" in shown
+    assert "0:00:00" in shown
 
 
 @pytest.mark.parametrize("rows", [(), (genuine("generate_empty"),), (genuine("generate_abort"),)])
@@ -532,6 +567,7 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     assert "none.jsonl" in error_of(capsys, path, tmp_path / "none.jsonl")
     assert "nowhere does not exist" in error_of(capsys, path, "--tokenizer", tmp_path / "nowhere")
     assert "strict" in error_of(capsys, path, "--policy", "loose")
+    assert "--processes must be in [1, 256], got 0" in error_of(capsys, path, "--processes", 0)
     assert "Is a directory" in error_of(capsys, tmp_path)
     before = path.read_bytes()
     for options in (["--json", path], ["--policy", "strict", "--samples", path]):
@@ -539,6 +575,8 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     assert path.read_bytes() == before
 
 
-def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert "pip install mis_ext[cli]" in error_of(capsys, write(tmp_path, *good()))
+@pytest.mark.parametrize("module", ["rich", "msgspec"])
+def test_without_a_module_the_error_says_what_to_install(tmp_path, capsys, monkeypatch, module) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    message = error_of(capsys, write(tmp_path, *good()))
+    assert f"needs {module}: pip install mis_ext[cli]" in message

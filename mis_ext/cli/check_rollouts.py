@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from mis_ext.cli.rollout_report import show
 from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from mis_ext.rollout.logs.checks import ConversationCheck
+    from mis_ext.rollout.logs.lines import LoggedCall
     from mis_ext.rollout.text import Tokenizer
 
-_MIN_BYTES_FOR_PROGRESS = 1 << 24
+_LARGE = 1 << 24
+"""Bytes of a log that takes seconds: worth a view of the progress, and more processes."""
+
+_MAX_PROCESSES = 256
 _FORMAT = (
     'One call a line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}, and, where there is '
     'one, "request_id", "text" (what the agent kept of the response), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
@@ -62,19 +69,25 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many check at a time; by default one per CPU for large logs"
+    )
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Check the logs, show the report; 0 if they passed, else 1."""
     # Before the work: the report is shown with it.
-    _require("rich", "mis_ext[cli]")
+    for module in ("rich", "msgspec"):
+        _require(module, "mis_ext[cli]")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     if parsed.behind_splice is not None and parsed.policy != "correct":
         raise ValueError(f"--behind-splice {parsed.behind_splice} needs --policy correct: nothing else splices")
     if parsed.policy == "correct" and parsed.tokenizer is None:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
+    if parsed.processes is not None and not 1 <= parsed.processes <= _MAX_PROCESSES:
+        raise ValueError(f"--processes must be in [1, {_MAX_PROCESSES}], got {parsed.processes}")
     if parsed.reasoning is not None and "" in parsed.reasoning:
         raise ValueError("the markers of --reasoning must not be empty")
     for output in (parsed.json, parsed.samples):
@@ -83,48 +96,78 @@ def run(parsed: argparse.Namespace) -> int:
     report = _check(parsed, None if parsed.tokenizer is None else _load_tokenizer(parsed.tokenizer))
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    _show(report)
+    show(report)
     return 0 if report["passed"] else 1
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.logs.checks import REASONING, check_conversation
     from mis_ext.rollout.logs.files import RolloutLog
+    from mis_ext.rollout.logs.processes import checking, count_processes
     from mis_ext.rollout.logs.report import LogReport
 
-    opening, closing = parsed.reasoning or REASONING
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
+    check = partial(_check_one, parsed, tokenizer)
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
-        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
-        progress = stack.enter_context(_progress(enabled=log.size >= _MIN_BYTES_FOR_PROGRESS))
+        is_large = log.size >= _LARGE
+        processes = parsed.processes or (count_processes() if is_large else 1)
+        # Before the progress, which begins a thread.
+        check_all = stack.enter_context(checking(log, check, processes=processes))
+        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("wb"))
+        progress = stack.enter_context(_progress(enabled=is_large))
         task = progress.add_task("reading", total=log.size)
         for num_bytes in log.scan():
             progress.advance(task, num_bytes)
         for problem in log.problems:
             report.add_problem(problem)
-        for name in progress.track(log.conversations, description="checking"):
-            check = check_conversation(
-                log.calls(name),
-                tokenizer=tokenizer,
-                policy=parsed.policy,
-                behind_splice=parsed.behind_splice or "mask",
-                reasoning=(opening, closing),
-            )
-            report.add(check)
+        sizes = [sum(place.size for place in places) for places in log.places.values()]
+        task = progress.add_task("checking", total=sum(sizes))
+        for num_bytes, (found, lines) in zip(sizes, check_all(log.places), strict=True):
+            report.add(found)
             if samples is not None:
-                samples.writelines(
-                    json.dumps({"conversation": name, **asdict(sample)}) + "\n" for sample in check.samples
-                )
+                samples.writelines(lines)
+            progress.advance(task, num_bytes)
     return report.to_dict()
+
+
+def _check_one(
+    parsed: argparse.Namespace, tokenizer: Tokenizer | None, conversation: str, calls: Iterator[LoggedCall]
+) -> tuple[ConversationCheck, list[bytes]]:
+    """What is in a conversation, without its samples, and these as lines where they are wanted."""
+    import msgspec
+
+    from mis_ext.rollout.logs.checks import REASONING, check_conversation
+
+    opening, closing = parsed.reasoning or REASONING
+    found = check_conversation(
+        calls,
+        tokenizer=tokenizer,
+        policy=parsed.policy,
+        behind_splice=parsed.behind_splice or "mask",
+        reasoning=(opening, closing),
+    )
+    lines = []
+    for sample in found.samples if parsed.samples is not None else ():
+        values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+        lines.append(msgspec.json.encode({"conversation": conversation, **values}) + b"\n")
+    return replace(found, samples=()), lines
 
 
 @contextmanager
 def _progress(*, enabled: bool) -> Iterator[Progress]:
+    from rich import progress as columns
     from rich.console import Console
-    from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not enabled) as progress:
+    with columns.Progress(
+        columns.TextColumn("{task.description}"),
+        columns.BarColumn(),
+        columns.DownloadColumn(),
+        columns.TransferSpeedColumn(),
+        columns.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not enabled,
+    ) as progress:
         yield progress
 
 
@@ -147,81 +190,3 @@ def _require(module: str, requirement: str) -> None:
         __import__(module)
     except ImportError as error:
         raise OSError(f"mis-ext check-rollouts needs {module}: pip install {requirement}") from error
-
-
-def _show(report: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    passed = report["passed"]
-    console.print(Text("PASSED" if passed else "FAILED", style="bold green" if passed else "bold red"))
-    console.print(_grid(_rows(report)))
-    for key, title in (("refused", "refused"), ("boundaries", "turn boundaries"), ("texts", "texts")):
-        if report[key]:
-            console.print(_table(title, report[key]))
-    if report["policy"] and report["policy"]["errors"]:
-        console.print(_table("refused by the policy", report["policy"]["errors"]))
-
-
-def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("because", reason) for reason in report["reasons"]]
-    rows += [(name.replace("_", " "), str(report[name])) for name in ("conversations", "calls", "sampled_tokens")]
-    for kind, found in report["weight_versions"].items():
-        versions = ", ".join(found["first"]["versions"])
-        example = f", the first {found['first']['conversation']!r}{versions and ': '}{versions}"
-        rows.append((f"weight versions: {kind}", f"{found['count']} conversations{example}"))
-    policy = report["policy"]
-    if policy:
-        rows += [
-            (f"policy {policy['name']}", f"{policy['samples']} samples"),
-            ("trained tokens", str(policy["trained_tokens"])),
-            ("dropped tokens", str(policy["dropped_tokens"])),
-            ("tokens behind other ids", str(policy["tokens_behind_other_ids"])),
-            ("actions", ", ".join(f"{action} {count}" for action, count in policy["actions"].items() if count) or "-"),
-        ]
-    return rows
-
-
-def _grid(rows: list[tuple[str, str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(_printable(value)))
-    return grid
-
-
-def _table(title: str, classes: Mapping[str, Mapping[str, Any]]) -> Any:
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    first = Column("first", overflow="fold")
-    table = Table("class", "count", "share", "failing", first, title=title, show_lines=True)
-    for kind, found in classes.items():
-        cells = [kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])]
-        example = "\n".join(map(_printable, _example_lines(found["first"])))
-        table.add_row(*map(Text, cells), Text(example), style="red" if found["failing"] else "")
-    return table
-
-
-def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:
-    place = f"{example['file']}, line {example['line']}" if "file" in example else ""
-    conversation = f"conversation {example['conversation']!r}" if example["conversation"] is not None else ""
-    yield ", ".join(filter(None, (place, conversation)))
-    if example.get("position") is not None:
-        found = "the prompt ends" if example["found_id"] is None else f"the prompt has {example['found_id']}"
-        known = "nothing more" if example["expected_id"] is None else f"id {example['expected_id']}"
-        yield f"position {example['position']}: {known} is known, {found}"
-    for key, name in (("expected_text", "known: "), ("found_text", "prompt: ")):
-        if example.get(key) is not None:
-            yield f"{name}{example[key]!r}"
-    yield from (example[key] for key in ("message", "detail") if example.get(key))
-    if example.get("cure"):
-        yield f"cure: {example['cure']}"
-
-
-def _printable(text: str) -> str:
-    """The text, where what a terminal would obey or could not write is escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.text import Tokenizer
@@ -33,12 +34,19 @@ class Decoding:
         self.num_tokens = len(self._ids)
         self._context = [*generation.prompt_ids[-_CONTEXT_LENGTH:]] if in_context else []
         self._context_text = self._decode(self._context) if self._context else ""
-        self.is_possible = self._decode([*self._context, *self._ids]).startswith(self._context_text)
-        self.text = self.first(self.num_tokens)
-        self.whole_text = self.first_whole(self.num_tokens)
+        decoded = self._decode([*self._context, *self._ids])
+        self.is_possible = decoded.startswith(self._context_text)
+        self.text = decoded[len(self._context_text) :]
+
+    @cached_property
+    def whole_text(self) -> str:
+        """The text without a last character that was cut."""
+        return self.first_whole(self.num_tokens)
 
     def first(self, num_tokens: int) -> str:
         """The text of the first ``num_tokens`` sampled tokens."""
+        if num_tokens == self.num_tokens:
+            return self.text
         return self._decode([*self._context, *self._ids[:num_tokens]])[len(self._context_text) :]
 
     def first_whole(self, num_tokens: int) -> str:

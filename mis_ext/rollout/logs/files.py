@@ -6,29 +6,40 @@ import gzip
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
+from mis_ext.rollout.logs.json_parts import RepeatedIds
 from mis_ext.rollout.logs.lines import LoggedCall, LogLineError, parse_line
 
 _BLOCK = 1 << 20
 
 
+class Place(NamedTuple):
+    """Where a line is: its file among those of the log, its number, its first byte and how many it has."""
+
+    file: int
+    number: int
+    offset: int
+    size: int
+
+
 class RolloutLog:
     """Log files, read one conversation at a time, wherever its calls are.
 
-    Two passes: :meth:`scan` finds the lines of each conversation, :meth:`calls` reads them again. In memory are only
-    the places of the lines and what is being read. A file that cannot be read twice, because it is compressed or a
-    pipe, is copied to a temporary file.
+    Two passes: :meth:`scan` finds the lines of each conversation, :meth:`calls` reads them again, in a forked process
+    too. In memory are only the places of the lines and what is being read. A file that cannot be read twice, because
+    it is compressed or a pipe, is copied to a temporary file.
 
     Args:
         paths: The files; they stay open until the log is closed.
 
     Attributes:
         size: Bytes of all files, those of compressed ones after decompression.
+        places: The lines of each conversation, in the order of their first calls; none before :meth:`scan`.
         problems: The lines that hold no call; none before :meth:`scan`.
 
     Raises:
@@ -37,7 +48,7 @@ class RolloutLog:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.problems: list[LogLineError] = []
-        self._places: dict[str, list[tuple[_LogFile, int, int]]] = {}
+        self.places: dict[str, list[Place]] = {}
         with ExitStack() as stack:
             self._files = [_open(path, stack) for path in paths]
             self._stack = stack.pop_all()
@@ -51,21 +62,17 @@ class RolloutLog:
     ) -> None:
         self._stack.close()
 
-    @property
-    def conversations(self) -> list[str]:
-        """Ids of the conversations, in the order of their first calls; none before :meth:`scan`."""
-        return [*self._places]
-
     def scan(self) -> Iterator[int]:
         """Find the conversations; yields the bytes of each line that was looked at."""
-        for file in self._files:
+        for index, file in enumerate(self._files):
             offset = number = num_lines = 0
             for number, content in enumerate(file.content, start=1):
                 if content.strip():
                     num_lines += 1
                     try:
                         call = parse_line(content, file=file.name, line=number)
-                        self._places.setdefault(call.conversation, []).append((file, number, offset))
+                        place = Place(index, number, offset, len(content))
+                        self.places.setdefault(call.conversation, []).append(place)
                     except LogLineError as problem:
                         self.problems.append(problem)
                 offset += len(content)
@@ -75,11 +82,14 @@ class RolloutLog:
             elif not num_lines:
                 self.problems.append(LogLineError(file.name, 1, "the file holds no call"))
 
-    def calls(self, conversation: str) -> Iterator[LoggedCall]:
+    def calls(self, places: Iterable[Place]) -> Iterator[LoggedCall]:
         """The calls of a conversation, in order."""
-        for file, number, offset in self._places[conversation]:
-            file.content.seek(offset)
-            yield parse_line(file.content.readline(), file=file.name, line=number)
+        ids = RepeatedIds()
+        for place in places:
+            file = self._files[place.file]
+            # Processes that share the file share its position too.
+            content = os.pread(file.content.fileno(), place.size, place.offset)
+            yield parse_line(content, file=file.name, line=place.number).decode(ids)
 
 
 class _LogFile(NamedTuple):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse
-from mis_ext.rollout.generation import LARGEST_ID, FinishReason
+from mis_ext.rollout.generation import LARGEST_ID, CheckedIds, FinishReason
 
 # JSON has no infinity: vLLM writes this in its place.
 _STAND_IN_FOR_MINUS_INFINITY = -9999.0
@@ -58,12 +60,15 @@ class Field:
     def column(self, key: int | str) -> Field:
         """The values at ``key`` of a list of rows: lists of three, or objects, whose absent value is None."""
         rows = self.array()
-        kind, expected = (dict, "an object") if isinstance(key, str) else ((list, tuple), "a list of three")
-        for position, row in enumerate(rows):
-            if not isinstance(row, kind) or (kind is not dict and len(row) != 3):
-                raise self.entry(position).malformed(expected)
-        values = [row.get(key) for row in rows] if isinstance(key, str) else [row[key] for row in rows]
-        suffix = f".{key}" if isinstance(key, str) else f"[{key}]"
+        is_object = isinstance(key, str)
+        kinds, expected = ((dict,), "an object") if is_object else ((list, tuple), "a list of three")
+        # Whole-list operations: a Python loop runs only to name the position.
+        if not (set(map(type, rows)) <= {*kinds} and (is_object or set(map(len, rows)) <= {3})):
+            for position, row in enumerate(rows):
+                if not isinstance(row, kinds) or (not is_object and len(row) != 3):
+                    raise self.entry(position).malformed(expected)
+        values = [row.get(key) for row in rows] if is_object else [*map(itemgetter(key), rows)]
+        suffix = f".{key}" if is_object else f"[{key}]"
         return Field(value=values, path=self.path, request_id=self.request_id, suffix=suffix)
 
     def array(self) -> list[Any]:
@@ -101,9 +106,10 @@ class Field:
 
     def token_ids(self) -> list[int]:
         """The value, which must be a list of token ids."""
+        if isinstance(self.value, CheckedIds):
+            return self.value
         ids = self.array()
-        # Whole-list operations: ten times as fast as a Python loop. True and 5.0 equal ids and are none.
-        if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_ID):
+        if not are_token_ids(ids):
             wrong = next(i for i, x in enumerate(ids) if not _is_token_id(x))
             raise self.entry(wrong).malformed(f"a token id, an integer in [0, {LARGEST_ID}]")
         return ids
@@ -118,16 +124,23 @@ class Field:
     def log_probs(self) -> list[float]:
         """The value, which must be a list of log-probs, finite and at most 0."""
         values = self.array()
-        # The comparisons are false for NaN.
-        if not set(map(type, values)) <= {float, int} or not all(_STAND_IN_FOR_MINUS_INFINITY < x <= 0 for x in values):
-            wrong = next(i for i, x in enumerate(values) if not _is_log_prob(x))
-            value, path = values[wrong], self.entry(wrong).path
-            if value is None:
-                raise LogProbError(self.request_id, f"{path} is missing")
-            stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
-            message = f"{path} must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
-            raise LogProbError(self.request_id, message)
+        # As in ``token_ids``; a sum with NaN or an infinity is not finite.
+        is_plain = set(map(type, values)) == {float} and math.isfinite(sum(values))
+        if is_plain and max(values) <= 0 and min(values) > _STAND_IN_FOR_MINUS_INFINITY:
+            return values
+        for position, value in enumerate(values):
+            # The comparisons are false for NaN.
+            if type(value) not in (float, int) or not _STAND_IN_FOR_MINUS_INFINITY < value <= 0:
+                raise self._bad_log_prob(position)
         return list(map(float, values))
+
+    def _bad_log_prob(self, position: int) -> LogProbError:
+        value, path = self.value[position], self.entry(position).path
+        if value is None:
+            return LogProbError(self.request_id, f"{path} is missing")
+        stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
+        message = f"{path} must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
+        return LogProbError(self.request_id, message)
 
     def finish_reason(self) -> FinishReason:
         """The value, which must be one of the ends at which a generation is whole."""
@@ -168,12 +181,14 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
     return asked, answer
 
 
+def are_token_ids(values: list[Any]) -> bool:
+    """Whether all values are token ids."""
+    # Whole-list operations: ten times as fast as a Python loop. True and 5.0 equal ids and are none.
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= LARGEST_ID)
+
+
 def _is_token_id(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_ID
-
-
-def _is_log_prob(value: Any) -> bool:
-    return type(value) in (float, int) and _STAND_IN_FOR_MINUS_INFINITY < value <= 0
 
 
 def _find_id(request: Any, response: Any) -> str:
