@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import random
 import resource
@@ -32,7 +33,7 @@ from tiny_tokenizers import english_tokenizer
 from mis_ext.rollout.generation import Generation
 
 SHAPE = Shape(conversations=8, turns=20, tokens=32768)
-PACKAGES = ("mis_ext", "rich", "orjson", "msgspec", "tokenizers", "transformers")
+PACKAGES = ("mis_ext", "rich", "msgspec", "tokenizers", "transformers")
 COMMAND = "import sys; from mis_ext.cli import main; sys.exit(main(['check-rollouts', *sys.argv[1:]]))"
 
 
@@ -46,8 +47,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a small log, once: does it run?")
     options = parser.parse_args()
     size, repeats = (1, 1) if options.smoke else (options.megabytes, options.repeats)
-    print(f"hardware: {platform.machine()} CPU; Python {platform.python_version()}; {', '.join(_versions())}")
-    print(f"logs of {size} MB; median of {repeats}\n")
+    print(f"hardware: {platform.machine()}, {os.cpu_count()} CPUs")
+    print(f"versions: Python {platform.python_version()}, {', '.join(_versions())}")
+    print(f"logs of {size} MB; medians of {repeats}\n" if options.log is None else f"medians of {repeats}\n")
     print("| log | tokenizer | s | min | max | CPU s | MB/s | peak MB |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -42,7 +43,9 @@ def checking(log: RolloutLog, check: Check[Result], *, processes: int) -> Iterat
         yield lambda places: (check(name, log.calls(places[name])) for name in places)
         return
     _State.log, _State.check = log, check
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    # What is here already, as a tokenizer's modules, would be looked at by each collection of the lists that are read.
+    with ProcessPoolExecutor(processes, mp_context=fork, initializer=gc.freeze) as pool:
         # The first task makes all processes.
         pool.submit(os.getpid).result()
         yield lambda places: _run(pool, places, ahead=_AHEAD * processes)
