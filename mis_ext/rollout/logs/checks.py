@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,12 +91,14 @@ def check_conversation(
     Raises:
         ValueError: The policy needs a tokenizer, or the tokenizer is of unknown form.
     """
-    logged = [*calls]
+    logged = list[LoggedCall]()
     read: list[tuple[LoggedCall, Generation]] = []
     refused = []
-    for call in logged:
+    for call in calls:
+        # Whatever was read of a response is in the generation; the rest is most of a log.
+        logged.append(replace(call, response=None))
         try:
-            read.append((call, call.read(tokenizer)))
+            read.append((logged[-1], call.read(tokenizer)))
         except RolloutError as error:
             refused.append(Finding(type(error).__name__, False, _place(call) | {"message": str(error)}))
     generations = [generation for _, generation in read]
