@@ -478,6 +478,15 @@ def test_several_processes_find_what_one_finds_and_in_the_same_order(tmp_path, t
     assert found[0][0]["conversations"] == len(CASES) + 12
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch, capsys) -> None:
+    from mis_ext.cli import check_rollouts
+
+    monkeypatch.setattr(check_rollouts, "_check_one", lambda *_: os._exit(9))
+    message = error_of(capsys, write(tmp_path, *good()), "--processes", 2)
+    assert "a process that checks conversations died, perhaps for want of memory: use fewer" in message
+
+
 def test_a_large_log_is_checked_by_all_processors_and_its_progress_is_shown(tmp_path, monkeypatch, capfd) -> None:
     from mis_ext.cli import check_rollouts
     from mis_ext.rollout.logs import processes

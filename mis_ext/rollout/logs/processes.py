@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -38,6 +39,9 @@ def checking(log: RolloutLog, check: Check[Result], *, processes: int) -> Iterat
         log: Its files are read by all processes.
         check: Takes the name and the calls of a conversation; what it returns is sent back.
         processes: One checks in this process.
+
+    Raises:
+        OSError: A process died.
     """
     if processes == 1:
         yield lambda places: (check(name, log.calls(places[name])) for name in places)
@@ -46,9 +50,12 @@ def checking(log: RolloutLog, check: Check[Result], *, processes: int) -> Iterat
     fork = multiprocessing.get_context("fork")
     # What is here already, as a tokenizer's modules, would be looked at by each collection of the lists that are read.
     with ProcessPoolExecutor(processes, mp_context=fork, initializer=gc.freeze) as pool:
-        # The first task makes all processes.
-        pool.submit(os.getpid).result()
-        yield lambda places: _run(pool, places, ahead=_AHEAD * processes)
+        try:
+            # The first task makes all processes.
+            pool.submit(os.getpid).result()
+            yield lambda places: _run(pool, places, ahead=_AHEAD * processes)
+        except BrokenProcessPool as error:
+            raise OSError("a process that checks conversations died, perhaps for want of memory: use fewer") from error
 
 
 def _run(pool: ProcessPoolExecutor, places: Mapping[str, Sequence[Place]], *, ahead: int) -> Iterator[Result]:
