@@ -113,7 +113,7 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
         processes = parsed.processes or (count_processes() if is_large else 1)
         # Before the progress, which begins a thread.
         check_all = stack.enter_context(checking(log, check, processes=processes))
-        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("wb"))
+        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
         progress = stack.enter_context(_progress(enabled=is_large))
         task = progress.add_task("reading", total=log.size)
         for num_bytes in log.scan():
@@ -132,10 +132,8 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
 
 def _check_one(
     parsed: argparse.Namespace, tokenizer: Tokenizer | None, conversation: str, calls: Iterator[LoggedCall]
-) -> tuple[ConversationCheck, list[bytes]]:
+) -> tuple[ConversationCheck, list[str]]:
     """What is in a conversation, without its samples, and these as lines where they are wanted."""
-    import msgspec
-
     from mis_ext.rollout.logs.checks import REASONING, check_conversation
 
     opening, closing = parsed.reasoning or REASONING
@@ -149,7 +147,7 @@ def _check_one(
     lines = []
     for sample in found.samples if parsed.samples is not None else ():
         values = {field.name: getattr(sample, field.name) for field in fields(sample)}
-        lines.append(msgspec.json.encode({"conversation": conversation, **values}) + b"\n")
+        lines.append(json.dumps({"conversation": conversation, **values}) + "\n")
     return replace(found, samples=()), lines
 
 
