@@ -3,9 +3,9 @@
     python benchmarks/bench_check_rollouts.py [--megabytes 500] [--repeats 3] [--log PATH] [--smoke]
 
 Writes logs, or takes the one at ``--log``, and prints a Markdown table: wall and CPU seconds of the whole command, with
-and without a tokenizer, medians of repeats. On a busy machine CPU seconds tell more. The lines are as SGLang's
-``/generate`` returns them, calls of eight conversations in turn; every prompt repeats all known ids, or the client
-renders every turn anew from its text.
+and without a tokenizer (a folder, or its ``tokenizer.json``), medians of repeats. On a busy machine CPU seconds tell
+more. The lines are as SGLang's ``/generate`` returns them, calls of eight conversations in turn; every prompt repeats
+all known ids, or the client renders every turn anew from its text.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def main() -> None:
     print(f"hardware: {platform.machine()}, {os.cpu_count()} CPUs")
     print(f"versions: Python {platform.python_version()}, {', '.join(_versions())}")
     print(f"logs of {size} MB; medians of {repeats}\n" if options.log is None else f"medians of {repeats}\n")
-    print("| log | tokenizer | s | min | max | CPU s | MB/s | peak MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| log | tokenizer | s | min | max | CPU s | MB/s |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder, "tokenizer")
         english_tokenizer().save_pretrained(tokenizer)
         for mix in ("contiguous", "retokenized") if options.log is None else (str(options.log),):
             log = options.log or _write(Path(folder, f"{mix}.jsonl"), mix, size * 1_000_000, options.seed)
-            for arguments in ([], ["--tokenizer", str(tokenizer)]):
-                print(f"| {mix} | {'yes' if arguments else 'no'} | {_measure(log, arguments, repeats)} |", flush=True)
+            for name, path in (("none", None), ("folder", tokenizer), ("file", tokenizer / "tokenizer.json")):
+                arguments = [] if path is None else ["--tokenizer", str(path)]
+                print(f"| {mix} | {name} | {_measure(log, arguments, repeats)} |", flush=True)
 
 
 def _measure(log: Path, arguments: list[str], repeats: int) -> str:
@@ -73,7 +74,7 @@ def _measure(log: Path, arguments: list[str], repeats: int) -> str:
         cpu_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     speed = log.stat().st_size / 1e6 / statistics.median(seconds)
     times = (statistics.median(seconds), min(seconds), max(seconds), statistics.median(cpu_seconds))
-    return " | ".join(f"{each:.1f}" for each in (*times, speed)) + f" | {after.ru_maxrss / 1024:.0f}"
+    return " | ".join(f"{each:.1f}" for each in (*times, speed))
 
 
 def _write(path: Path, mix: str, size: int, seed: int) -> Path:

@@ -51,7 +51,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="the server's: a Hugging Face folder or a tokenizer.json; tells why ids differ, and checks texts",
+        help="the server's: a Hugging Face folder, or its tokenizer.json, which loads faster; tells why ids differ, "
+        "and checks texts",
     )
     parser.add_argument(
         "--reasoning",

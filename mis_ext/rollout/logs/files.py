@@ -67,7 +67,7 @@ class RolloutLog:
         for index, file in enumerate(self._files):
             offset = number = num_lines = 0
             for number, content in enumerate(file.content, start=1):
-                if content.strip():
+                if not content.isspace():
                     num_lines += 1
                     try:
                         call = parse_line(content, file=file.name, line=number)
