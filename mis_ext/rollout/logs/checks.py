@@ -103,9 +103,7 @@ def check_conversation(
             refused.append(Finding(type(error).__name__, False, _place(call) | {"message": str(error)}))
     generations = [generation for _, generation in read]
     # Of the policies that neither raise nor stop, the one that keeps most of the earlier turns.
-    build = partial(
-        build_samples, generations, tokenizer=tokenizer, behind_splice=behind_splice, reasoning=reasoning
-    )
+    build = partial(build_samples, generations, tokenizer=tokenizer, behind_splice=behind_splice, reasoning=reasoning)
     classified = build(policy="split" if tokenizer is None else "correct")
     later = [call for call, _ in read[1:]]
     samples, metrics, policy_error = _build(build, generations, policy)
