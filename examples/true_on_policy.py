@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+COMPARED = ("nothing", "all", "stale", "ablation")
 
 
 def parse_args() -> argparse.Namespace:
@@ -42,7 +43,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
     parser.add_argument("--timing-repeats", type=int, default=3, help="0: measure no costs")
-    parser.add_argument("--ablation", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        choices=COMPARED,
+        default=COMPARED,
+        help="nothing aligned, all aligned, all with a weight sync forgotten, all but one piece",
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/true_on_policy"))
     args = parser.parse_args()
     if args.steps < 1:
@@ -51,6 +58,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(INSTALL_HINT)
     if "sglang-deterministic" in args.engines and not on_gpu:
         parser.error("--engines sglang-deterministic: SGLang has that mode on a GPU only")
+    if "sglang" in args.engines and on_gpu and "float32" in args.dtypes and "nothing" in args.compare:
+        parser.error("SGLang's RMSNorm has no float32 on CUDA: with float32 leave nothing out of --compare")
     return args
 
 
@@ -67,7 +76,8 @@ def main() -> int:
     try:
         with Progress(console=console, transient=True) as progress:
             cells = [(engine, dtype) for engine in args.engines for dtype in args.dtypes]
-            total = sum(3 + len(PIECES[engine]) * args.ablation for engine, _ in cells)
+            several = len({*args.compare} - {"ablation"})
+            total = sum(several + len(PIECES[engine]) * ("ablation" in args.compare) for engine, _ in cells)
             total += len(args.dtypes) * (2 + len(TRAINER_PIECES)) * bool(args.timing_repeats)
             task = progress.add_task("comparing", total=total)
             for engine, dtype in cells:
@@ -95,18 +105,21 @@ def compare(engine: EngineName, dtype: str, args, workload: Workload, device: to
         return Experiment(Setting(engine=engine, dtype=DTYPES[dtype], pieces=pieces), workload, device)
 
     cell = {"engine": engine, "dtype": dtype}
-    for aligned, pieces, count in (("nothing", NONE, args.steps), ("all", ALL, args.steps)):
+    for aligned, pieces in (("nothing", NONE), ("all", ALL)):
+        if aligned not in args.compare:
+            continue
         with experiment(pieces) as running:
-            for number, step in enumerate(running.steps(count)):
+            for number, step in enumerate(running.steps(args.steps)):
                 as_expected = (step.report.verdict.value == "EXACT") == (aligned == "all")
                 results.add(kind="step", **cell, aligned=aligned, step=number, **row_of(step), as_expected=as_expected)
         yield
-    with experiment(ALL) as running:
-        *_, last = running.steps(1, forgotten_sync=1)
-        as_expected = last.report.verdict.value == "DIFFERENT" and "stale" in (last.report.hint or "")
-        results.add(kind="stale", **cell, **row_of(last), hint=last.report.hint, as_expected=as_expected)
-    yield
-    for piece in sorted(PIECES[engine]) if args.ablation else ():
+    if "stale" in args.compare:
+        with experiment(ALL) as running:
+            *_, last = running.steps(1, forgotten_sync=1)
+            as_expected = last.report.verdict.value == "DIFFERENT" and "stale" in (last.report.hint or "")
+            results.add(kind="stale", **cell, **row_of(last), hint=last.report.hint, as_expected=as_expected)
+        yield
+    for piece in sorted(PIECES[engine]) if "ablation" in args.compare else ():
         with experiment(ALL - {piece}) as running:
             (step,) = running.steps(0)
             results.add(kind="ablation", **cell, left_out=piece.value, **row_of(step), culprit=running.culprit())

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Shows trainer and SGLang agree bit for bit, on a CPU. Makes its environment on the first run; arguments go to
+# Shows trainer and SGLang agree bit for bit. Makes its environment on the first run; arguments go to
 # true_on_policy.py:
-#   bash examples/true_on_policy_sglang.sh --dtypes float32 --no-ablation
+#   bash examples/true_on_policy_sglang.sh --dtypes float32 --compare all stale
 # See sglang_environment.sh for PYTHON and VENV.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
