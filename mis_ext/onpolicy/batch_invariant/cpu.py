@@ -52,16 +52,11 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
         else:
             for across in range(num_across):
                 output[:, :, :, across] += torch.matmul(a_block, b_block[:, across : across + 1])
-    return output.flatten(3).flatten(1, 2)[:, :rows, :columns].to(a.dtype)
-
-
-def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """``aten._softmax``; numbers at -infinity at the end of the last dimension change no bit."""
-    if x.dim() == 0 or dim % x.dim() != x.dim() - 1 or x.shape[dim] % SUM_BLOCK == 0:
-        return torch._softmax(x, dim, half_to_float)
-    length = x.shape[dim]
-    padded = F.pad(x, (0, -length % SUM_BLOCK), value=-torch.inf)
-    return torch._softmax(padded, dim, half_to_float)[..., :length].contiguous()
+    whole = output.flatten(3).flatten(1, 2)
+    if whole.shape == (batch, rows, columns):
+        return whole.to(a.dtype)
+    # Its own memory, as long as it looks: a part of the tiles could not be viewed in other shapes.
+    return whole.new_empty(batch, rows, columns, dtype=a.dtype).copy_(whole[:, :rows, :columns])
 
 
 def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:

@@ -5,6 +5,7 @@ from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (
     log_softmax,
     log_softmax_backward,
+    logsumexp,
     mean,
     rms_norm,
     softmax,
@@ -19,6 +20,7 @@ __all__ = [
     "bmm",
     "log_softmax",
     "log_softmax_backward",
+    "logsumexp",
     "mean",
     "mm",
     "rms_norm",

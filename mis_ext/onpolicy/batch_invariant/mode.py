@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import kernels
-from mis_ext.onpolicy.batch_invariant.overrides import REFUSED, FunctionOverrides, OperatorOverrides
+from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
-__all__ = ["REFUSED", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
+__all__ = ["batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
 
 _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
@@ -37,11 +37,13 @@ _thread = _Thread()
 
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """Make this thread's products, attention, softmax and row sums batch-invariant, on a CPU and on CUDA.
+    """Make what this thread computes batch-invariant, on a CPU and on CUDA, or refuse it by name.
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
-    tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks; on CUDA ``log_softmax``, and
-    ``mean`` and ``sum`` over the last dimension, take one order per row. A product with a bias is rounded, then added
+    tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
+    reductions over the last dimension, or any but the first, take one order per row. On a CPU elementwise functions take
+    whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error elsewhere:
+    ``operators.py`` has the lists. A product with a bias is rounded, then added
     to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients flow as
     always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in
     LLM Inference", Thinking Machines Lab, 2025.
@@ -50,13 +52,14 @@ def batch_invariant_mode() -> Iterator[None]:
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
     use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
     be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
-    computed again from the mode, and attention there is an error. Compiled code (``torch.compile``, captured graphs,
+    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are not
+    about a row: they run as they are. Compiled code (``torch.compile``, captured graphs,
     Transformer Engine, other custom kernels) runs as it was compiled.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
             enabled then. Or the block ends in another thread than it began in.
-        NotImplementedError: In the block, a product that has no batch-invariant form here, see ``REFUSED``.
+        NotImplementedError: In the block, an operator that has no batch-invariant form here.
     """
     thread = threading.get_ident()
     if not is_batch_invariant() or not _thread.overrides:

@@ -111,6 +111,17 @@ def sum(
     return _sum_of(x, dim, keepdim, dtype, is_mean=False)
 
 
+def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    """Logarithm of the sum of exponentials over dimensions; arguments and errors as in :func:`mean`."""
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    wide = x.float()
+    highest = wide.amax(dims, keepdim=True)
+    # Of an infinity no difference may be taken.
+    origin = torch.where(highest.isfinite(), highest, 0.0)
+    result = sum((wide - origin).exp(), dims, True).log() + origin
+    return (result if keepdim else result.squeeze(tuple(dims))).to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / sqrt(mean(x ** 2) + eps)).to(x.dtype)`` over the last dimension, differentiable.
 
