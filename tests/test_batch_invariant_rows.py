@@ -253,3 +253,69 @@ def test_what_nobody_has_reviewed_is_refused():
     message = r"aten\.grid_sampler_2d\.default has no .*: compute it outside"
     with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
         F.grid_sample(randn(1, 1, 3, 3), torch.zeros(1, 2, 2, 2), align_corners=False)
+
+
+def attend(query, key, value, **how):
+    return F.scaled_dot_product_attention(query, key, value, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_and_padded_sequences_have_the_bits_that_they_have_alone(seed, dtype):
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 150) for _ in range(3)]
+    total, padding = sum(lengths), rng.randint(1, 70)
+    query, key, value = (randn(1, 4, total, 16, dtype=dtype, seed=seed) for seed in range(3))
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    with batch_invariant_mode():
+        packed = attend(query, key, value, attn_mask=causal & (sequence[:, None] == sequence))
+        starts = [0, lengths[0], lengths[0] + lengths[1]]
+        for start, length in zip(starts, lengths, strict=True):
+            own = [x[:, :, start : start + length] for x in (query, key, value)]
+            alone = attend(*own, is_causal=True)
+            assert equal_bits(packed[:, :, start : start + length], alone)
+            on_left = [torch.cat([x[:, :, :1].expand(-1, -1, padding, -1) + 1, x], 2) for x in own]
+            num_keys = length + padding
+            mask = torch.ones(num_keys, num_keys, dtype=torch.bool).tril() & (torch.arange(num_keys) >= padding)
+            assert equal_bits(attend(*on_left, attn_mask=mask)[:, :, padding:], alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_whose_cache_drops_keys_has_the_bits_of_a_prefill(seed):
+    rng = random.Random(seed)
+    window, length = rng.randint(2, 100), 160
+    query, key, value = (randn(1, 4, length, 16, seed=seed) for seed in range(3))
+    position = torch.arange(length)
+    mask = (position <= position[:, None]) & (position > position[:, None] - window)
+    with batch_invariant_mode():
+        whole = attend(query, key, value, attn_mask=mask)
+        for last in rng.sample(range(length), 40):
+            seen = slice(max(0, last - window + 1), last + 1)
+            step = attend(query[:, :, last : last + 1], key[:, :, seen], value[:, :, seen])
+            assert equal_bits(step, whole[:, :, last : last + 1])
+        kept = slice(60 - window + 1 if window <= 60 else 0, 100)
+        chunk = attend(query[:, :, 60:100], key[:, :, kept], value[:, :, kept], attn_mask=mask[60:100, kept])
+        assert equal_bits(chunk, whole[:, :, 60:100])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_and_values_of_any_width_with_a_mask_and_groups_of_heads(seed):
+    rng = random.Random(seed)
+    dim, value_dim = rng.randint(1, 80), 1 if seed == 0 else rng.randint(1, 80)
+    for groups, heads in ((1, 1), (2, 4)):
+        length = rng.randint(2, 70)
+        query = randn(3, heads, length, dim)
+        key, value = randn(3, groups, length, dim, seed=1), randn(3, groups, length, value_dim, seed=2)
+        mask = torch.rand(3, 1, length, length, generator=torch.Generator().manual_seed(3)) > 0.3
+        with batch_invariant_mode():
+            whole = attend(query, key, value, attn_mask=mask, enable_gqa=True)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for row in rng.sample(range(length), min(length, 12)):
+                    index = rng.randrange(3)
+                    one, of_one = slice(index, index + 1), slice(row, row + 1)
+                    step = attend(
+                        query[one, :, of_one], key[one], value[one], attn_mask=mask[one, :, of_one], enable_gqa=True
+                    )
+                    assert equal_bits(step, whole[one, :, of_one]), (index, row, heads)

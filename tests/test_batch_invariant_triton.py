@@ -503,6 +503,33 @@ def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> Non
 
 
 @each_dtype
+def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype) -> None:
+    first, second, window = (300, 200, 150) if HAS_GPU else (19, 40, 30)
+    total = first + second
+    q, k, v = streams(total, total, dtype=dtype)
+    position = torch.arange(total, device=DEVICE)
+    causal = position >= position[:, None]
+    in_first = position < first
+    packed = causal.T & (in_first == in_first[:, None])
+    settings = {"is_causal": False}
+    output, _ = attention.attention_forward(
+        q, k, v, Packing(**keywords([total], [total], mask=packed[None, None], **settings))
+    )
+    apart, _ = attention.attention_forward(q, k, v, Packing(**keywords([first, second], [first, second])))
+    assert_same_bits(output, apart)
+    # The mask may come on top of causality.
+    mask = (in_first == in_first[:, None])[None, None]
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=mask)))[0], apart)
+    windowed = (causal.T & (position > position[:, None] - window))[None, None].expand(1, HEADS, -1, -1)
+    output, _ = attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=windowed, **settings)))
+    for last in (0, window - 1, window, total - 1):
+        seen = slice(max(0, last - window + 1), last + 1)
+        length = seen.stop - seen.start
+        step, _ = attention.attention_forward(q[last : last + 1], k[seen], v[seen], Packing(**keywords([1], [length])))
+        assert_same_bits(step, output[last : last + 1])
+
+
+@each_dtype
 def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
     q, k, v = streams(70, 70, dtype=dtype)
     settings = keywords([70], [70])

@@ -28,9 +28,11 @@ def attention(
 ) -> Tensor:
     """Attention of packed sequences whose every output row has the same bits in a prefill, a chunk of it or a decode.
 
-    Keys are taken in blocks of one width that start at the first key of the sequence, queries in tiles of one height,
-    and a block of which a query sees nothing is an exact no-op of the online softmax (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
+    Keys are taken in blocks of one width that start at the first key that a query sees, so a pack that a mask keeps
+    apart, padding on the left, and a cache that drops keys out of a window leave its bits. Keys between its first and
+    last that a mask hides are counted: a gap in the middle is part of the row. Queries are taken in tiles of one
+    height, and a block of which a query sees nothing is an exact no-op of the online softmax (Milakov and Gimelshein,
+    "Online normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
 
     Args:
         query: ``[T, H, D]``, the sequences one after the other.

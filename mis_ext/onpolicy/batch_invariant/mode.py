@@ -41,20 +41,20 @@ def batch_invariant_mode() -> Iterator[None]:
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
     tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
-    reductions over the last dimension, or any but the first, take one order per row. On a CPU elementwise functions take
-    whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error elsewhere:
-    ``operators.py`` has the lists. A product with a bias is rounded, then added
-    to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients flow as
-    always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in
-    LLM Inference", Thinking Machines Lab, 2025.
+    reductions over the last dimension, or any but the first, take one order per row. On a CPU elementwise functions
+    take whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error
+    elsewhere: ``operators.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
+    again, so engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to
+    the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
+    Machines Lab, 2025.
 
     The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
     use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
     be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
-    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are not
-    about a row: they run as they are. Compiled code (``torch.compile``, captured graphs,
-    Transformer Engine, other custom kernels) runs as it was compiled.
+    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are
+    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, Transformer Engine, other
+    custom kernels) runs as it was compiled.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
