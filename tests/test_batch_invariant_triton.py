@@ -225,6 +225,25 @@ def test_a_tail_of_minus_infinities_changes_no_bit_of_a_softmax(name) -> None:
     assert_close(softmax(infinite.flip(1), 1)[:, -100:], SOFTMAXES[name](x.double(), 1).flip(1), scale=8.0)
 
 
+def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are() -> None:
+    x = 4 * random(2, 90)
+    expected = reductions.softmax(x, 1)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randperm(WIDTH, generator=generator)[:90].sort().values.to(DEVICE)
+        wide = torch.full((2, WIDTH), float("-inf"), device=DEVICE)
+        wide[:, places] = x
+        assert_same_bits(reductions.softmax(wide, 1)[:, places], expected)
+
+
+def test_a_logsumexp_is_that_of_float64() -> None:
+    x = 5 * random(2, 3, 70)
+    x[0, 0] = float("-inf")
+    for dim, keepdim in (([2], False), ([1, 2], True)):
+        exact = x.double().logsumexp(dim, keepdim)
+        torch.testing.assert_close(reductions.logsumexp(x, dim, keepdim).double(), exact, rtol=1e-6, atol=1e-6)
+
+
 @each_softmax
 def test_a_row_without_a_finite_entry_or_with_a_nan_is_all_nan_as_in_torch(name) -> None:
     x = random(3, 40)
