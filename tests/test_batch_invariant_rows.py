@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.batch_invariant.elementwise import filled
@@ -319,3 +320,56 @@ def test_keys_and_values_of_any_width_with_a_mask_and_groups_of_heads(seed):
                         query[one, :, of_one], key[one], value[one], attn_mask=mask[one, :, of_one], enable_gqa=True
                     )
                     assert equal_bits(step, whole[one, :, of_one]), (index, row, heads)
+
+
+def second_derivative(x):
+    (slope,) = torch.autograd.grad(attend(x, x, x).square().sum(), x, create_graph=True)
+    torch.autograd.grad(slope.sum(), x)
+
+
+def flexible(x):
+    # Takes seconds to import.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex_attention(x.detach(), x.detach(), x.detach())
+
+
+UNTOUCHED = {
+    "flex_attention hides operators .* take scaled_dot_product_attention": flexible,
+    "no derivative by torch.func: take torch.autograd.grad": torch.func.grad(lambda x: attend(x, x, x).sum()),
+    "no second derivative: leave the mode": second_derivative,
+}
+
+
+@pytest.mark.parametrize("message", UNTOUCHED)
+# Of torch, that flex attention is slow where it is not compiled, and of its own use of a module.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_ways_around_the_attention_of_the_mode_are_errors_that_say_what_to_do(message):
+    x = randn(1, 2, 8, 16).requires_grad_()
+    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
+        UNTOUCHED[message](x)
+
+
+@pytest.mark.parametrize(("kind", "shift"), [(causal_upper_left, 0), (causal_lower_right, 5)])
+def test_causal_bias_objects_are_their_masks(kind, shift):
+    query, key = randn(1, 2, 3, 16), randn(1, 2, 8, 16, seed=1)
+    bias = kind(3, 8)
+    with batch_invariant_mode():
+        ours = attend(query, key, key, attn_mask=bias)
+        assert equal_bits(ours, attend(query, key, key, attn_mask=torch.ones(3, 8, dtype=torch.bool).tril(shift)))
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -65504.0])
+def test_eager_attention_whose_first_keys_are_masked_is_refused(masked):
+    scores = randn(2, 4, 6, 9)
+    with batch_invariant_mode():
+        scores[1, :, :, 5:] = masked
+        scores.softmax(-1)
+        # A query of padding, which sees nothing.
+        scores[0, :, 0] = masked
+        scores.softmax(-1)
+        scores[0, 1, 3, :2] = masked
+        with pytest.raises(NotImplementedError, match='take attn_implementation="sdpa", or pad on the right'):
+            scores.softmax(-1)
+        # Of logits with a filter.
+        scores.flatten(0, 2).softmax(-1)

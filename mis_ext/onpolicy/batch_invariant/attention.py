@@ -52,7 +52,7 @@ def attention(
     Raises:
         ValueError: Shapes contradict each other.
         TypeError: The mask is not boolean, or the tensors have several dtypes.
-        NotImplementedError: Differentiation in forward mode.
+        NotImplementedError: Differentiation in forward mode, by ``torch.func``, or twice.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -61,6 +61,8 @@ def attention(
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k, mask)
     if any(unpack_dual(x).tangent is not None for x in (query, key, value)):  # type: ignore[no-untyped-call]
         raise NotImplementedError("batch-invariant attention has no derivative in forward mode")
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_gradtrackingtensor, (query, key, value))):
+        raise NotImplementedError("batch-invariant attention has no derivative by torch.func: take torch.autograd.grad")
     output: Tensor
     output, _ = _attention_forward(
         query,
@@ -146,6 +148,13 @@ def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tu
     return (*grads, *[None] * 7)
 
 
+def _refuse_second(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "batch-invariant attention has no second derivative: leave the mode for create_graph=True"
+    )
+
+
+_attention_backward.register_autograd(_refuse_second)
 _attention_forward.register_autograd(_differentiate, setup_context=_save)
 
 

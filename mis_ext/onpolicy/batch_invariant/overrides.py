@@ -51,6 +51,8 @@ class FunctionOverrides(TorchFunctionMode):
 class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches products and reductions below autograd, so those of the backward pass too."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_on(cls) -> bool:
         """Whether operators called from here arrive at one of these."""
@@ -60,6 +62,11 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(
+                f"{func} hides operators from the batch-invariant mode: take scaled_dot_product_attention with a mask "
+                "for flex_attention, and plain Python for control flow"
+            )
         x = _first_of_numbers(args) if args else None
         x = _first_of_numbers(kwargs.values()) if x is None else x
         if x is not None:
@@ -167,6 +174,12 @@ def _expanded(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return bias.expand(*a.shape[:-1], b.shape[-1])
 
 
+def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
+    if x.dim() > 2 and dim % x.dim() == x.dim() - 1:
+        row_reductions.refuse_masked_beginning(x)
+    return _row(row_reductions.softmax, "softmax")(func, x, dim, half_to_float)
+
+
 def _dot(func: Any, a: Tensor, b: Tensor) -> Any:
     return _mm(func, a.unsqueeze(0), b.unsqueeze(-1)).view(())
 
@@ -213,7 +226,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _baddbmm,
     aten.dot.default: _dot,
     aten.vdot.default: _dot,
-    aten._softmax.default: _row(row_reductions.softmax, "softmax"),
+    aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _row(_plain, "softmax_backward"),
     aten._log_softmax.default: _row(row_reductions.log_softmax, "log_softmax"),
     aten._log_softmax_backward_data.default: _row(_plain, "log_softmax_backward"),

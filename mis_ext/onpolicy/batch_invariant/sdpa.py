@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from mis_ext.onpolicy.batch_invariant.attention import attention
 
@@ -28,6 +29,10 @@ def scaled_dot_product_attention(
     """
     if dropout_p > 0.0:
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
+    if isinstance(attn_mask, CausalBias):
+        shift = 0 if attn_mask.variant == CausalVariant.UPPER_LEFT else attn_mask.seq_len_kv - attn_mask.seq_len_q
+        shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shift)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise NotImplementedError(f"batch-invariant attention takes boolean masks, got {attn_mask.dtype}")
     if attn_mask is not None and is_causal:
