@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.batch_invariant.elementwise import filled
+from mis_ext.onpolicy.batch_invariant.row_reductions import refuse_masked_beginning
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 aten = torch.ops.aten
@@ -360,16 +361,42 @@ def test_causal_bias_objects_are_their_masks(kind, shift):
 
 
 @pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -65504.0])
-def test_eager_attention_whose_first_keys_are_masked_is_refused(masked):
+def test_eager_attention_on_cuda_whose_first_keys_are_masked_is_refused(masked):
     scores = randn(2, 4, 6, 9)
+    scores[1, :, :, 5:] = masked
+    refuse_masked_beginning(scores)
+    # A query of padding, which sees nothing.
+    scores[0, :, 0] = masked
+    refuse_masked_beginning(scores)
+    scores[0, 1, 3, :2] = masked
+    with pytest.raises(NotImplementedError, match='take attn_implementation="sdpa", or pad on the right'):
+        refuse_masked_beginning(scores)
+
+
+def eager_attention(query, key, value, mask, sink):
+    """With an attention sink after the keys, as in GPT-OSS."""
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, torch.finfo(query.dtype).min)
+    scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return shares[..., :-1] @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(2))
+def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(seed, dtype):
+    rng, length = random.Random(seed), 150
+    query, key, value = (randn(1, 4, length, 16, dtype=dtype, seed=seed) for seed in range(3))
+    window, sink, position = rng.randint(2, 140), randn(4, 1, 1, dtype=dtype, seed=3), torch.arange(length)
+    mask = (position <= position[:, None]) & (position > position[:, None] - window)
     with batch_invariant_mode():
-        scores[1, :, :, 5:] = masked
-        scores.softmax(-1)
-        # A query of padding, which sees nothing.
-        scores[0, :, 0] = masked
-        scores.softmax(-1)
-        scores[0, 1, 3, :2] = masked
-        with pytest.raises(NotImplementedError, match='take attn_implementation="sdpa", or pad on the right'):
-            scores.softmax(-1)
-        # Of logits with a filter.
-        scores.flatten(0, 2).softmax(-1)
+        whole = eager_attention(query, key, value, mask, sink)
+        for last in rng.sample(range(length), 20):
+            torch.set_num_threads(rng.randint(1, 3))
+            seen = slice(max(0, last - window + 1), last + 1)
+            for own in (seen, slice(0, last + 1), slice(rng.randint(0, seen.start), rng.randint(last + 1, length))):
+                row = slice(last, last + 1)
+                step = eager_attention(query[:, :, row], key[:, :, own], value[:, :, own], mask[row, own], sink)
+                assert equal_bits(step, whole[:, :, row]), (last, own, window)
+    torch.set_num_threads(1)
+    plain = eager_attention(*(x.double() for x in (query, key, value)), mask, sink.double())
+    assert (whole.double() - plain).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)

@@ -27,14 +27,28 @@ VALUE_COLUMNS = 16
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``[M, N]``: ``a [M, K]`` times ``b [K, N]``."""
-    return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+    return _bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the end of the sum change no bit.
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the ends of a row of ``a`` change no bit.
 
-    So the attention of an eager model gives a query the same bits whether or not masked keys come after it.
+    So the attention of an eager model gives a query the same bits whether or not masked keys come before or after its
+    own: padding, other sequences of a pack, keys that have left a window. Its sums begin at the first that is not 0.
     """
+    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any()):
+        return _bmm(a, b)
+    first_BM = (a != 0).to(torch.uint8).argmax(-1)
+    output = a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
+    for first in sorted(set(first_BM.flatten().tolist())):
+        is_here_BM = first_BM == first
+        rows = is_here_BM.any(0).nonzero().squeeze(1)
+        product = _bmm(a[:, rows, first:], b[:, first:])
+        output[:, rows] = torch.where(is_here_BM[:, rows, None], product, output[:, rows])
+    return output
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
     (batch, rows, length), columns = a.shape, b.shape[-1]
     dtype = _compute_dtype(a)
     a_tiles = _padded(_padded(a.to(dtype), 1, TILE_ROWS), 2, SUM_BLOCK).contiguous()

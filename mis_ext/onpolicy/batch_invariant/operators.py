@@ -45,7 +45,7 @@ _PASSING = _names("""
     aminmax any argmax argmin avg_pool2d avg_pool3d bernoulli binary_cross_entropy binary_cross_entropy_with_logits
     bincount block_diag bucketize cat cauchy channel_shuffle complex constant_pad_nd copy count_nonzero cummax
     cummin cumprod cumsum detach diag_embed embedding embedding_renorm empty_like equal exponential fill flip
-    full_like gather geometric huber_loss im2col index index_add index_copy index_fill index_put index_reduce
+    full_like gather geometric histc huber_loss im2col index index_add index_copy index_fill index_put index_reduce
     index_select is_same_size isin kthvalue lift lift_fresh linalg_cross linspace log_normal logcumsumexp logspace
     masked_scatter masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d
     median min mode mse_loss multi_margin_loss multilabel_margin_loss_forward multinomial nanmedian narrow_copy

@@ -175,7 +175,7 @@ def _expanded(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    if x.dim() > 2 and dim % x.dim() == x.dim() - 1:
+    if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1:
         row_reductions.refuse_masked_beginning(x)
     return _row(row_reductions.softmax, "softmax")(func, x, dim, half_to_float)
 

@@ -98,19 +98,20 @@ _MASKED = -3e4
 def refuse_masked_beginning(scores: Tensor) -> None:
     """Refuse attention scores ``[..., queries, keys]`` whose first key is masked where a later one is not.
 
-    The product of its shares and the values adds up blocks that start at that key: at padding on the left, at the
-    sequence before in a pack, at a key that has left a window. A product does not know where a row begins.
+    On CUDA the product of its shares and the values adds up blocks that start at that key: at padding on the left, at
+    the sequence before in a pack, at a key that has left a window.
 
     Raises:
         NotImplementedError: There is such a row.
     """
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Nothing may be read there.
         return
     rows = scores[scores[..., 0] < _MASKED] if scores.shape[-1] > 1 else scores[..., :0]
     if rows.numel() and bool((rows.amax(-1) > _MASKED).any()):
         raise NotImplementedError(
             "softmax of scores whose first keys are masked (padding on the left, packs, sliding windows) has no "
-            'batch-invariant form in eager attention: take attn_implementation="sdpa", or pad on the right'
+            'batch-invariant form in eager attention on cuda: take attn_implementation="sdpa", or pad on the right'
         )
 
 
