@@ -86,7 +86,7 @@ def arguments_numel(arguments):
 
 def test_elementwise_functions_do_not_know_where_a_number_lies():
     rng, found, num_judged = random.Random(0), {}, 0
-    for func in rng.sample(elementwise_operators(), 130):
+    for func in rng.sample(elementwise_operators(), 100):
         dtype = rng.choice([*FLOATS, torch.float32, torch.complex64])
         arguments = arguments_of(func, rng.choice([70, 1_001, 5_000, 33_001]), dtype, rng)
         try:
@@ -102,7 +102,7 @@ def test_elementwise_functions_do_not_know_where_a_number_lies():
         if places:
             found[f"{func} {dtype}"] = places
     assert found == {}
-    assert num_judged > 50
+    assert num_judged > 35
 
 
 @pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.softplus, torch.rsqrt, F.glu])
@@ -139,6 +139,17 @@ def test_every_thread_gets_whole_vectors_and_little_is_added(numel, num_threads,
     assert -(-length // shares) % 64 == 0
 
 
+@pytest.mark.parametrize(("name", "value"), [("OMP_DYNAMIC", "TRUE"), ("OMP_THREAD_LIMIT", "2")])
+def test_an_openmp_that_may_take_fewer_threads_than_torch_says_is_an_error(name, value, monkeypatch):
+    torch.set_num_threads(3)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"{name}={value}"), batch_invariant_mode():
+        pass
+    monkeypatch.setenv(name, "false" if name == "OMP_DYNAMIC" else "3")
+    with batch_invariant_mode():
+        pass
+
+
 ROW_FUNCTIONS = {
     "silu": F.silu,
     "gelu": lambda x: F.gelu(x, approximate="tanh") + F.gelu(x),
@@ -168,10 +179,10 @@ ROW_FUNCTIONS = {
 @pytest.mark.parametrize("name", ROW_FUNCTIONS)
 def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
     function, rng = ROW_FUNCTIONS[name], random.Random(name)
-    for trial in range(4):
+    for trial in range(3):
         dtype = torch.float32 if trial == 0 or name.startswith("complex") else rng.choice(FLOATS)
         # A row of more than 32,768 numbers is one that threads share.
-        rows, width = (rng.choice([2, 3]), rng.randint(33_000, 70_000)) if trial == 0 else (rng.randint(2, 12), None)
+        rows, width = (rng.choice([2, 3]), rng.randint(33_000, 70_000)) if trial == 0 else (rng.randint(2, 7), None)
         x = randn(rows, rng.choice([2, 3, 5]), width or rng.randint(1, 3000), dtype=dtype, seed=trial)
         with batch_invariant_mode():
             torch.set_num_threads(1)
@@ -292,7 +303,7 @@ def test_a_window_whose_cache_drops_keys_has_the_bits_of_a_prefill(seed):
     mask = (position <= position[:, None]) & (position > position[:, None] - window)
     with batch_invariant_mode():
         whole = attend(query, key, value, attn_mask=mask)
-        for last in rng.sample(range(length), 40):
+        for last in rng.sample(range(length), 20):
             seen = slice(max(0, last - window + 1), last + 1)
             step = attend(query[:, :, last : last + 1], key[:, :, seen], value[:, :, seen])
             assert equal_bits(step, whole[:, :, last : last + 1])
@@ -390,7 +401,7 @@ def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(
     mask = (position <= position[:, None]) & (position > position[:, None] - window)
     with batch_invariant_mode():
         whole = eager_attention(query, key, value, mask, sink)
-        for last in rng.sample(range(length), 20):
+        for last in rng.sample(range(length), 12):
             torch.set_num_threads(rng.randint(1, 3))
             seen = slice(max(0, last - window + 1), last + 1)
             for own in (seen, slice(0, last + 1), slice(rng.randint(0, seen.start), rng.randint(last + 1, length))):
