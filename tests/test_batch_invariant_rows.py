@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
@@ -195,6 +196,18 @@ def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
                     assert equal_bits(function(x[part]), expected[part]), (threads, dtype, [*x.shape], part)
         torch.set_num_threads(1)
         torch.testing.assert_close(expected, function(x), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
+
+
+def test_reductions_without_a_kernel_are_refused_on_cuda_but_for_those_over_the_batch():
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda")
+    with batch_invariant_mode():
+        assert x.norm().shape == torch.linalg.vector_norm(x).shape == ()
+        assert x.var(0).shape == (8,)
+        with pytest.raises(
+            NotImplementedError, match="of a row has no batch-invariant form on cuda: take means and sums"
+        ):
+            x.norm(dim=-1)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])

@@ -184,14 +184,12 @@ def _dot(func: Any, a: Tensor, b: Tensor) -> Any:
     return _mm(func, a.unsqueeze(0), b.unsqueeze(-1)).view(())
 
 
-def _row(on_cpu: Callable[..., Any], on_cuda: str | None = None) -> Callable[..., Any]:
-    """What the function returns on a CPU, and the one of that name, if any, on CUDA."""
+def _row(on_cpu: Callable[..., Any], on_cuda: str) -> Callable[..., Any]:
+    """What the function returns on a CPU, and the one of that name on CUDA."""
 
     def override(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_cuda:
             return on_cpu(func, x, *args, **kwargs)
-        if on_cuda is None:
-            raise NotImplementedError(f"{func} has no batch-invariant form on cuda{_advice(func)}")
         from mis_ext.onpolicy.batch_invariant import cuda
 
         return getattr(cuda, on_cuda)(x, *args, **kwargs)
@@ -248,5 +246,5 @@ _OVERRIDES |= dict.fromkeys(
         aten.var.correction,
         aten.var_mean.correction,
     ),
-    _row(row_reductions.reduce),
+    row_reductions.reduce,
 )

@@ -35,13 +35,20 @@ def rows_of(x: Tensor, dim: int | Sequence[int]) -> Tensor:
 
 
 def reduce(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What ``func`` returns, an operator with arguments ``dim`` and ``keepdim``."""
+    """What ``func`` returns, an operator with arguments ``dim`` and ``keepdim``.
+
+    Raises:
+        NotImplementedError: It reduces rows on CUDA, where no order is known.
+    """
     names = [argument.name for argument in func._schema.arguments[1:]]
     given = dict(zip(names, args, strict=False)) | kwargs
     dim = given.get("dim")
+    if x.numel() == 0 or dim is None or not is_over_rows(x, dim):
+        return func(x, *args, **kwargs)
+    if x.is_cuda:
+        raise NotImplementedError(f"{func} of a row has no batch-invariant form on cuda: take means and sums")
     is_short = x.numel() < _LONG or x.numel() > x.shape[-1]
-    is_as_it_should_be = x.is_contiguous() and is_short and _dims(x, dim) == [x.dim() - 1]
-    if is_as_it_should_be or x.numel() == 0 or dim is None or not is_over_rows(x, dim):
+    if is_short and x.is_contiguous() and _dims(x, dim) == [x.dim() - 1]:
         return func(x, *args, **kwargs)
     rows = rows_of(x, dim)
     shape = rows.shape[:-1]
