@@ -181,7 +181,7 @@ PROBES: dict[str, Probe] = {
 }
 
 
-def judge(name: str, seed: int = 0) -> dict[str, str]:
+def judge(name: str, seed: int = 0, *, most_threads: int = 7) -> dict[str, str]:
     """What each probe found, by its name: "exact", how many rows differ, "refused: ...", or the error."""
     rng, before = random.Random(f"{name} {seed}"), torch.get_num_threads()
     try:
@@ -197,7 +197,7 @@ def judge(name: str, seed: int = 0) -> dict[str, str]:
             return dict.fromkeys(PROBES, _reason(error))
         found = {}
         for probe, run in PROBES.items():
-            torch.set_num_threads(rng.randint(1, 7))
+            torch.set_num_threads(rng.randint(1, most_threads))
             try:
                 found[probe] = run(model, sequences, rng)
             except Exception as error:
