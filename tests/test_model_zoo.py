@@ -28,12 +28,11 @@ def test_the_page_has_a_row_for_every_architecture_and_a_reason_for_every_refusa
             assert cell == "exact" or "rows differ" in cell or f"\n{number[1]}. " in page
 
 
-@pytest.mark.parametrize("_", range(2))
-def test_an_architecture_that_is_drawn_is_what_the_page_says(_):
+def test_an_architecture_that_is_drawn_is_what_the_page_says():
     rows, seed = rows_of_the_page(), random.randrange(10**6)
     name = random.Random(seed).choice([name for name, found in rows.items() if set(found.values()) == {"exact"}])
     # More threads than there are cores wait for each other.
-    found = model_zoo.judge(name, seed, most_threads=3)
+    found = model_zoo.judge(name, seed, most_threads=2)
     assert found == rows[name], (name, seed)
 
 
