@@ -244,6 +244,25 @@ def test_a_tail_of_minus_infinities_changes_no_bit_of_a_softmax(name) -> None:
     assert_close(softmax(infinite.flip(1), 1)[:, -100:], SOFTMAXES[name](x.double(), 1).flip(1), scale=8.0)
 
 
+def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are() -> None:
+    x = 4 * random(2, 90)
+    expected = reductions.softmax(x, 1)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randperm(WIDTH, generator=generator)[:90].sort().values.to(DEVICE)
+        wide = torch.full((2, WIDTH), float("-inf"), device=DEVICE)
+        wide[:, places] = x
+        assert_same_bits(reductions.softmax(wide, 1)[:, places], expected)
+
+
+def test_a_logsumexp_is_that_of_float64() -> None:
+    x = 5 * random(2, 3, 70)
+    x[0, 0] = float("-inf")
+    for dim, keepdim in (([2], False), ([1, 2], True)):
+        exact = x.double().logsumexp(dim, keepdim)
+        torch.testing.assert_close(reductions.logsumexp(x, dim, keepdim).double(), exact, rtol=1e-6, atol=1e-6)
+
+
 @each_softmax
 def test_a_row_without_a_finite_entry_or_with_a_nan_is_all_nan_as_in_torch(name) -> None:
     x = random(3, 40)
@@ -519,6 +538,33 @@ def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> Non
         masked = attention.attention_forward(q, k, v, Packing(**keywords([34], [70], is_causal=False, mask=shaped)))
         for actual, expected in zip(masked, flagged, strict=True):
             assert_same_bits(actual, expected)
+
+
+@each_dtype
+def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype) -> None:
+    first, second, window = (300, 200, 150) if HAS_GPU else (19, 40, 30)
+    total = first + second
+    q, k, v = streams(total, total, dtype=dtype)
+    position = torch.arange(total, device=DEVICE)
+    causal = position >= position[:, None]
+    in_first = position < first
+    packed = causal.T & (in_first == in_first[:, None])
+    settings = {"is_causal": False}
+    output, _ = attention.attention_forward(
+        q, k, v, Packing(**keywords([total], [total], mask=packed[None, None], **settings))
+    )
+    apart, _ = attention.attention_forward(q, k, v, Packing(**keywords([first, second], [first, second])))
+    assert_same_bits(output, apart)
+    # The mask may come on top of causality.
+    mask = (in_first == in_first[:, None])[None, None]
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=mask)))[0], apart)
+    windowed = (causal.T & (position > position[:, None] - window))[None, None].expand(1, HEADS, -1, -1)
+    output, _ = attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=windowed, **settings)))
+    for last in (0, window - 1, window, total - 1):
+        seen = slice(max(0, last - window + 1), last + 1)
+        length = seen.stop - seen.start
+        step, _ = attention.attention_forward(q[last : last + 1], k[seen], v[seen], Packing(**keywords([1], [length])))
+        assert_same_bits(step, output[last : last + 1])
 
 
 @each_dtype

@@ -281,7 +281,9 @@ TRIGGERS = {
 def test_each_probe_finds_what_only_it_can_find(name):
     torch.set_num_threads(3)
     report = check_batch_invariance(triggered(TRIGGERS[name]), ascending_rows())
-    assert outcomes(report, "batch-dependent") == {name}
+    found = outcomes(report, "batch-dependent") - {name}
+    # Drawn are chunk sizes, whose last chunk may have any size, and those that are tried with other thread counts.
+    assert found == ({x for x in found if x not in TRIGGERS or "thread" in x} if "chunks" in name else set())
     assert 0 < probe_of(report, name).num_different <= NUM_ROWS
     assert report.kind == "batch-dependent"
     assert outcomes(report, "failed", "not run", "rounding", "not repeatable") == set()
@@ -291,6 +293,37 @@ def test_a_batch_of_all_rows_and_sevens_are_probed_with_every_thread_count():
     for condition, extra in ((lambda x: len(x) == NUM_ROWS, "full batch"), (lambda x: len(x) == 7, "chunks of 7")):
         report = check_batch_invariance(triggered(condition), ascending_rows())
         assert {extra, "1 thread", "2 threads", "4 threads"} <= outcomes(report, "batch-dependent")
+
+
+def test_another_seed_draws_other_chunks_threads_and_factors():
+    def tried(seed):
+        return {probe.name for probe in check_batch_invariance(lambda x: x + 0, ascending_rows(), seed=seed).probes}
+
+    first, again, second = tried(0), tried(0), tried(1)
+    assert first == again
+    for what in ("chunks of", "threads", "rows times"):
+        assert any(what in name for name in second - first), what
+
+
+def test_large_numbers_are_tried_too():
+    report = check_batch_invariance(lambda x: x + 1.0 * ((x > 50).all() & (len(x) > 1)), ascending_rows() * 0 + 1)
+    assert report.kind == "batch-dependent"
+    assert outcomes(report, "equal") >= {"full batch", "permuted"}
+
+
+def test_a_function_whose_last_elements_differ_is_found_though_the_batch_fits_one_two_and_four_threads():
+    """As torch's silu, whose vectors are 16 numbers on some processors, and end where the share of a thread does."""
+
+    def ends_of_shares(x):
+        share = -(-x.numel() // torch.get_num_threads())
+        position = torch.arange(x.numel()) % share
+        return x + (position >= share // 16 * 16).view(x.shape) * (len(x) > 1)
+
+    rows = normal(NUM_ROWS, 448)
+    report = check_batch_invariance(ends_of_shares, rows)
+    fixed = {"1 thread", "2 threads", "4 threads"}
+    assert outcomes(report, "batch-dependent")
+    assert all("threads" in name and name not in fixed for name in outcomes(report, "batch-dependent"))
 
 
 def test_one_ulp_in_one_row_is_counted_exactly():
@@ -438,9 +471,11 @@ def test_thread_counts_are_tried_and_restored(fails):
         return x + 0
 
     report = check_batch_invariance(fn, ascending_rows())
-    assert seen == {1, 2, 3, 4}
+    assert seen > {1, 2, 3, 4}
+    assert max(seen) <= 8
     assert torch.get_num_threads() == 3
-    assert outcomes(report, "failed") == ({"1 thread", "2 threads", "4 threads"} if fails else set())
+    failed = {f"{count} thread{'s' * (count > 1)}" for count in seen - {3}} if fails else set()
+    assert outcomes(report, "failed") - {"3 threads"} == failed
     with pytest.raises(KeyboardInterrupt):
         check_batch_invariance(interrupted_with_two_threads, ascending_rows())
     assert torch.get_num_threads() == 3
@@ -476,12 +511,12 @@ def test_a_report_without_a_single_comparison_is_no_pass():
 
 
 def test_a_report_can_be_read_and_stored():
-    report = check_batch_invariance(triggered(TRIGGERS["chunks of 5"]), ascending_rows())
+    report = check_batch_invariance(triggered(TRIGGERS["permuted"]), ascending_rows())
     first, header, *lines = str(report).splitlines()
     assert first == f"batch-dependent: {len(report.probes) - 1} of {len(report.probes)} probes found equal bits"
     assert header.split()[:4] == ["probe", "outcome", "rows", "differ"]
-    (line,) = (line for line in lines if line.startswith("chunks of 5"))
-    assert line.split()[3:7] == ["batch-dependent", "36", "35", "0"]
+    (line,) = (line for line in lines if line.startswith("permuted"))
+    assert line.split()[1:5] == ["batch-dependent", "36", "36", "0"]
     stored = json.loads(json.dumps(report.to_dict()))
     assert (stored["kind"], stored["invariant"]) == ("batch-dependent", False)
     assert [probe["name"] for probe in stored["probes"]] == [probe.name for probe in report.probes]

@@ -28,9 +28,11 @@ def attention(
 ) -> Tensor:
     """Attention of packed sequences whose every output row has the same bits in a prefill, a chunk of it or a decode.
 
-    Keys are taken in blocks of one width that start at the first key of the sequence, queries in tiles of one height,
-    and a block of which a query sees nothing is an exact no-op of the online softmax (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
+    Keys are taken in blocks of one width that start at the first key that a query sees, so a pack that a mask keeps
+    apart, padding on the left, and a cache that drops keys out of a window leave its bits. Keys between its first and
+    last that a mask hides are counted: a gap in the middle is part of the row. Queries are taken in tiles of one
+    height, and a block of which a query sees nothing is an exact no-op of the online softmax (Milakov and Gimelshein,
+    "Online normalizer calculation for softmax", arXiv 1805.02867). Sums are in float32.
 
     Args:
         query: ``[T, H, D]``, the sequences one after the other.
@@ -50,7 +52,7 @@ def attention(
     Raises:
         ValueError: Shapes contradict each other.
         TypeError: The mask is not boolean, or the tensors have several dtypes.
-        NotImplementedError: Differentiation in forward mode.
+        NotImplementedError: Differentiation in forward mode, by ``torch.func``, or twice.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -59,6 +61,8 @@ def attention(
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k, mask)
     if any(unpack_dual(x).tangent is not None for x in (query, key, value)):  # type: ignore[no-untyped-call]
         raise NotImplementedError("batch-invariant attention has no derivative in forward mode")
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_gradtrackingtensor, (query, key, value))):
+        raise NotImplementedError("batch-invariant attention has no derivative by torch.func: take torch.autograd.grad")
     output: Tensor
     output, _ = _attention_forward(
         query,
@@ -144,6 +148,13 @@ def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tu
     return (*grads, *[None] * 7)
 
 
+def _refuse_second(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "batch-invariant attention has no second derivative: leave the mode for create_graph=True"
+    )
+
+
+_attention_backward.register_autograd(_refuse_second)
 _attention_forward.register_autograd(_differentiate, setup_context=_save)
 
 

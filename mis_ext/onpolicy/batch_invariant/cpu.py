@@ -15,25 +15,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packing import Packing, Runs, runs_of
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128
 # A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
 SUM_BLOCK = 128
 KEY_BLOCK = 64
+VALUE_COLUMNS = 16
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``[M, N]``: ``a [M, K]`` times ``b [K, N]``."""
-    return bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+    return _bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the end of the sum change no bit.
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the ends of a row of ``a`` change no bit.
 
-    So the attention of an eager model gives a query the same bits whether or not masked keys come after it.
+    So the attention of an eager model gives a query the same bits whether or not masked keys come before or after its
+    own: padding, other sequences of a pack, keys that have left a window. Its sums begin at the first that is not 0.
     """
+    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any()):
+        return _bmm(a, b)
+    first_BM = (a != 0).to(torch.uint8).argmax(-1)
+    output = a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
+    for first in sorted(set(first_BM.flatten().tolist())):
+        is_here_BM = first_BM == first
+        rows = is_here_BM.any(0).nonzero().squeeze(1)
+        product = _bmm(a[:, rows, first:], b[:, first:])
+        output[:, rows] = torch.where(is_here_BM[:, rows, None], product, output[:, rows])
+    return output
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
     (batch, rows, length), columns = a.shape, b.shape[-1]
     dtype = _compute_dtype(a)
     a_tiles = _padded(_padded(a.to(dtype), 1, TILE_ROWS), 2, SUM_BLOCK).contiguous()
@@ -52,16 +67,11 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
         else:
             for across in range(num_across):
                 output[:, :, :, across] += torch.matmul(a_block, b_block[:, across : across + 1])
-    return output.flatten(3).flatten(1, 2)[:, :rows, :columns].to(a.dtype)
-
-
-def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """``aten._softmax``; numbers at -infinity at the end of the last dimension change no bit."""
-    if x.dim() == 0 or dim % x.dim() != x.dim() - 1 or x.shape[dim] % SUM_BLOCK == 0:
-        return torch._softmax(x, dim, half_to_float)
-    length = x.shape[dim]
-    padded = F.pad(x, (0, -length % SUM_BLOCK), value=-torch.inf)
-    return torch._softmax(padded, dim, half_to_float)[..., :length].contiguous()
+    whole = output.flatten(3).flatten(1, 2)
+    if whole.shape == (batch, rows, columns):
+        return whole.to(a.dtype)
+    # Its own memory, as long as it looks: a part of the tiles could not be viewed in other shapes.
+    return whole.new_empty(batch, rows, columns, dtype=a.dtype).copy_(whole[:, :rows, :columns])
 
 
 def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
@@ -71,9 +81,9 @@ def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 class _Tiles(NamedTuple):
-    """Tiles of ``TILE_ROWS`` queries of one sequence each, those with the most key blocks first."""
+    """Tiles of ``TILE_ROWS`` queries of one run each, those with the most key blocks first."""
 
-    sequence_N: Tensor
+    run_N: Tensor
     row_NQ: Tensor
     query_NQ: Tensor
     is_query_NQ: Tensor
@@ -91,16 +101,20 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences in fixed blocks of keys, and its log-sum-exp; see :func:`.attention.attention`.
 
-    A block of which a query sees nothing changes no bit of its running maximum, sum and output. So neither the length
-    of the prefix that was cached, nor that of what follows, matters.
+    Blocks start at the first key that a query sees. One of which it sees nothing changes no bit of its running maximum,
+    sum and output. So neither what was cached before, nor what follows, matters.
     """
-    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask = packing
+    scale, is_causal, mask = packing.scale, packing.is_causal, packing.mask
     num_heads, dtype = query.shape[1], _compute_dtype(query)
-    tiles = _make_tiles(cu_seqlens_q, cu_seqlens_k, is_causal=is_causal)
-    num_tiles, group = len(tiles.sequence_N), num_heads // key.shape[1]
+    runs = runs_of(packing)
+    tiles = _make_tiles(runs, is_causal=is_causal)
+    num_tiles, group = len(tiles.run_N), num_heads // key.shape[1]
     query_NHQD = query[tiles.query_NQ].to(dtype).transpose(1, 2).contiguous()
     maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(maximum)
+    # A BLAS has other functions for the columns that are left over, and takes them for one matrix, not for many.
+    value_dim = value.shape[-1]
+    value = _padded(value, 2, VALUE_COLUMNS)
     output = query_NHQD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
     for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
         live = int((tiles.num_blocks_N > block).sum())
@@ -111,7 +125,7 @@ def attention_forward(
         if is_causal:
             seen = seen & (key_position_J <= tiles.position_NQ[:live, :, None])[:, None]
         if mask is not None:
-            seen = seen & _mask_tile(mask, tiles, live, key_position_J)
+            seen = seen & _mask_tile(mask, runs, tiles, live, key_position_J)
         keys, values = (_key_block(x, key_NJ, is_key_NJ, group, dtype) for x in (key, value))
         scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * scale
         scores = torch.where(seen, scores, -torch.inf)
@@ -125,8 +139,10 @@ def attention_forward(
         maximum[:live] = new_maximum
     log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
     output = torch.where(total > 0, output / total, 0.0)
-    packed = query.new_zeros(*query.shape[:2], value.shape[-1])
-    packed[tiles.query_NQ[tiles.is_query_NQ]] = output.transpose(1, 2)[tiles.is_query_NQ].to(query.dtype)
+    packed = query.new_zeros(*query.shape[:2], value_dim)
+    packed[tiles.query_NQ[tiles.is_query_NQ]] = (
+        output[..., :value_dim].transpose(1, 2)[tiles.is_query_NQ].to(query.dtype)
+    )
     lse = query_NHQD.new_zeros(num_heads, query.shape[0])
     lse[:, tiles.query_NQ[tiles.is_query_NQ]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NQ].t()
     return packed, lse
@@ -166,25 +182,25 @@ def attention_backward(
     return grad_query, grad_key, grad_value
 
 
-def _make_tiles(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, is_causal: bool) -> _Tiles:
-    num_q_S, num_k_S = cu_seqlens_q.diff().long(), cu_seqlens_k.diff().long()
-    tiles_S = (num_q_S + TILE_ROWS - 1) // TILE_ROWS
-    sequence_N = torch.repeat_interleave(torch.arange(len(tiles_S)), tiles_S)
-    tile_of_sequence_N = torch.arange(len(sequence_N)) - (tiles_S.cumsum(0) - tiles_S)[sequence_N]
-    row_NQ = tile_of_sequence_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
-    is_query_NQ = row_NQ < num_q_S[sequence_N, None]
-    query_NQ = torch.where(is_query_NQ, cu_seqlens_q.long()[sequence_N, None] + row_NQ, 0)
-    position_NQ = row_NQ + (num_k_S - num_q_S)[sequence_N, None]
-    last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(sequence_N) else sequence_N
-    num_keys_N = num_k_S[sequence_N]
+def _make_tiles(runs: Runs, *, is_causal: bool) -> _Tiles:
+    num_q_R, num_k_R = runs.cu_seqlens_q.diff().long(), (runs.key_end_R - runs.key_start_R).long()
+    tiles_R = (num_q_R + TILE_ROWS - 1) // TILE_ROWS
+    run_N = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
+    tile_of_run_N = torch.arange(len(run_N)) - (tiles_R.cumsum(0) - tiles_R)[run_N]
+    row_NQ = tile_of_run_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
+    is_query_NQ = row_NQ < num_q_R[run_N, None]
+    query_NQ = torch.where(is_query_NQ, runs.cu_seqlens_q.long()[run_N, None] + row_NQ, 0)
+    position_NQ = row_NQ + (num_k_R - num_q_R)[run_N, None]
+    last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(run_N) else run_N
+    num_keys_N = num_k_R[run_N]
     num_blocks_N = ((last_N if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
     tiles = _Tiles(
-        sequence_N=sequence_N,
+        run_N=run_N,
         row_NQ=row_NQ,
         query_NQ=query_NQ,
         is_query_NQ=is_query_NQ,
         position_NQ=position_NQ,
-        first_key_N=cu_seqlens_k.long()[sequence_N],
+        first_key_N=runs.key_start_R.long()[run_N],
         num_keys_N=num_keys_N,
         num_blocks_N=num_blocks_N,
     )
@@ -198,11 +214,12 @@ def _key_block(x: Tensor, key_NJ: Tensor, is_key_NJ: Tensor, group: int, dtype: 
     return block.transpose(1, 2).repeat_interleave(group, dim=1)
 
 
-def _mask_tile(mask: Tensor, tiles: _Tiles, live: int, key_position_J: Tensor) -> Tensor:
+def _mask_tile(mask: Tensor, runs: Runs, tiles: _Tiles, live: int, key_position_J: Tensor) -> Tensor:
     """``[N, 1 or H, TILE_ROWS, KEY_BLOCK]``; what lies beyond the mask's edges is no query and no key."""
-    row_NQ = tiles.row_NQ[:live].clamp(max=mask.shape[2] - 1)
-    key_C = key_position_J.clamp(max=mask.shape[3] - 1)
-    return mask[tiles.sequence_N[:live, None, None], :, row_NQ[:, :, None], key_C].movedim(-1, 1)
+    run_N = tiles.run_N[:live]
+    row_NQ = (tiles.row_NQ[:live] + runs.row_R[run_N, None]).clamp(max=mask.shape[2] - 1)
+    key_NJ = (key_position_J + runs.origin_R[run_N, None]).clamp(max=mask.shape[3] - 1)
+    return mask[runs.sequence_R[run_N, None, None], :, row_NQ[:, :, None], key_NJ[:, None]].movedim(-1, 1)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (
     log_softmax,
     log_softmax_backward,
+    logsumexp,
     mean,
     rms_norm,
     softmax,
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_sums",
     "log_softmax",
     "log_softmax_backward",
+    "logsumexp",
     "mean",
     "mm",
     "rms_norm",

@@ -19,8 +19,6 @@ class Kernels(Protocol):
 
     def bmm(self, a: Tensor, b: Tensor) -> Tensor: ...  # noqa: D102
 
-    def softmax(self, x: Tensor, dim: int, half_to_float: bool) -> Tensor: ...  # noqa: D102
-
     def attention_forward(  # noqa: D102
         self,
         query: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import kernels
-from mis_ext.onpolicy.batch_invariant.overrides import REFUSED, FunctionOverrides, OperatorOverrides
+from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
-__all__ = ["REFUSED", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
+__all__ = ["batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
 
 _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
@@ -37,14 +38,16 @@ _thread = _Thread()
 
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """Make this thread's products, attention, softmax and row sums batch-invariant, on a CPU and on CUDA.
+    """Make what this thread computes batch-invariant, on a CPU and on CUDA, or refuse it by name.
 
     Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
-    tiles of a fixed shape, ``scaled_dot_product_attention`` and ``softmax`` fixed blocks; on CUDA ``log_softmax``, and
-    ``mean`` and ``sum`` that leave the first dimension alone, take one order per row. A product with a bias is rounded,
-    then added to the bias and rounded again, so engines that fuse the addition and engines that do not agree. Gradients
-    flow as always and are equal to the plain ones within rounding. The idea is that of He et al., "Defeating
-    Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
+    tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
+    reductions over the last dimension, or any but the first, take one order per row. On a CPU elementwise functions
+    take whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error
+    elsewhere: ``operators.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
+    again, so engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to
+    the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
+    Machines Lab, 2025.
 
     In a mixture of experts a row of a grouped product has the bits of its own product with the matrix of its expert.
     ``index_add``, ``scatter_add`` and ``index_put`` add rows of one destination in the order in which they lie. Of
@@ -54,13 +57,15 @@ def batch_invariant_mode() -> Iterator[None]:
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
     use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
     be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
-    computed again from the mode, and attention there is an error. Compiled code (``torch.compile``, captured graphs,
-    Transformer Engine, other custom kernels) runs as it was compiled.
+    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are
+    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, Transformer Engine, other
+    custom kernels) runs as it was compiled.
 
     Raises:
-        RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
-            enabled then. Or the block ends in another thread than it began in.
-        NotImplementedError: In the block, a product that has no batch-invariant form here, see ``REFUSED``.
+        RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on, or OpenMP
+            may take fewer threads than torch says; nothing is enabled then. Or the block ends in another thread than it
+            began in.
+        NotImplementedError: In the block, an operator that has no batch-invariant form here.
     """
     thread = threading.get_ident()
     if not is_batch_invariant() or not _thread.overrides:
@@ -96,6 +101,15 @@ def _push_missing() -> _Overrides:
 
 
 def _check_environment() -> None:
+    # Elementwise functions are cut for the threads that torch says it has.
+    dynamic, limit = os.environ.get("OMP_DYNAMIC", ""), os.environ.get("OMP_THREAD_LIMIT", "")
+    if dynamic.lower() in ("true", "1"):
+        raise RuntimeError(f"OMP_DYNAMIC={dynamic} lets OpenMP take fewer threads than torch says: unset it")
+    if limit.isdigit() and int(limit) < torch.get_num_threads():
+        raise RuntimeError(
+            f"OMP_THREAD_LIMIT={limit} is less than torch's {torch.get_num_threads()} threads: "
+            f"call torch.set_num_threads({limit})"
+        )
     if torch.cuda.is_available():
         kernels.check_device_type("cuda")
     megatron = sys.modules.get(_MEGATRON_KERNELS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from mis_ext.onpolicy.batch_invariant import accumulation, grouped, kernels, ties
+from mis_ext.onpolicy.batch_invariant import accumulation, elementwise, grouped, kernels, row_reductions, ties
+from mis_ext.onpolicy.batch_invariant.operators import kind_of
 from mis_ext.onpolicy.batch_invariant.sdpa import scaled_dot_product_attention
 
 aten = torch.ops.aten
@@ -50,6 +51,8 @@ class FunctionOverrides(TorchFunctionMode):
 class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches products and reductions below autograd, so those of the backward pass too."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_on(cls) -> bool:
         """Whether operators called from here arrive at one of these."""
@@ -59,26 +62,58 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        override = _override_of(func)
-        if override is not None and args[0].is_floating_point():
-            kernels.check_dtype(args[0])
-            return override(func, *args, **kwargs)
-        if func in REFUSED and args[0].is_floating_point():
-            raise NotImplementedError(f"{func} has no batch-invariant form here{_advice(func)}")
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(
+                f"{func} hides operators from the batch-invariant mode: take scaled_dot_product_attention with a mask "
+                "for flex_attention, and plain Python for control flow"
+            )
+        x = _first_of_numbers(args) if args else None
+        x = _first_of_numbers(kwargs.values()) if x is None else x
+        if x is not None:
+            override = _override_of(func)
+            if override is not None:
+                kernels.check_dtype(x)
+                return override(func, *args, **kwargs)
         # Without autograd (inference mode) operators arrive here before they are taken apart.
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if x is None else _without_override(func, x, args, kwargs)
+
+
+def _first_of_numbers(values: Iterable[Any]) -> Tensor | None:
+    """The first tensor of floating-point or complex numbers, in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex():
+                return value
+        elif isinstance(value, (list, tuple)) and (found := _first_of_numbers(value)) is not None:
+            return found
+    return None
+
+
+def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kind = kind_of(func, is_complex=x.is_complex())
+    if kind == "refused":
+        raise NotImplementedError(f"{func} has no batch-invariant form here{_advice(func)}")
+    if x.device.type != "cpu" or kind == "passes":
         return func(*args, **kwargs)
+    if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
+        return func(*args, **kwargs)
+    return elementwise.compute(func, *args, **kwargs)
 
 
 def _advice(func: Any) -> str:
-    if "attention" not in func.name() or FunctionOverrides.is_on():
-        return ""
-    return (
-        ", and this torch hides the call of attention from the mode: in nn.MultiheadAttention call "
-        "scaled_dot_product_attention instead, around checkpoints use batch_invariant_forward(model)"
-    )
+    if func.namespace != "aten":
+        return ": take the module whose weights are neither quantised nor packed"
+    if func._schema.is_mutable:
+        return ": take the form that returns a new tensor"
+    if "attention" in func.name() and not FunctionOverrides.is_on():
+        return (
+            ", and this torch hides the call of attention from the mode: in nn.MultiheadAttention call "
+            "scaled_dot_product_attention instead, around checkpoints use batch_invariant_forward(model)"
+        )
+    return ": compute it outside of the mode, or from products, sums and elementwise functions"
 
 
 @cache
@@ -129,6 +164,10 @@ def _sum(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
 
 def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
     """Refuse what torch refuses, with its class of error; a TypeError would make ``a @ b`` blame the operator."""
+    if a.is_complex() or b.is_complex():
+        raise NotImplementedError(
+            "a product of complex numbers has no batch-invariant form here: multiply real and imaginary parts"
+        )
     if a.dtype != b.dtype:
         raise RuntimeError(f"the factors of a product must have one dtype, got {a.dtype} and {b.dtype}")
     fit = a.dim() == b.dim() == num_dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
@@ -144,32 +183,41 @@ def _expanded(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return kernels.of(x).softmax(x, dim, half_to_float)
+    if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1:
+        row_reductions.refuse_masked_beginning(x)
+    return _row(row_reductions.softmax, "softmax")(func, x, dim, half_to_float)
 
 
-def _on_cuda(name: str) -> Callable[..., Any]:
-    """On a CPU these reduce each row on its own already."""
+def _dot(func: Any, a: Tensor, b: Tensor) -> Any:
+    return _mm(func, a.unsqueeze(0), b.unsqueeze(-1)).view(())
+
+
+def _row(on_cpu: Callable[..., Any], on_cuda: str) -> Callable[..., Any]:
+    """What the function returns on a CPU, and the one of that name on CUDA."""
 
     def override(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_cuda:
-            return func(x, *args, **kwargs)
+            return on_cpu(func, x, *args, **kwargs)
         from mis_ext.onpolicy.batch_invariant import cuda
 
-        return getattr(cuda, name)(x, *args, **kwargs)
+        return getattr(cuda, on_cuda)(x, *args, **kwargs)
 
     return override
 
 
-def _over_a_row(name: str) -> Callable[..., Any]:
-    """Sums over the first dimension are over the batch, and no concern of a row, unless there is no other."""
-    reduce_row = _on_cuda(name)
+def _sums(on_cuda: str) -> Callable[..., Any]:
+    """Sums over the first dimension and others are over the batch, and no concern of a row."""
+    reduce_rows = _row(row_reductions.reduce, on_cuda)
 
     def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
-        axes = {axis % max(x.dim(), 1) for axis in dim or ()}
-        is_row = bool(axes) and (0 not in axes or x.dim() == 1)
-        return (reduce_row if is_row else _plain)(func, x, dim, *args, **kwargs)
+        return (reduce_rows if row_reductions.is_over_rows(x, dim) else _plain)(func, x, dim, *args, **kwargs)
 
     return override
+
+
+def _of_contiguous(func: Any, x: Tensor, *args: Any) -> Any:
+    """On a CPU torch computes channels that lie apart in another way."""
+    return func(x.contiguous() if x.device.type == "cpu" else x, *args)
 
 
 def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,67 +230,30 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
+    aten.dot.default: _dot,
+    aten.vdot.default: _dot,
     aten._softmax.default: _softmax,
-    aten._softmax_backward_data.default: _on_cuda("softmax_backward"),
-    aten._log_softmax.default: _on_cuda("log_softmax"),
-    aten._log_softmax_backward_data.default: _on_cuda("log_softmax_backward"),
-    aten.mean.dim: _over_a_row("mean"),
-    aten.sum.dim_IntList: _over_a_row("sum"),
+    aten._softmax_backward_data.default: _row(_plain, "softmax_backward"),
+    aten._log_softmax.default: _row(row_reductions.log_softmax, "log_softmax"),
+    aten._log_softmax_backward_data.default: _row(_plain, "log_softmax_backward"),
+    aten.mean.dim: _sums("mean"),
+    aten.sum.dim_IntList: _sums("sum"),
+    aten.logsumexp.default: _row(row_reductions.reduce, "logsumexp"),
+    aten.glu.default: elementwise.glu,
+    aten.native_batch_norm.default: _of_contiguous,
 }
-_OVERRIDES |= grouped.OVERRIDES | accumulation.OVERRIDES | ties.OVERRIDES
-
-_WITHOUT_A_FORM = (
-    "_addmm_activation",
-    "_cdist_forward",
-    "_cudnn_attention_forward",
-    "_cudnn_rnn",
-    "_efficient_attention_forward",
-    "_euclidean_dist",
-    "_flash_attention_forward",
-    "_flash_attention_forward_no_dropout_inplace",
-    "_native_multi_head_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_grouped_mm",
-    "_scaled_grouped_mm_v2",
-    "_scaled_mm",
-    "_scaled_mm_v2",
-    "_transformer_encoder_layer_fwd",
-    "_trilinear",
-    "_unsafe_masked_index_put_accumulate",
-    "addbmm",
-    "addbmm_",
-    "addmm_",
-    "addmv",
-    "addmv_",
-    "baddbmm_",
-    "convolution",
-    "linear",
-    "log_softmax",
-    "miopen_rnn",
-    "mkldnn_rnn_layer",
-    "softmax",
+_OVERRIDES |= dict.fromkeys(
+    (
+        aten.linalg_vector_norm.default,
+        aten.nansum.default,
+        aten.norm.ScalarOpt_dim,
+        aten.norm.ScalarOpt_dim_dtype,
+        aten.prod.dim_int,
+        aten.std.correction,
+        aten.std_mean.correction,
+        aten.var.correction,
+        aten.var_mean.correction,
+    ),
+    row_reductions.reduce,
 )
-
-
-def _overloads(packets: Iterable[Any]) -> Iterator[Any]:
-    for packet in packets:
-        overloads = (getattr(packet, name) for name in packet.overloads())
-        # The rest belong to TorchScript alone.
-        yield from (func for func in overloads if torch._C._dispatch_has_kernel(func.name()))
-
-
-# Not every version of torch has them all. What is composite arrives once more as its parts.
-_packets = {func.overloadpacket for func in _OVERRIDES} | {
-    getattr(aten, name) for name in _WITHOUT_A_FORM if hasattr(aten, name)
-}
-# Without a reduction it adds nothing.
-_packets -= {aten.scatter, aten.scatter_}
-# Means and sums over everything are over the batch.
-_allowed = _OVERRIDES.keys() | {aten.mean.default, aten.sum.default}
-REFUSED = frozenset(func for func in _overloads(_packets) if func not in _allowed and not _is_composite(func))
-"""Products and attention kernels that would run unchanged, and so are errors inside the mode: of operators without a
-batch-invariant form all overloads, of the others those that write into a given tensor or return another dtype."""
+_OVERRIDES |= grouped.OVERRIDES | accumulation.OVERRIDES | ties.OVERRIDES

@@ -28,6 +28,8 @@ def scaled_dot_product_attention(
     """
     if dropout_p > 0.0:
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
+    if attn_mask is not None and type(attn_mask) is not Tensor:
+        attn_mask = _mask_of_bias(attn_mask).to(query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise NotImplementedError(f"batch-invariant attention takes boolean masks, got {attn_mask.dtype}")
     if attn_mask is not None and is_causal:
@@ -51,6 +53,16 @@ def scaled_dot_product_attention(
     output = output.view(num_sequences, num_q, heads[0], value.shape[-1]).transpose(1, 2)
     head_shape = heads[:1] if max(x.dim() for x in (query, key, value)) > 2 else []
     return output.reshape(*batch_shape, *head_shape, num_q, value.shape[-1])
+
+
+def _mask_of_bias(mask: Tensor) -> Tensor:
+    # It brings the compiler of torch along.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return mask
+    shift = 0 if mask.variant == CausalVariant.UPPER_LEFT else mask.seq_len_kv - mask.seq_len_q
+    return torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(shift)
 
 
 def _num_heads(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> list[int]:

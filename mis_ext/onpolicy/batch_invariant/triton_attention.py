@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packing import Packing, runs_of, seen_keys
 from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
@@ -61,7 +61,7 @@ def attention_forward(
     value: Tensor,
     packing: Packing,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key.
+    """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key seen.
 
     A value that is not finite reaches the queries that see its key, and others whose tile does.
 
@@ -80,7 +80,7 @@ def attention_forward(
         TypeError: A dtype has no kernel, or the dtypes differ.
         RuntimeError: Triton cannot run here.
     """
-    call = _Call.of(query, key, value, packing)
+    call = _Call.of(query, key, value, packing, in_runs=True)
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.zeros(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = tiles_of(query.dtype, query.shape[2]).forward
@@ -144,12 +144,12 @@ class _Call(NamedTuple):
     """What all three kernels get."""
 
     tensors: tuple[Tensor, ...]
-    cu_seqlens: tuple[Tensor, Tensor]
+    bounds: tuple[Tensor, ...]
     scale: float
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> _Call:
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False) -> _Call:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask = packing
         check_tensors({"query": query, "key": key, "value": value})
         check_products(query.dtype, query.device)
@@ -158,7 +158,12 @@ class _Call(NamedTuple):
         num_sequences = cu_seqlens_q.numel() - 1
         if mask is not None:
             _check_mask(mask, query, (num_sequences, query.shape[1], max_seqlen_q, max_seqlen_k))
-            mask = _words_of(mask).expand(-1, query.shape[1], -1, -1)
+        runs = runs_of(packing if in_runs else packing._replace(mask=None))
+        mask_starts = torch.zeros_like(runs.sequence_R)
+        if mask is not None:
+            words = _words_of(_from_first_key(mask) if in_runs and mask.numel() else mask)
+            mask = words.expand(-1, query.shape[1], -1, -1)
+            mask_starts = runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)
         # Only the last dimension must be dense.
         tensors = tuple(x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         constants = {
@@ -170,14 +175,14 @@ class _Call(NamedTuple):
             "PRECISION": "ieee" if query.shape[2] > _WIDE else FLOAT32_PRODUCTS,
             "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
         }
-        cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-        return cls((*tensors, *(() if mask is None else (mask,))), cu_seqlens, float(scale), constants)
+        bounds = (*(x.contiguous() for x in runs[:3]), mask_starts)
+        return cls((*tensors, *(() if mask is None else (mask,))), bounds, float(scale), constants)
 
     def launch(self, kernel: Any, tile: Tile, longest: int, block: int, num_heads: int, *others: Tensor) -> None:
         """A program per sequence, head and ``block`` of at most ``longest`` rows."""
         query, key, value, *masks = self.tensors
         num_tiles = -(-longest // block)
-        num_programs = num_tiles * num_heads * (self.cu_seqlens[0].numel() - 1)
+        num_programs = num_tiles * num_heads * (self.bounds[0].numel() - 1)
         if num_programs == 0:
             return
         with launching_on(query):
@@ -187,16 +192,24 @@ class _Call(NamedTuple):
                 value,
                 masks[0] if masks else query,
                 *others,
-                *self.cu_seqlens,
+                *self.bounds,
                 num_tiles,
                 query.shape[1],
                 query.shape[0],
                 self.scale,
                 *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-                *(masks[0].stride()[:3] if masks else (0, 0, 0)),
+                *(masks[0].stride()[1:3] if masks else (0, 0)),
                 **self.constants,
                 **tile._asdict(),
             )
+
+
+def _from_first_key(mask: Tensor) -> Tensor:
+    """The mask, each query's part of it from the first key on that it sees."""
+    num_keys = mask.shape[-1]
+    key_SQJ = seen_keys(mask)[0][..., None] + torch.arange(num_keys, device=mask.device)
+    index = key_SQJ.clamp(max=num_keys - 1)[:, None].expand(-1, mask.shape[1], -1, -1)
+    return mask.gather(-1, index) & (key_SQJ < num_keys)[:, None]
 
 
 def _words_of(mask: Tensor) -> Tensor:

@@ -25,7 +25,9 @@ def query_gradient_kernel(
     delta,
     grad_query,
     cu_seqlens_q,
-    cu_seqlens_k,
+    key_starts,
+    key_ends,
+    mask_starts,
     num_tiles,
     num_heads,
     num_rows,
@@ -36,7 +38,6 @@ def query_gradient_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
-    mask_stride,
     mask_head_stride,
     mask_query_stride,
     QUERIES_PER_KEY: tl.constexpr,
@@ -51,15 +52,15 @@ def query_gradient_kernel(
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = (tl.program_id(0) // num_tiles % num_heads).to(tl.int64)
     sequence = tl.program_id(0) // (num_tiles * num_heads)
-    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(cu_seqlens_k + sequence)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    num_keys = tl.load(cu_seqlens_k + sequence + 1) - first_key
+    num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_M >= num_queries:
         return
     query += head * query_head_stride
     key += head // QUERIES_PER_KEY * key_head_stride
     value += head // QUERIES_PER_KEY * value_head_stride
-    mask += sequence.to(tl.int64) * mask_stride + head * mask_head_stride
+    mask += tl.load(mask_starts + sequence) + head * mask_head_stride
     head_dim: tl.constexpr = HEAD_DIM
     out_stride = num_heads * head_dim
 
@@ -104,7 +105,9 @@ def key_gradient_kernel(
     grad_key,
     grad_value,
     cu_seqlens_q,
-    cu_seqlens_k,
+    key_starts,
+    key_ends,
+    mask_starts,
     num_tiles,
     num_heads,
     num_rows,
@@ -115,7 +118,6 @@ def key_gradient_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
-    mask_stride,
     mask_head_stride,
     mask_query_stride,
     QUERIES_PER_KEY: tl.constexpr,
@@ -131,12 +133,12 @@ def key_gradient_kernel(
     tile = tl.program_id(0) % num_tiles
     group = (tl.program_id(0) // num_tiles % num_groups).to(tl.int64)
     sequence = tl.program_id(0) // (num_tiles * num_groups)
-    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(cu_seqlens_k + sequence)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    num_keys = tl.load(cu_seqlens_k + sequence + 1) - first_key
+    num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_N >= num_keys:
         return
-    mask += sequence.to(tl.int64) * mask_stride
+    mask += tl.load(mask_starts + sequence)
     head_dim: tl.constexpr = HEAD_DIM
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = load_rows(key + group * key_head_stride, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)

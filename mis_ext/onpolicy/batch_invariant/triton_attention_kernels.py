@@ -1,8 +1,8 @@
 """Attention in blocks of fixed size, forward.
 
-A program belongs to one sequence and one head. Blocks of keys start at the first key of the sequence, so that a query
-meets the same blocks in a prefill, in a chunk of it and in a decode. A block of which a query sees nothing leaves its
-sums as they were, to the bit: the maximum stays, so the sums are multiplied by exactly 1, and zeros are added.
+A program belongs to one run of queries and one head. Blocks of keys start at the first key that a query sees, so that
+it meets the same blocks in a prefill, in a chunk of it and in a decode. A block of which a query sees nothing leaves
+its sums as they were, to the bit: the maximum stays, so the sums are multiplied by exactly 1, and zeros are added.
 """
 
 import triton
@@ -15,7 +15,7 @@ BLOCK_N = tl.constexpr(64)
 
 
 # What differs between a prefill and a decode must not choose other code.
-VARYING = ["mask", "num_tiles", "num_rows", "mask_stride", "mask_head_stride", "mask_query_stride"]
+VARYING = ["mask", "mask_starts", "num_tiles", "num_rows", "mask_head_stride", "mask_query_stride"]
 
 
 @triton.jit
@@ -71,7 +71,9 @@ def forward_kernel(
     output,
     lse,
     cu_seqlens_q,
-    cu_seqlens_k,
+    key_starts,
+    key_ends,
+    mask_starts,
     num_tiles,
     num_heads,
     num_rows,
@@ -82,7 +84,6 @@ def forward_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
-    mask_stride,
     mask_head_stride,
     mask_query_stride,
     QUERIES_PER_KEY: tl.constexpr,
@@ -98,16 +99,16 @@ def forward_kernel(
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = tl.program_id(0) // num_tiles % num_heads
     sequence = tl.program_id(0) // (num_tiles * num_heads)
-    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(cu_seqlens_k + sequence)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    num_keys = tl.load(cu_seqlens_k + sequence + 1) - first_key
+    num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_M >= num_queries:
         return
     wide_head = head.to(tl.int64)
     query += wide_head * query_head_stride
     key += wide_head // QUERIES_PER_KEY * key_head_stride
     value += wide_head // QUERIES_PER_KEY * value_head_stride
-    mask += sequence.to(tl.int64) * mask_stride + wide_head * mask_head_stride
+    mask += tl.load(mask_starts + sequence) + wide_head * mask_head_stride
 
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)

@@ -9,10 +9,45 @@ import triton.language as tl
 
 from mis_ext.correction.triton.launch import kernel
 
+# Of a share of a softmax: 2**20 of them fit into 63 bits.
+SHARE = tl.constexpr(2.0**42)
+
 
 @kernel
-def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """Softmax, or its logarithm, of contiguous rows; a tail of minus infinities changes no bit of what precedes it."""
+def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
+    """Softmax of contiguous rows; columns at minus infinity change no bit, wherever they are.
+
+    The shares are added up as integers, in which no order matters.
+    """
+    first = tl.program_id(0).to(tl.int64) * num_columns
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, value)
+    row_highest = tl.max(highest, 0)
+    is_finite = tl.abs(row_highest) < float("inf")
+    origin = tl.where(is_finite, row_highest, 0.0)
+    total = tl.zeros([BLOCK], tl.int64)
+    num_nan = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
+        num_nan += (value != value).to(tl.int32)
+        total += (tl.exp(value - origin) * SHARE).to(tl.int64)
+    # An integer is never NaN.
+    row_total = tl.where(tl.sum(num_nan, 0) == 0, tl.sum(total, 0).to(tl.float32) / SHARE, float("nan"))
+    row_total = tl.where(is_finite, row_total, float("nan"))
+    for start in range(0, num_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < num_columns
+        share = tl.exp(tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - origin)
+        tl.store(out + first + column, (share / row_total).to(out.dtype.element_ty), mask=is_column)
+
+
+@kernel
+def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
+    """Logarithm of the softmax of contiguous rows."""
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -31,13 +66,12 @@ def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexp
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
         shifted = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - row_highest
-        result = shifted - log_total if IS_LOG else tl.exp(shifted) / row_total
-        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column)
+        tl.store(out + first + column, (shifted - log_total).to(out.dtype.element_ty), mask=is_column)
 
 
 @kernel
 def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of :func:`softmax_kernel` from its output."""
+    """The gradient of :func:`softmax_kernel`, or of its logarithm, from its output."""
     first = tl.program_id(0).to(tl.int64) * num_columns
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):

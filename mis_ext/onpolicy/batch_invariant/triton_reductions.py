@@ -16,6 +16,7 @@ from torch import Tensor
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of
 from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors, launching_on
 from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
+    log_softmax_kernel,
     rms_norm_kernel,
     softmax_backward_kernel,
     softmax_kernel,
@@ -23,11 +24,13 @@ from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
 )
 
 BLOCK = 2048
+# The integers that softmax adds up hold so many.
+MOST_COLUMNS = 1 << 20
 _NARROWEST = 128
 
 # Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
-_softmax = BoundKernel(softmax_kernel, IS_LOG=False, BLOCK=BLOCK)
-_log_softmax = BoundKernel(softmax_kernel, IS_LOG=True, BLOCK=BLOCK)
+_softmax = BoundKernel(softmax_kernel, BLOCK=BLOCK)
+_log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
 _softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK)
 _log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK)
 
@@ -52,7 +55,9 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """Softmax over one dimension; arguments and errors as in :func:`log_softmax`."""
+    """Softmax over one dimension of at most 2**20 numbers; arguments and errors as in :func:`log_softmax`."""
+    if x.dim() and x.shape[dim] > MOST_COLUMNS:
+        raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
     return _softmax_of(_softmax, x, dim, half_to_float)
 
 
@@ -109,6 +114,17 @@ def sum(
 ) -> Tensor:
     """Sum over dimensions; arguments and errors as in :func:`mean`."""
     return _sum_of(x, dim, keepdim, dtype, is_mean=False)
+
+
+def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    """Logarithm of the sum of exponentials over dimensions; arguments and errors as in :func:`mean`."""
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    wide = x.float()
+    highest = wide.amax(dims, keepdim=True)
+    # Of an infinity no difference may be taken.
+    origin = torch.where(highest.isfinite(), highest, 0.0)
+    result = sum((wide - origin).exp(), dims, True).log() + origin
+    return (result if keepdim else result.squeeze(tuple(dims))).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,7 @@ rounding if, in orders of magnitude, it is nearer to what rounding explains than
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,15 +28,19 @@ from mis_ext.onpolicy.invariance.report import InvarianceReport
 
 _CHUNK_SIZES = (2, 3, 5, 7, *(2**power for power in range(3, 13)))
 _THREAD_COUNTS = (1, 2, 4)
+_NUM_DRAWN = 2
+_MOST_THREADS, _LARGEST_FACTOR = 8, 1000
 
 
-def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> InvarianceReport:
+def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor, *, seed: int = 0) -> InvarianceReport:
     """Whether ``fn`` gives each row the same bits alone and in any company.
 
     The reference is each row alone; where ``fn`` cannot run on one row, that is a failed probe and the whole batch is
     the reference. Probed are: repeated runs, the whole batch, chunks of several sizes, permutations, rows of zeros,
-    huge numbers and NaN before and after (their own output is ignored), non-contiguous storage and thread counts.
-    An ``fn`` that raises, or returns something else than one row per row, fails the probe.
+    huge numbers and NaN before and after (their own output is ignored), non-contiguous storage, thread counts, and rows
+    of up to 1,000 times the numbers. Beside those that are always tried, chunk sizes and thread counts are drawn, and
+    the factors too: kernels have borders where nobody expects one. An ``fn`` that raises, or returns something else
+    than one row per row, fails the probe.
 
     ``fn`` gets copies, so it may change its input. State of its own (a batch norm's running mean) advances as in any
     other call. On the CPU ``torch.set_num_threads`` is changed and restored, also after an exception; it is global to
@@ -44,7 +49,8 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     Args:
         fn: Maps ``[n, ...]`` to ``[n, ...]`` for any ``n``: a module, or a function that closes over some.
         rows: ``[N, ...]`` with at least two rows; more rows try more batch sizes. Rows of integers (token ids) are
-            padded with zeros only.
+            padded with zeros only, and not multiplied.
+        seed: Of what is drawn; another one tries others.
 
     Raises:
         ValueError: There are fewer than two rows.
@@ -60,7 +66,9 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     probing.repeat("each row alone, again", alone)
     probing.repeat("full batch, again", whole)
     probing.compare("full batch", whole)
-    for size in filter(len(rows).__gt__, _CHUNK_SIZES):
+    rng = random.Random(seed)
+    drawn_sizes = _drawn(rng, [size for size in range(2, len(rows)) if size not in _CHUNK_SIZES])
+    for size in [*filter(len(rows).__gt__, _CHUNK_SIZES), *drawn_sizes]:
         probing.compare(f"chunks of {size}", _chunks(fn, size))
     probing.compare("reversed", _permuted(fn, torch.arange(len(rows)).flip(0)))
     probing.compare("permuted", _permuted(fn, torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))))
@@ -70,13 +78,22 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
             probing.compare(f"{what} {where}", _padded(fn, value, before=where == "before"))
     probing.compare("strided storage", _whole(fn, _strided))
     probing.compare("transposed storage", _whole(fn, _transposed))
-    for count in _THREAD_COUNTS:
+    drawn_counts = _drawn(rng, [count for count in range(2, _MOST_THREADS + 1) if count not in _THREAD_COUNTS])
+    for count in [*_THREAD_COUNTS, *drawn_counts]:
         name = f"{count} thread{'s' * (count > 1)}"
         if rows.device.type == "cpu":
-            probing.compare(name, _threaded([alone, _chunks(fn, 7), whole], count))
+            sizes = (7, rng.randrange(1, len(rows)))
+            probing.compare(name, _threaded([alone, *(_chunks(fn, size) for size in sizes), whole], count))
         else:
             probing.skip(name, f"rows are on {rows.device.type}")
+    if rows.dtype.is_floating_point:
+        for factor in [rng.randint(2, _LARGEST_FACTOR) for _ in range(_NUM_DRAWN)]:
+            probing.also(f"rows times {factor}", rows * factor, alone, whole)
     return probing.report()
+
+
+def _drawn(rng: random.Random, choices: list[int]) -> list[int]:
+    return sorted(rng.sample(choices, min(_NUM_DRAWN, len(choices))))
 
 
 def _paddings(dtype: torch.dtype) -> dict[str, float]:

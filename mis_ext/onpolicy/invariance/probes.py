@@ -80,6 +80,14 @@ class Probing:
         """Compare the outputs of ``body`` with the reference."""
         self._add(name, _attempt(lambda: _difference(body(self._rows), self._expected)), body)
 
+    def also(self, name: str, rows: Tensor, reference: Body, body: Body) -> None:
+        """Compare the outputs of two bodies for other rows; to be called after :meth:`repeat`."""
+        other = Probing(rows, {name: reference})
+        other._repeatable = self._repeatable
+        if other.has_reference:
+            other.compare(name, body)
+        self._results += other._results
+
     def _run(self, body: Body) -> Tensor:
         return _assemble(body(self._rows))
 

@@ -1,0 +1,426 @@
+"""A number's bits depend on its own row alone, for whatever the mode lets through on a CPU."""
+
+import math
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
+from mis_ext.onpolicy.batch_invariant.elementwise import filled
+from mis_ext.onpolicy.batch_invariant.row_reductions import refuse_masked_beginning
+from mis_ext.onpolicy.bits import as_real, same_bits
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_restored():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def equal_bits(a, b):
+    a, b = as_real(a), as_real(b)
+    return a.shape == b.shape and bool((same_bits(a, b) | (a.isnan() & b.isnan())).all())
+
+
+def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+
+
+def strided(x):
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def elementwise_operators():
+    """All that torch calls pointwise, and return a new tensor."""
+    names = [name for name in dir(aten) if isinstance(getattr(aten, name), torch._ops.OpOverloadPacket)]
+    overloads = [getattr(getattr(aten, name), form) for name in names for form in getattr(aten, name).overloads()]
+    return [func for func in overloads if torch.Tag.pointwise in func.tags and not func._schema.is_mutable]
+
+
+def arguments_of(func, numel, dtype, rng):
+    """By the types of the schema; None where there is no choice."""
+    kinds = {"number": 0.7, "Optional[number]": 0.7, "float": 0.7, "int": 2, "bool": True, "str": "none"}
+    scale, positive, arguments = rng.choice([0.1, 1.0, 30.0, 1000.0]), rng.random() < 0.5, []
+    for argument in func._schema.arguments:
+        if str(argument.type) in ("Tensor", "Optional[Tensor]"):
+            x = randn(numel, dtype=dtype, seed=rng.randrange(99), scale=scale)
+            arguments.append(x.abs() if positive and not dtype.is_complex else x)
+        elif not argument.has_default_value() or (not argument.kwarg_only and str(argument.type) == "number"):
+            arguments.append(kinds.get(str(argument.type)))
+    return arguments
+
+
+def changed(arguments, change):
+    return [change(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def moved_bits(func, arguments, rng):
+    """Where the function gives an element other bits than in one contiguous tensor and one thread."""
+    torch.set_num_threads(1)
+    expected, numel = func(*arguments), arguments_numel(arguments)
+    start = rng.randrange(numel)
+    stop = min(numel, start + rng.choice([1, 7, 63, 300]))
+    for threads in (1, rng.randint(2, 7)):
+        torch.set_num_threads(threads)
+        if not equal_bits(func(*arguments), expected):
+            yield f"{threads} threads"
+        if not equal_bits(func(*changed(arguments, strided)), expected):
+            yield "strided"
+        if not equal_bits(func(*changed(arguments, lambda x: x[start:stop])), expected[start:stop]):
+            yield f"{start} to {stop} of {numel}"
+
+
+def arguments_numel(arguments):
+    return next(x.numel() for x in arguments if isinstance(x, torch.Tensor))
+
+
+def test_elementwise_functions_do_not_know_where_a_number_lies():
+    rng, found, num_judged = random.Random(0), {}, 0
+    for func in rng.sample(elementwise_operators(), 100):
+        dtype = rng.choice([*FLOATS, torch.float32, torch.complex64])
+        arguments = arguments_of(func, rng.choice([70, 1_001, 5_000, 33_001]), dtype, rng)
+        try:
+            plain = func(*arguments)
+        except (RuntimeError, TypeError):
+            # No function of this dtype, or of these arguments.
+            continue
+        if not isinstance(plain, torch.Tensor) or not (plain.is_floating_point() or plain.is_complex()):
+            continue
+        num_judged += 1
+        with batch_invariant_mode():
+            places = [*moved_bits(func, arguments, rng)]
+        if places:
+            found[f"{func} {dtype}"] = places
+    assert found == {}
+    assert num_judged > 35
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.softplus, torch.rsqrt, F.glu])
+def test_what_is_called_in_models_is_close_to_torch_and_laid_out_like_it(function):
+    x = randn(7, 5, 26).abs()
+    for layout in (x, x.transpose(0, 1), strided(x), x[:, 1:]):
+        plain = function(layout)
+        with batch_invariant_mode():
+            ours = function(layout)
+        assert (ours.shape, ours.stride(), ours.dtype) == (plain.shape, plain.stride(), plain.dtype)
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_functions_that_write_are_those_that_return():
+    x, out = randn(3, 5), torch.empty(0)
+    with batch_invariant_mode():
+        expected = F.silu(x)
+        assert equal_bits(F.silu(x.clone(), inplace=True), expected)
+        assert equal_bits(torch.sigmoid(x, out=out), x.sigmoid())
+        assert equal_bits(out, x.sigmoid())
+        assert equal_bits(x.t().clone().t().exp_(), x.exp())
+        assert torch.exp(torch.tensor(0.0)) == 1
+        assert F.silu(torch.empty(0, 4)).shape == (0, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(numel=st.integers(0, 3_000_000), num_threads=st.integers(1, 96), is_gelu=st.booleans())
+def test_every_thread_gets_whole_vectors_and_little_is_added(numel, num_threads, is_gelu):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: num_threads)
+        length = filled(numel, is_gelu=is_gelu)
+    assert numel <= length < numel + 64 * num_threads
+    shares = num_threads if is_gelu and length > 16_384 else max(1, min(num_threads, -(-length // 32_768)))
+    assert -(-length // shares) % 64 == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("OMP_DYNAMIC", "TRUE"), ("OMP_THREAD_LIMIT", "2")])
+def test_an_openmp_that_may_take_fewer_threads_than_torch_says_is_an_error(name, value, monkeypatch):
+    torch.set_num_threads(3)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"{name}={value}"), batch_invariant_mode():
+        pass
+    monkeypatch.setenv(name, "false" if name == "OMP_DYNAMIC" else "3")
+    with batch_invariant_mode():
+        pass
+
+
+ROW_FUNCTIONS = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh") + F.gelu(x),
+    "sigmoid and softplus": lambda x: x.sigmoid() * F.softplus(x),
+    "glu": lambda x: F.glu(torch.cat([x, x + 1], -1)),
+    "mean": lambda x: x.mean(-1),
+    "sum, its dimension kept": lambda x: x.sum(-1, keepdim=True),
+    "sum over two": lambda x: x.sum((1, 2)),
+    "sum over the middle": lambda x: x.sum(1, keepdim=True),
+    "softmax": lambda x: x.softmax(-1),
+    "softmax over the middle": lambda x: x.softmax(1),
+    "log_softmax over the middle": lambda x: x.log_softmax(1),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "log-prob": lambda x: x - x.logsumexp(-1, keepdim=True),
+    "variance": lambda x: x.var(-1),
+    "variance and mean": lambda x: torch.stack(torch.var_mean(x, -1, keepdim=True)).movedim(0, -1),
+    "deviation": lambda x: x.std((1, 2)),
+    "norm": lambda x: F.normalize(x, dim=-1) + x.norm(dim=-1, keepdim=True),
+    "RMS norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "product": lambda x: (1 + x / 100).prod(-1),
+    "dot": lambda x: torch.stack([torch.dot(row[0], row[-1]) for row in x]),
+    "complex product": lambda x: torch.view_as_real(torch.complex(x, x + 1) * torch.polar(x.abs(), x)),
+}
+
+
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
+def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
+    function, rng = ROW_FUNCTIONS[name], random.Random(name)
+    for trial in range(3):
+        dtype = torch.float32 if trial == 0 or name.startswith("complex") else rng.choice(FLOATS)
+        # Alone, a row of more than 32,768 numbers is one that threads share.
+        shapes = (rng.randint(2, 3), 1, rng.randint(33_000, 70_000)), (rng.randint(2, 7), 3, rng.randint(1, 3000))
+        x = randn(*shapes[trial > 0], dtype=dtype, seed=trial)
+        with batch_invariant_mode():
+            torch.set_num_threads(1)
+            expected = torch.cat([function(row[None]) for row in x])
+            for threads in (1, rng.randint(2, 7)):
+                torch.set_num_threads(threads)
+                for batch in (x, strided(x), x.movedim(0, -1).contiguous().movedim(-1, 0)):
+                    assert equal_bits(function(batch), expected), (threads, dtype, [*x.shape], x.stride())
+                for part in (slice(len(x) - 1, None), slice(0, rng.randint(1, len(x)))):
+                    assert equal_bits(function(x[part]), expected[part]), (threads, dtype, [*x.shape], part)
+        torch.set_num_threads(1)
+        torch.testing.assert_close(expected, function(x), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
+
+
+def test_reductions_without_a_kernel_are_refused_on_cuda_but_for_those_over_the_batch():
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda")
+    with batch_invariant_mode():
+        assert x.norm().shape == torch.linalg.vector_norm(x).shape == ()
+        assert x.var(0).shape == (8,)
+        with pytest.raises(
+            NotImplementedError, match="of a row has no batch-invariant form on cuda: take means and sums"
+        ):
+            x.norm(dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are(dtype):
+    x, rng = randn(4, 200, dtype=dtype, scale=4.0), random.Random(0)
+    with batch_invariant_mode():
+        expected = x.softmax(-1)
+        for _ in range(10):
+            width = rng.randint(201, 900)
+            places = torch.tensor(sorted(rng.sample(range(width), 200)))
+            wide = torch.full((4, width), -math.inf, dtype=dtype)
+            wide[:, places] = x
+            result = wide.softmax(-1)
+            assert equal_bits(result[:, places], expected)
+            assert result.count_nonzero() == expected.count_nonzero()
+        assert torch.full((2, 3), -math.inf).softmax(-1).isnan().all()
+        assert torch.tensor([[1.0, math.inf, 2.0], [math.nan, 1.0, 2.0]]).softmax(-1).isnan().all()
+    exact = x.double().softmax(-1)
+    # Rounded are the differences to the highest, up to 32, and float16 has no numbers below 2**-24.
+    tolerance = 32 * torch.finfo(dtype).eps * exact + 2.0**-24 * (dtype == torch.float16)
+    assert ((expected.double() - exact).abs() <= tolerance + 1e-300).all()
+
+
+def test_a_softmax_of_equal_columns_is_exact():
+    with batch_invariant_mode():
+        assert (torch.zeros(1, 1 << 20).softmax(-1) == 2.0**-20).all()
+        with pytest.raises(NotImplementedError, match="at most 1048576 columns, got 1048577"):
+            torch.zeros(1, (1 << 20) + 1).softmax(-1)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (16, 128, 128), (1, 1, 1), (20, 300, 129)])
+def test_a_product_has_memory_of_its_own_and_can_be_viewed(shape):
+    M, K, N = shape
+    with batch_invariant_mode():
+        for product in (randn(M, K) @ randn(K, N), randn(2, M, K) @ randn(2, K, N), F.linear(randn(M, K), randn(N, K))):
+            assert product.is_contiguous()
+            assert product.untyped_storage().nbytes() == 4 * product.numel()
+            product.view(-1)
+
+
+def dynamically_quantized(x):
+    with warnings.catch_warnings():
+        # Of torch's, that it will be moved to another package.
+        warnings.simplefilter("ignore")
+        return torch.ao.nn.quantized.dynamic.Linear(8, 4)(x)
+
+
+SQUARE = torch.eye(4) + 3
+REFUSED = {
+    "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).t(),
+    "quantized.linear_dynamic": dynamically_quantized,
+    "mkldnn._linear_pointwise": lambda x: torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], ""),
+    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(SQUARE, x, upper=True),
+    "cholesky_solve": lambda x: torch.cholesky_solve(x, SQUARE),
+    "linalg_inv_ex": lambda x: torch.linalg.inv(SQUARE),
+    "linalg_lu_factor_ex": lambda x: torch.linalg.lu_factor(SQUARE),
+    "_fft_r2c": torch.fft.fft,
+    "addr": lambda x: torch.addr(SQUARE, x[0, :4], x[1, :4]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_multiplies_in_a_way_of_its_own_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=name), torch.no_grad(), batch_invariant_mode():
+        REFUSED[name](randn(4, 8))
+
+
+def test_what_nobody_has_reviewed_is_refused():
+    message = r"aten\.grid_sampler_2d\.default has no .*: compute it outside"
+    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
+        F.grid_sample(randn(1, 1, 3, 3), torch.zeros(1, 2, 2, 2), align_corners=False)
+
+
+def attend(query, key, value, **how):
+    return F.scaled_dot_product_attention(query, key, value, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_and_padded_sequences_have_the_bits_that_they_have_alone(seed, dtype):
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 150) for _ in range(3)]
+    total, padding = sum(lengths), rng.randint(1, 70)
+    query, key, value = (randn(1, 4, total, 16, dtype=dtype, seed=seed) for seed in range(3))
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    with batch_invariant_mode():
+        packed = attend(query, key, value, attn_mask=causal & (sequence[:, None] == sequence))
+        starts = [0, lengths[0], lengths[0] + lengths[1]]
+        for start, length in zip(starts, lengths, strict=True):
+            own = [x[:, :, start : start + length] for x in (query, key, value)]
+            alone = attend(*own, is_causal=True)
+            assert equal_bits(packed[:, :, start : start + length], alone)
+            on_left = [torch.cat([x[:, :, :1].expand(-1, -1, padding, -1) + 1, x], 2) for x in own]
+            num_keys = length + padding
+            mask = torch.ones(num_keys, num_keys, dtype=torch.bool).tril() & (torch.arange(num_keys) >= padding)
+            assert equal_bits(attend(*on_left, attn_mask=mask)[:, :, padding:], alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_whose_cache_drops_keys_has_the_bits_of_a_prefill(seed):
+    rng = random.Random(seed)
+    window, length = rng.randint(2, 100), 160
+    query, key, value = (randn(1, 4, length, 16, seed=seed) for seed in range(3))
+    position = torch.arange(length)
+    mask = (position <= position[:, None]) & (position > position[:, None] - window)
+    with batch_invariant_mode():
+        whole = attend(query, key, value, attn_mask=mask)
+        for last in rng.sample(range(length), 20):
+            seen = slice(max(0, last - window + 1), last + 1)
+            step = attend(query[:, :, last : last + 1], key[:, :, seen], value[:, :, seen])
+            assert equal_bits(step, whole[:, :, last : last + 1])
+        kept = slice(60 - window + 1 if window <= 60 else 0, 100)
+        chunk = attend(query[:, :, 60:100], key[:, :, kept], value[:, :, kept], attn_mask=mask[60:100, kept])
+        assert equal_bits(chunk, whole[:, :, 60:100])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_and_values_of_any_width_with_a_mask_and_groups_of_heads(seed):
+    rng = random.Random(seed)
+    dim, value_dim = rng.randint(1, 80), 1 if seed == 0 else rng.randint(1, 80)
+    for groups, heads in ((1, 1), (2, 4)):
+        length = rng.randint(2, 70)
+        query = randn(3, heads, length, dim)
+        key, value = randn(3, groups, length, dim, seed=1), randn(3, groups, length, value_dim, seed=2)
+        mask = torch.rand(3, 1, length, length, generator=torch.Generator().manual_seed(3)) > 0.3
+        with batch_invariant_mode():
+            whole = attend(query, key, value, attn_mask=mask, enable_gqa=True)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for row in rng.sample(range(length), min(length, 12)):
+                    index = rng.randrange(3)
+                    one, of_one = slice(index, index + 1), slice(row, row + 1)
+                    step = attend(
+                        query[one, :, of_one], key[one], value[one], attn_mask=mask[one, :, of_one], enable_gqa=True
+                    )
+                    assert equal_bits(step, whole[one, :, of_one]), (index, row, heads)
+
+
+def second_derivative(x):
+    (slope,) = torch.autograd.grad(attend(x, x, x).square().sum(), x, create_graph=True)
+    torch.autograd.grad(slope.sum(), x)
+
+
+def flexible(x):
+    # Takes seconds to import.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex_attention(x.detach(), x.detach(), x.detach())
+
+
+UNTOUCHED = {
+    "flex_attention hides operators .* take scaled_dot_product_attention": flexible,
+    "no derivative by torch.func: take torch.autograd.grad": torch.func.grad(lambda x: attend(x, x, x).sum()),
+    "no second derivative: leave the mode": second_derivative,
+}
+
+
+@pytest.mark.parametrize("message", UNTOUCHED)
+# Of torch, that flex attention is slow where it is not compiled, and of its own use of a module.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_ways_around_the_attention_of_the_mode_are_errors_that_say_what_to_do(message):
+    x = randn(1, 2, 8, 16).requires_grad_()
+    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
+        UNTOUCHED[message](x)
+
+
+@pytest.mark.parametrize(("kind", "shift"), [(causal_upper_left, 0), (causal_lower_right, 5)])
+def test_causal_bias_objects_are_their_masks(kind, shift):
+    query, key = randn(1, 2, 3, 16), randn(1, 2, 8, 16, seed=1)
+    bias = kind(3, 8)
+    with batch_invariant_mode():
+        ours = attend(query, key, key, attn_mask=bias)
+        assert equal_bits(ours, attend(query, key, key, attn_mask=torch.ones(3, 8, dtype=torch.bool).tril(shift)))
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -65504.0])
+def test_eager_attention_on_cuda_whose_first_keys_are_masked_is_refused(masked):
+    scores = randn(2, 4, 6, 9)
+    scores[1, :, :, 5:] = masked
+    refuse_masked_beginning(scores)
+    # A query of padding, which sees nothing.
+    scores[0, :, 0] = masked
+    refuse_masked_beginning(scores)
+    scores[0, 1, 3, :2] = masked
+    with pytest.raises(NotImplementedError, match='take attn_implementation="sdpa", or pad on the right'):
+        refuse_masked_beginning(scores)
+
+
+def eager_attention(query, key, value, mask, sink):
+    """With an attention sink after the keys, as in GPT-OSS."""
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, torch.finfo(query.dtype).min)
+    scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return shares[..., :-1] @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(2))
+def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(seed, dtype):
+    rng, length = random.Random(seed), 150
+    query, key, value = (randn(1, 4, length, 16, dtype=dtype, seed=seed) for seed in range(3))
+    window, sink, position = rng.randint(2, 140), randn(4, 1, 1, dtype=dtype, seed=3), torch.arange(length)
+    mask = (position <= position[:, None]) & (position > position[:, None] - window)
+    with batch_invariant_mode():
+        whole = eager_attention(query, key, value, mask, sink)
+        for last in rng.sample(range(length), 12):
+            torch.set_num_threads(rng.randint(1, 3))
+            seen = slice(max(0, last - window + 1), last + 1)
+            for own in (seen, slice(0, last + 1), slice(rng.randint(0, seen.start), rng.randint(last + 1, length))):
+                row = slice(last, last + 1)
+                step = eager_attention(query[:, :, row], key[:, :, own], value[:, :, own], mask[row, own], sink)
+                assert equal_bits(step, whole[:, :, row]), (last, own, window)
+    torch.set_num_threads(1)
+    plain = eager_attention(*(x.double() for x in (query, key, value)), mask, sink.double())
+    assert (whole.double() - plain).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)

@@ -1,0 +1,43 @@
+"""A few architectures of the page that says which are exact in the batch-invariant mode."""
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import model_zoo  # noqa: E402
+
+
+def rows_of_the_page():
+    cells = [line.strip("| ").split(" | ") for line in model_zoo.PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {name: dict(zip(model_zoo.PROBES, found, strict=True)) for name, *found in cells[1:]}
+
+
+def test_the_page_has_a_row_for_every_architecture_and_a_reason_for_every_refusal():
+    rows, page = rows_of_the_page(), model_zoo.PAGE.read_text()
+    assert tuple(rows) == model_zoo.ARCHITECTURES
+    for found in rows.values():
+        for cell in found.values():
+            number = re.fullmatch(r"(?:refused|error) \((\d+)\)", cell)
+            assert cell == "exact" or "rows differ" in cell or f"\n{number[1]}. " in page
+
+
+def test_an_architecture_that_is_drawn_is_what_the_page_says():
+    rows, seed = rows_of_the_page(), random.randrange(10**6)
+    name = random.Random(seed).choice([name for name, found in rows.items() if set(found.values()) == {"exact"}])
+    # More threads than there are cores wait for each other.
+    found = model_zoo.judge(name, seed, most_threads=2)
+    assert found == rows[name], (name, seed)
+
+
+def test_an_architecture_that_cannot_be_built_is_an_error_and_not_left_out():
+    found = model_zoo.judge("no_such_architecture")
+    assert set(found) == set(model_zoo.PROBES)
+    assert all(outcome.startswith("ValueError: ") for outcome in found.values())
+    assert "| no_such_architecture | error (1) | error (1) |" in model_zoo.table({"no_such_architecture": found})
