@@ -159,6 +159,16 @@ def test_an_outer_product_is_rounded_once(dtype) -> None:
     assert_same_bits(matmul.addmm(b[0], a, b), a * b + b[0])
 
 
+@each_dtype
+@pytest.mark.parametrize("num_keys", [2, 33])
+def test_the_value_of_the_only_key_has_the_bits_of_the_first_among_keys_without_a_share(dtype, num_keys) -> None:
+    shares = torch.zeros(5, 1, num_keys, dtype=dtype, device=DEVICE)
+    shares[:, :, 0] = random(5, 1).sigmoid().to(dtype)
+    values = random(5, num_keys, 70, dtype=dtype)
+    alone = matmul.bmm(shares[..., :1].contiguous(), values[:, :1].contiguous())
+    assert_same_bits(alone, matmul.bmm(shares, values))
+
+
 def test_products_of_nothing_are_zeros_or_empty() -> None:
     a, b = random(5, 0), random(0, 4)
     assert_same_bits(matmul.mm(a, b), torch.zeros(5, 4, device=DEVICE))

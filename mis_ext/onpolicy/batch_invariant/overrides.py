@@ -133,7 +133,7 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
 
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
-    if b.shape[2] == 1 < a.shape[1]:
+    if b.shape[2] == 1 < a.shape[1] and a.shape[2] > 1:
         # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
         return kernels.of(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
     return kernels.of(a).bmm(a, b)

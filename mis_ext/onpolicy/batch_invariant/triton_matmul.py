@@ -119,7 +119,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
         RuntimeError: As in :func:`mm`.
     """
     _check(a, b, dim=3)
-    return _product(a, b)
+    # A query that sees one key: the share times the value, as where more keys are there and have no share.
+    return _product(a, b, is_outer=a.shape[1:] != (1, 1))
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -151,10 +152,10 @@ def _check(a: Tensor, b: Tensor, *, dim: int) -> None:
         raise ValueError(f"a and b must be {names}, got {[*a.shape]} and {[*b.shape]}")
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, is_outer: bool = True) -> Tensor:
     num_batches, M, K = a.shape
     N = b.shape[2]
-    if K == 1:
+    if K == 1 and is_outer:
         # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
         product = (a * b).contiguous()
         return product if bias is None else product + bias
