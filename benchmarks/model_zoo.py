@@ -252,7 +252,8 @@ def main() -> None:
 `python benchmarks/model_zoo.py --write` ({platform.machine()} CPU, torch {torch.__version__}, transformers
 {transformers.__version__}, seed {options.seed}): tiny models with random weights, float32, {WINDOW} tokens to a window,
 3 sequences of 66 to 130 tokens, 1 to 7 threads, the attention and the experts that transformers takes by
-default. Every token's logits are compared, bit for bit, with those of its sequence alone in one thread. {exact} of {len(results)} are exact in all.
+default. Every token's logits are compared, bit for bit, with those of its sequence alone in one thread.
+{exact} of {len(results)} are exact in all.
 Where rows differ by more than rounding (1e-5), the model itself attends to other tokens there. Where they differ by
 rounding (mpt), the model counts its position biases from the last key that it is given: its scores round differently.
 
