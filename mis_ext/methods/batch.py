@@ -1,0 +1,107 @@
+"""What a method looks at: log-probs of up to four policies, advantages and masks of one call, finite everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import Values
+from mis_ext.methods.reductions import Reduce, Reductions
+from mis_ext.methods.statistics import FORMULAS, METHOD_STATISTICS
+
+Policy = Literal["behavior", "proximal", "current", "reference"]
+Pair = tuple[Policy, Policy]
+"""Numerator and denominator of a ratio."""
+
+MISMATCH: Pair = ("proximal", "behavior")
+STALENESS: Pair = ("current", "proximal")
+TOTAL: Pair = ("current", "behavior")
+
+When = Literal["always", "positive", "negative", "outward"]
+"""Tokens that are meant: all, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+
+
+class Batch:
+    """One call's tokens. A token without a finite log-prob of every policy that is used is not ``valid_T``.
+
+    Args:
+        log_probs: ``[T]`` per policy that the method uses, nats, detached.
+        advantages_T: ``[T]``.
+        response_mask_T: ``[T]`` bool, the tokens that the policy generated.
+        reductions: How tokens become sequences.
+        whole_sequences: Whether a token without a value takes its sequence with it.
+    """
+
+    def __init__(
+        self,
+        log_probs: Mapping[Policy, Tensor],
+        *,
+        advantages_T: Tensor,
+        response_mask_T: Tensor,
+        reductions: Reductions,
+        whole_sequences: bool,
+    ) -> None:
+        self.reductions = reductions
+        self.response_T = response_mask_T
+        valid_T = response_mask_T & advantages_T.isfinite()
+        for values_T in log_probs.values():
+            valid_T = valid_T & values_T.isfinite()
+        if whole_sequences:
+            valid_T = response_mask_T & (reductions.count(response_mask_T & ~valid_T) == 0.0)
+        self.valid_T = valid_T
+        self.advantages_T = torch.where(valid_T, advantages_T, 0.0)
+        self._log_probs = {name: torch.where(valid_T, values_T, 0.0) for name, values_T in log_probs.items()}
+        self._position_T: Tensor | None = None
+        self._statistics: dict[Pair, Values] = {}
+        self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
+
+    def log_prob(self, policy: Policy) -> Tensor:
+        """``[T]``, 0 where a token is not valid."""
+        return self._log_probs[policy]
+
+    def log_ratio(self, pair: Pair, reduce: Reduce = "token") -> Tensor:
+        """``[T]`` log of numerator / denominator, or what a reduction makes of it."""
+        return self.statistic("ratio", pair, reduce)
+
+    def statistic(self, name: str, pair: Pair, reduce: Reduce = "token", *, of: When = "always") -> Tensor:
+        """``[T]`` on the scale of its bounds (a ratio: its log), over the valid tokens that ``of`` means."""
+        key = (name, pair, reduce, of)
+        if key not in self._reduced:
+            values_T = self._values(pair)[METHOD_STATISTICS[name].token]
+            mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
+            self._reduced[key] = self.reductions.of(values_T, mask_T, reduce)
+        return self._reduced[key]
+
+    def when(self, when: When, pair: Pair) -> Tensor:
+        """``[T]`` bool."""
+        if when == "always":
+            return torch.ones_like(self.valid_T)
+        if when == "positive":
+            return self.advantages_T > 0.0
+        if when == "negative":
+            return self.advantages_T < 0.0
+        log_ratio_T = self.log_ratio(pair)
+        return ((self.advantages_T > 0.0) & (log_ratio_T > 0.0)) | ((self.advantages_T < 0.0) & (log_ratio_T < 0.0))
+
+    def by_sign(self, positive: float, negative: float) -> Tensor:
+        """``[T]``: one number where the advantage is positive, another elsewhere."""
+        is_positive_T = (self.advantages_T > 0.0).to(self.advantages_T.dtype)
+        return is_positive_T * positive + (1.0 - is_positive_T) * negative
+
+    @property
+    def position_T(self) -> Tensor:
+        """``[T]``: the how-manieth valid token of its response it is, from 1."""
+        if self._position_T is None:
+            position_T = self.reductions.position(self.valid_T).clamp_min(1.0)
+            self._position_T = position_T.to(self.advantages_T.dtype)
+        return self._position_T
+
+    def _values(self, pair: Pair) -> Values:
+        if pair not in self._statistics:
+            numerator_T, denominator_T = map(self.log_prob, pair)
+            given = {"log_ratio": numerator_T - denominator_T, "proximal": numerator_T, "behavior": denominator_T}
+            self._statistics[pair] = Values(given, FORMULAS)
+        return self._statistics[pair]

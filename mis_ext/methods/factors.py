@@ -1,0 +1,112 @@
+"""Factors: what multiplies the gradient of a token without carrying gradient itself. A method has any number of them.
+
+Every factor looks at the same valid tokens, whatever the others reject, so that their order does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.gates import Action
+from mis_ext.correction.weights import REDUCTIONS
+from mis_ext.methods.batch import Batch, Pair, When
+from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.statistics import METHOD_STATISTICS
+
+Level = Literal["token", "prefix", "geometric", "sequence"]
+
+REDUCE_OF_LEVEL: Mapping[str, Reduce] = {**REDUCTIONS, "prefix": "prefix"}
+"""Of log-ratios: their sum is the product of ratios, their mean the geometric mean."""
+
+
+class Factor(Protocol):
+    """What a method asks of a factor."""
+
+    @property
+    def pair(self) -> Pair:
+        """The policies that it compares."""
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]``, a number to multiply by; of a :class:`Keep` whether to keep."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """The ratio of ``pair`` at ``level``, to a ``power``, clamped into ``[low, high]``; 1 where ``when`` does not hold.
+
+    Without gradient: a bound truncates, it does not stop a token's gradient.
+    """
+
+    pair: Pair
+    level: Level = "token"
+    low: float | None = None
+    high: float | None = None
+    power: float = 1.0
+    when: When = "always"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return (REDUCE_OF_LEVEL[self.level],)
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]``."""
+        log_weight_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level]) * self.power
+        weight_T = (
+            bounded_exp(log_weight_T).clamp(self.low, self.high) if self._is_bounded else bounded_exp(log_weight_T)
+        )
+        return weight_T if self.when == "always" else torch.where(batch.when(self.when, self.pair), weight_T, 1.0)
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.low is not None or self.high is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """0 where a statistic lies outside ``[low, high]`` and ``when`` holds, else 1.
+
+    Args:
+        pair: The policies that are compared.
+        statistic: A name of :data:`~mis_ext.methods.statistics.METHOD_STATISTICS`; bounds of a ratio are ratios.
+        reduce: The token's own value, or what is made of its sequence or of the batch.
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+        when: Tokens that can be dropped.
+        of_tokens: Tokens that the statistic counts, where it is one of the batch.
+        action: ``reject``: the token also leaves denominators that count kept tokens. ``zero``: it stays.
+    """
+
+    pair: Pair
+    statistic: str = "ratio"
+    reduce: Reduce = "token"
+    low: float | None = None
+    high: float | None = None
+    when: When = "always"
+    of_tokens: When = "always"
+    action: Action = "reject"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return (self.reduce,)
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]`` bool."""
+        value_T = batch.statistic(self.statistic, self.pair, self.reduce, of=self.of_tokens)
+        edge = METHOD_STATISTICS[self.statistic].edge
+        low = -math.inf if self.low is None else edge(self.low)
+        high = math.inf if self.high is None else edge(self.high)
+        is_inside_T = (value_T >= low) & (value_T <= high)
+        return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)

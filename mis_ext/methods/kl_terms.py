@@ -1,0 +1,73 @@
+"""Additive terms: divergences between two policies, as estimated on the sampled token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp, bounded_expm1
+from mis_ext.methods.batch import TOTAL, Batch, Pair
+
+Estimator = Literal["k1", "k2", "k3", "unbiased", "squared"]
+
+
+class Penalty(NamedTuple):
+    """``[T]`` each: the penalty, and its derivative by log pi."""
+
+    value_T: Tensor
+    slope_T: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlTerm:
+    """``scale`` times an estimate of how far the current policy is from another one, subtracted from the objective.
+
+    With ``d = log(current / other)``:
+
+    | estimator | value | its gradient's coefficient | the gradient's expectation |
+    |---|---|---|---|
+    | ``k1`` | ``d`` | 1 | 0 on-policy: no penalty at all |
+    | ``k2`` | ``d^2 / 2`` | ``d`` | that of ``KL(current, other)``, on-policy |
+    | ``k3`` | ``exp(-d) - 1 + d`` | ``1 - exp(-d)`` | that of ``KL(other, current)``, on-policy |
+    | ``unbiased`` | ``w`` times that of ``k3``, gradient through ``w`` | ``w d`` | that of ``KL(current, other)`` |
+    | ``squared`` | ``d^2`` | ``2 d`` | twice that of ``k2`` |
+
+    Args:
+        estimator: As above.
+        scale: What it is multiplied by.
+        pair: The current policy, and the other one.
+        importance: The ratio that makes it unbiased: current by what the token was sampled from.
+        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
+
+    References:
+        Schulman, Approximating KL Divergence, 2020; DeepSeek-V3.2, arXiv:2512.02556 (unbiased).
+    """
+
+    estimator: Estimator
+    scale: float
+    pair: Pair = ("current", "reference")
+    importance: Pair = TOTAL
+    on: Literal["valid", "kept"] = "valid"
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+        return (self.pair, self.importance) if self.estimator == "unbiased" else (self.pair,)
+
+    def of(self, batch: Batch) -> Penalty:
+        """Value and slope, without ``scale``."""
+        log_ratio_T = batch.log_ratio(self.pair)
+        if self.estimator == "k1":
+            return Penalty(log_ratio_T, torch.ones_like(log_ratio_T))
+        if self.estimator in ("k2", "squared"):
+            factor = 0.5 if self.estimator == "k2" else 1.0
+            near_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return Penalty(factor * near_T.square(), 2.0 * factor * near_T)
+        k3_T = bounded_expm1(-log_ratio_T) + log_ratio_T.clamp(min=-MAX_LOG_RATIO)
+        if self.estimator == "k3":
+            return Penalty(k3_T, -bounded_expm1(-log_ratio_T))
+        importance_T = bounded_exp(batch.log_ratio(self.importance))
+        return Penalty(importance_T * k3_T, importance_T * log_ratio_T)

@@ -1,0 +1,164 @@
+"""A method: a surrogate that carries the gradient, factors that weigh it, and additive terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.methods.batch import Batch, Policy
+from mis_ext.methods.factors import Factor, Keep
+from mis_ext.methods.kl_terms import KlTerm
+from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
+from mis_ext.methods.surrogates import Surrogate
+
+_POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class MethodResult(NamedTuple):
+    """What a method says about each local token, ``[T]``; everything but ``loss_T`` is detached.
+
+    ``coefficient_T``: what multiplies ``grad log pi`` where the objective is increased, before any denominator.
+    ``loss_T``: the loss per token, whose gradient is minus that. Both are 0 where a token is not valid.
+    ``kept_T``: bool, valid and not rejected. ``valid_T``: bool, a response token with finite log-probs.
+    ``clipped_T``: bool, valid, and a bound of the surrogate stopped its gradient.
+    ``num_invalid``: 0-dim, local response tokens that are not valid.
+    """
+
+    loss_T: Tensor
+    coefficient_T: Tensor
+    kept_T: Tensor
+    valid_T: Tensor
+    clipped_T: Tensor
+    num_invalid: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """``objective_t = A_t * surrogate_t * product of factors_t - sum of terms_t``.
+
+    Args:
+        surrogate: What carries the gradient.
+        factors: What weighs it, without gradient.
+        terms: What is subtracted.
+    """
+
+    surrogate: Surrogate
+    factors: tuple[Factor, ...] = ()
+    terms: tuple[KlTerm, ...] = ()
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Whose log-probs it needs, the current policy's always."""
+        pairs = (
+            *self.surrogate.pairs,
+            *(factor.pair for factor in self.factors),
+            *chain.from_iterable(term.pairs for term in self.terms),
+        )
+        used = {"current", *chain.from_iterable(pairs)}
+        return tuple(policy for policy in _POLICIES if policy in used)
+
+    @property
+    def reduces(self) -> frozenset[Reduce]:
+        """Reductions that it uses."""
+        return frozenset(chain(self.surrogate.reduces, *(factor.reduces for factor in self.factors)))
+
+    def __call__(
+        self,
+        *,
+        current_logprobs_T: Tensor,
+        behavior_logprobs_T: Tensor | None = None,
+        proximal_logprobs_T: Tensor | None = None,
+        reference_logprobs_T: Tensor | None = None,
+        advantages_T: Tensor,
+        response_mask_T: Tensor,
+        layout: PackedLayout,
+        cp_group: Group | None = None,
+        dp_group: Group | None = None,
+    ) -> MethodResult:
+        """Coefficient and loss of each local token. No reading of values on the host, no loop over sequences.
+
+        Args:
+            current_logprobs_T: ``[T]``, nats, with gradient where the loss shall have one.
+            behavior_logprobs_T: ``[T]``, nats, of what sampled the tokens; needed if it is one of :attr:`policies`.
+            proximal_logprobs_T: ``[T]``, nats, the trainer's scoring before the update; likewise.
+            reference_logprobs_T: ``[T]``, nats; likewise.
+            advantages_T: ``[T]``.
+            response_mask_T: ``[T]``, nonzero on tokens that the policy generated.
+            layout: Lengths, and where the local tokens lie.
+            cp_group: Ranks that hold other parts of the same sequences; None for one rank.
+            dp_group: Ranks that hold other sequences, for statistics of the batch; None for one rank.
+
+        Raises:
+            ValueError: The log-probs of a policy are missing, or a tensor has another length than the layout says.
+        """
+        given = {
+            "behavior": behavior_logprobs_T,
+            "proximal": proximal_logprobs_T,
+            "current": current_logprobs_T,
+            "reference": reference_logprobs_T,
+        }
+        log_probs = {policy: given[policy] for policy in self.policies}
+        tensors: dict[str, Tensor | None] = {"advantages": advantages_T, "response_mask": response_mask_T}
+        tensors.update(log_probs.items())
+        for name, values_T in tensors.items():
+            if values_T is None:
+                raise ValueError(f"this method compares with the {name} policy: pass {name}_logprobs_T")
+            if values_T.shape != (layout.num_local_tokens,):
+                raise ValueError(
+                    f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
+                )
+        with torch.no_grad():
+            batch = Batch(
+                {name: _detached(values_T) for name, values_T in log_probs.items() if values_T is not None},
+                advantages_T=_detached(advantages_T),
+                response_mask_T=response_mask_T.bool(),
+                reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
+                whole_sequences=not self.reduces.isdisjoint(WHOLE_SEQUENCE),
+            )
+            value_T, result = self._evaluate(batch)
+        valid_T = result.valid_T
+        # The value of the objective with the gradient of the coefficient.
+        path_T = torch.where(valid_T, current_logprobs_T, 0.0)
+        step_T = path_T - path_T.detach()
+        return result._replace(loss_T=-(value_T + result.coefficient_T * step_T))
+
+    def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:
+        valid_T, kept_T = batch.valid_T, batch.valid_T
+        weight_T = batch.advantages_T
+        for factor in self.factors:
+            if isinstance(factor, Keep):
+                is_kept_T = factor.of(batch)
+                weight_T = torch.where(is_kept_T, weight_T, 0.0)
+                kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T
+            else:
+                weight_T = weight_T * factor.of(batch)
+        found = self.surrogate.of(batch)
+        value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
+        if self.surrogate.spread == "sequence":
+            coefficient_T = batch.reductions.of(coefficient_T, valid_T, "mean")
+        for term in self.terms:
+            penalty = term.of(batch)
+            scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)
+            value_T, coefficient_T = value_T - scale_T * penalty.value_T, coefficient_T - scale_T * penalty.slope_T
+        coefficient_T = torch.where(valid_T, coefficient_T, 0.0)
+        value_T = torch.where(valid_T, value_T, 0.0)
+        num_invalid = (batch.response_T & ~valid_T).sum()
+        return value_T, MethodResult(
+            loss_T=value_T,
+            coefficient_T=coefficient_T,
+            kept_T=kept_T,
+            valid_T=valid_T,
+            clipped_T=found.is_clipped_T & valid_T,
+            num_invalid=num_invalid,
+        )
+
+
+def _detached(values_T: Tensor) -> Tensor:
+    """In float32, or in float64 if it is that."""
+    return values_T.detach().to(torch.promote_types(values_T.dtype, torch.float32))

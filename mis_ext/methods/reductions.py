@@ -1,0 +1,112 @@
+"""From tokens to sequences, prefixes and the batch, and back; no loop over sequences, no reading of values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group, gather_rows, group_size
+from mis_ext.correction.layout import PackedLayout
+
+Reduce = Literal["token", "sum", "mean", "max", "min", "prefix", "batch_mean", "batch_rank_mean"]
+"""What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum up to itself; the
+mean over the batch; the mean over all tokens of the batch whose value is no larger than its own."""
+
+WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix"})
+"""Reductions that a token without a value makes unknown for its sequence."""
+
+
+class Reductions:
+    """Reductions over the tokens of a mask. Each gathers one small row, if ranks share the data.
+
+    Args:
+        layout: Where the local tokens lie.
+        cp_group: Ranks that hold other parts of the same sequences.
+        dp_group: Ranks that hold other sequences, without context parallelism.
+    """
+
+    def __init__(self, layout: PackedLayout, *, cp_group: Group | None = None, dp_group: Group | None = None) -> None:
+        if layout.is_whole != (group_size(cp_group) == 1):
+            raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
+        self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
+
+    def of(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
+        """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
+        if reduce == "token":
+            return values_T
+        if reduce == "prefix":
+            return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
+        if reduce == "batch_mean":
+            return self._batch_mean(values_T, mask_T)
+        if reduce == "batch_rank_mean":
+            return self._batch_rank_mean(values_T, mask_T)
+        if reduce in ("max", "min"):
+            sign = -1.0 if reduce == "max" else 1.0
+            return sign * self._over_sequence(torch.where(mask_T, sign * values_T, torch.inf), is_sum=False)
+        total_T = self._over_sequence(torch.where(mask_T, values_T, 0.0), is_sum=True)
+        return total_T if reduce == "sum" else total_T / self.count(mask_T).clamp_min(1.0).to(total_T.dtype)
+
+    def count(self, mask_T: Tensor) -> Tensor:
+        """``[T]``: how many tokens of the mask the sequence of each token has."""
+        return self._over_sequence(mask_T.float(), is_sum=True)
+
+    def position(self, mask_T: Tensor) -> Tensor:
+        """``[T]``: the how-manieth token of the mask it is in its sequence, from 1."""
+        return self._prefix_sum(mask_T.float())
+
+    def _over_sequence(self, values_T: Tensor, *, is_sum: bool) -> Tensor:
+        index = self._layout.index
+        gathered_WS = gather_rows(index.reduce([values_T], "sum" if is_sum else "min")[0], self._cp_group)
+        return index.to_tokens(gathered_WS.sum(0) if is_sum else gathered_WS.amin(0))
+
+    def _batch_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        pair = torch.stack([torch.where(mask_T, values_T, 0.0).sum(), mask_T.sum().to(values_T.dtype)])
+        for group in (self._cp_group, self._dp_group):
+            pair = gather_rows(pair, group).sum(0)
+        return (pair[0] / pair[1].clamp_min(1.0)).expand_as(values_T)
+
+    def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        if group_size(self._cp_group) > 1 or group_size(self._dp_group) > 1:
+            raise ValueError(
+                "a rank among all tokens of the batch needs them on one rank: pass no cp_group and dp_group"
+            )
+        order_T = torch.where(mask_T, values_T, torch.inf).argsort(stable=True)
+        counted_T = mask_T[order_T]
+        running_T = torch.where(counted_T, values_T[order_T], 0.0).double().cumsum(0) / counted_T.cumsum(0).clamp_min(1)
+        return torch.empty_like(values_T).scatter(0, order_T, running_T.to(values_T.dtype))
+
+    def _prefix_sum(self, values_T: Tensor) -> Tensor:
+        pieces = self._layout.pieces
+        piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
+        longest, step = max(pieces.lengths, default=0), 1
+        while step < longest:
+            # Each token adds what the token `step` before it has added up, until all of its piece is in.
+            before_T = torch.nn.functional.pad(values_T, (step, 0))[: len(values_T)]
+            values_T = torch.where(offset_T >= step, values_T + before_T, values_T)
+            step *= 2
+        if self._layout.is_whole:
+            return values_T
+        is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
+        # One token of each piece, so that the order of additions does not matter.
+        total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0.0))
+        mine_SP = start_P.view(-1, pieces.per_sequence)
+        starts_WSP = gather_rows(mine_SP, self._cp_group)
+        totals_WSP = gather_rows(total_P.view_as(mine_SP), self._cp_group)
+        is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
+        earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0.0).sum(dim=(0, 3))
+        return values_T + earlier_SP.flatten().index_select(0, piece_T)
+
+
+@functools.lru_cache(maxsize=2)
+def _piece_index(
+    lengths: tuple[int, ...], whole_starts: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which contiguous run each token is in, its offset there, and where each run begins in the whole responses."""
+    length_P, start_P = torch.tensor([lengths, whole_starts], dtype=torch.int64)
+    total = sum(lengths)
+    piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)
+    offset_T = torch.arange(total) - (length_P.cumsum(0) - length_P)[piece_T]
+    return piece_T.to(device), offset_T.to(device), start_P.to(device)

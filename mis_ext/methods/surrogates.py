@@ -1,0 +1,116 @@
+"""Surrogates: what carries the gradient. Each gives the objective per unit of advantage, and its slope in log pi.
+
+A bound here stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
+:class:`~mis_ext.methods.factors.Weight` does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.methods.batch import STALENESS, Batch, Pair
+from mis_ext.methods.bounds import Bound, log_edge
+from mis_ext.methods.factors import REDUCE_OF_LEVEL, Level
+from mis_ext.methods.reductions import Reduce
+
+Spread = Literal["token", "sequence"]
+
+
+class Slope(NamedTuple):
+    """``[T]`` each: objective and derivative by log pi, per unit of advantage; where a bound stopped it."""
+
+    value_T: Tensor
+    slope_T: Tensor
+    is_clipped_T: Tensor
+
+
+class Surrogate(Protocol):
+    """What a method asks of its surrogate."""
+
+    @property
+    def spread(self) -> Spread:
+        """``sequence``: each token's gradient is the mean over its sequence. ``token``: its own."""
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+
+    def of(self, batch: Batch) -> Slope:
+        """Value and slope."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """``A log pi``: all that weighs the token stands in the factors."""
+
+    spread: Spread = "token"
+    reduces: tuple[Reduce, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+
+    def of(self, batch: Batch) -> Slope:
+        """Value and slope."""
+        log_prob_T = batch.log_prob("current")
+        return Slope(log_prob_T, torch.ones_like(log_prob_T), torch.zeros_like(batch.valid_T))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """``A`` times the ratio of ``pair`` at ``level``, clipped.
+
+    Args:
+        pair: Numerator, the current policy, and denominator.
+        level: ``token``; ``geometric``: of the whole sequence; ``prefix``: up to the token, with a gradient through the
+            token's own log-prob only.
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+        sides: ``outward``: the smaller of clipped and unclipped objective, so that only a move away from ratio 1 is
+            stopped. ``both``: whatever the sign of the advantage.
+        dual: Upper bound where the advantage is negative, or None.
+        spread: ``sequence``: each token's gradient is the mean over its sequence, as where every token's ratio is that
+            of the sequence and carries its gradient. ``token``: its own.
+    """
+
+    pair: Pair = STALENESS
+    level: Level = "token"
+    low: Bound | None = None
+    high: Bound | None = None
+    sides: Literal["outward", "both"] = "outward"
+    dual: Bound | None = None
+    spread: Spread = "token"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return (REDUCE_OF_LEVEL[self.level],)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+        return (self.pair,)
+
+    def of(self, batch: Batch) -> Slope:
+        """Value and slope."""
+        log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
+        low = log_edge(self.low, batch, self.pair, otherwise=-math.inf)
+        high = log_edge(self.high, batch, self.pair, otherwise=math.inf)
+        dual = log_edge(self.dual, batch, self.pair, otherwise=math.inf)
+        is_above_T, is_below_T = log_ratio_T > high, log_ratio_T < low
+        if self.sides == "outward":
+            is_above_T = is_above_T & (batch.advantages_T > 0.0)
+            is_below_T = is_below_T & (batch.advantages_T < 0.0)
+        is_dual_T = (log_ratio_T > dual) & (batch.advantages_T < 0.0)
+        ratio_T = bounded_exp(log_ratio_T)
+        bounded_T = torch.where(is_below_T, low, torch.where(is_above_T, high, log_ratio_T))
+        value_T = bounded_exp(torch.where(is_dual_T, dual, bounded_T))
+        is_clipped_T = is_above_T | is_below_T | is_dual_T
+        return Slope(value_T, torch.where(is_clipped_T, 0.0, ratio_T), is_clipped_T)
