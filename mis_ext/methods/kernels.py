@@ -1,0 +1,111 @@
+"""Kernels: smooth functions of a ratio instead of bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import preset
+from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.surrogates import Score, Slope, Spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sigmoid:
+    """``A`` times ``4 / tau * sigmoid(tau (ratio - 1))``: slope 1 at ratio 1, falling off on both sides.
+
+    Args:
+        pair: Numerator, the current policy, and denominator.
+        positive: ``tau`` where the advantage is positive.
+        negative: ``tau`` elsewhere.
+    """
+
+    positive: float
+    negative: float
+    pair: Pair = STALENESS
+    spread: Spread = "token"
+    reduces: tuple[Reduce, ...] = ("token",)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+        return (self.pair,)
+
+    def of(self, batch: Batch) -> Slope:
+        """Value and slope."""
+        ratio_T = bounded_exp(batch.log_ratio(self.pair))
+        tau_T = batch.by_sign(self.positive, self.negative)
+        gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0))
+        slope_T = 4.0 * gate_T * (1.0 - gate_T) * ratio_T
+        return Slope(gate_T * 4.0 / tau_T, slope_T, torch.zeros_like(batch.valid_T))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gamma:
+    """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
+
+    Args:
+        pair: Numerator and denominator.
+        positive: Shape and scale where the advantage is positive.
+        negative: Shape and scale elsewhere.
+    """
+
+    pair: Pair
+    positive: tuple[float, float]
+    negative: tuple[float, float]
+    reduces: tuple[Reduce, ...] = ("sum",)
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]``."""
+        log_ratio_T = batch.log_ratio(self.pair, "sum")
+        shape_T, scale_T = map(batch.by_sign, self.positive, self.negative)
+        return (scale_T + shape_T * log_ratio_T - scale_T * bounded_exp(log_ratio_T)).exp()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """``1 + mix (ratio - 1)``: between no correction, 0, and the token's ratio, 1."""
+
+    pair: Pair
+    mix: float
+    reduces: tuple[Reduce, ...] = ("token",)
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]``."""
+        return 1.0 + self.mix * (bounded_exp(batch.log_ratio(self.pair)) - 1.0)
+
+
+@preset(
+    formula="sg(phi(w_1..T)) A log pi, phi(W) = exp(scale) W^shape exp(-scale W)",
+    paper="Shen et al., VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693",
+)
+def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Method:
+    """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
+
+    When: very stale data.
+    Claims: stable at a staleness of 64 updates, without normalising by length.
+    Counter-claims: a product of long sequences is far from 1 by noise alone: then every weight is near 0.
+    """
+    return Method(surrogate=Score(), factors=(Gamma(pair=TOTAL, positive=positive, negative=negative),))
+
+
+@preset(
+    formula="4 / tau sigmoid(tau (r - 1)) A",
+    paper="Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347",
+)
+def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
+    """A soft gate instead of PPO's clip; ``tau`` by the sign of the advantage.
+
+    When: hard clips throw away tokens that are only a little outside.
+    Claims: more stable and better than GSPO and GRPO at equal budget.
+    Counter-claims: far outside the gradient is small, not gone.
+    """
+    return Method(surrogate=Sigmoid(positive=positive, negative=negative))
+
+
+FAMILY = (vespo, sapo)

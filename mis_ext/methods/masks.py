@@ -1,0 +1,143 @@
+"""Masks and rejection against the mismatch of the engines, around PPO: what is outside is not trained."""
+
+from __future__ import annotations
+
+from mis_ext.methods.batch import MISMATCH
+from mis_ext.methods.decoupled import COLLAPSE_REPORT, PPO_TEXT, with_ppo
+from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import preset
+
+
+@preset(
+    formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}",
+    paper="Ling Team, Every Step Evolves (IcePop), arXiv:2510.18855",
+)
+def icepop(*, low: float = 0.5, high: float = 5.0) -> Method:
+    """Tokens outside the band lose their gradient and stay in the denominator.
+
+    When: mixture-of-experts models, whose routers make single tokens differ wildly.
+    Claims: stable where GRPO collapses; less gradient noise.
+    Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
+    """
+    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
+
+
+@preset(
+    formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}, rejected tokens leave the denominator", paper=COLLAPSE_REPORT
+)
+def token_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
+    """Tokens outside the band are rejected.
+
+    When: single broken tokens in good responses.
+    Claims: as IcePop.
+    Counter-claims: crashed in the report's own runs, where sequence masking did not.
+    """
+    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high))
+
+
+@preset(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
+def sequence_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
+    """Sequences whose product of ratios lies outside the band are rejected; the others carry it.
+
+    When: short responses with a moderate mismatch.
+    Claims: better than truncation: a huge weight means out of distribution, not important.
+    Counter-claims: at k3 1e-3 and 16,384 tokens 2 of 1,000 responses are left.
+    """
+    return with_ppo(Weight(pair=MISMATCH, level="sequence"), Keep(pair=MISMATCH, reduce="sum", low=low, high=high))
+
+
+@preset(formula=f"1[low <= exp(mean log rho) <= high] {PPO_TEXT}", paper="Liu, Li et al., RL Collapse Part 3, 2025")
+def geometric_rs(*, low: float = 0.999, high: float = 1.001) -> Method:
+    """Sequences whose geometric mean of ratios lies outside the band are rejected; no weight.
+
+    When: long responses, where every product is outside of every band.
+    Claims: no length trap.
+    Counter-claims: a cut at a per-token KL of about ``1 - low``, its upper edge idle; rejects half of all responses
+    where that is the engine's own noise.
+    """
+    return with_ppo(Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
+
+
+@preset(
+    formula=f"sg(min(rho, bound)) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}",
+    paper="Liu, Li et al., RL Collapse Part 3, 2025",
+)
+def geometric_rs_token_tis(*, low: float = 0.999, high: float = 1.001, bound: float = 2.0) -> Method:
+    """Geometric rejection of sequences, truncated token ratios for the others.
+
+    When: long responses with heavy-tailed tokens.
+    Claims: both kinds of outliers are handled at their own level.
+    Counter-claims: as ``geometric_rs``.
+    """
+    return with_ppo(Weight(pair=MISMATCH, high=bound), Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
+
+
+@preset(
+    formula=f"sg(rho) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}, zeroed sequences stay in the denominator",
+    paper="NeMo RL, seq-mask-tis (code)",
+)
+def sequence_mask_tis(*, low: float = 0.999, high: float = 1.002) -> Method:
+    """The gate looks at the sequence, the weight is the plain ratio of the token.
+
+    When: as ``geometric_rs``, with denominators that do not change.
+    Claims: default of two frameworks' combined mode.
+    Counter-claims: the token ratio has no bound, whatever the name says.
+    """
+    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, reduce="mean", low=low, high=high, action="zero"))
+
+
+@preset(formula=f"1[min over the sequence of rho >= low] {PPO_TEXT}", paper=COLLAPSE_REPORT)
+def veto(*, low: float = 1e-4) -> Method:
+    """One catastrophic token rejects its sequence.
+
+    When: always worth having: it fires on broken tokens, not on noise.
+    Claims: catches what averages hide.
+    Counter-claims: the longer a response, the likelier a single such token.
+    """
+    return with_ppo(Keep(pair=MISMATCH, reduce="min", low=low))
+
+
+@preset(
+    formula=f"1[max (log rho)^2 / 2 <= high_max] 1[mean (rho - 1 - log rho) <= high_mean] {PPO_TEXT}",
+    paper="Li et al., Trust Region Masking for Long-Horizon LLM Reinforcement Learning, arXiv:2512.23075",
+)
+def trm(*, high_max: float = 0.05, high_mean: float = 1e-3) -> Method:
+    """Sequences with one far token, or a large mean divergence, are rejected.
+
+    When: long responses for which a bound of the surrogate's error is wanted.
+    Claims: the first bound that is not vacuous at 4,096 tokens.
+    Counter-claims: the bound holds for the true divergences, the gates see one sampled token each. The paper's
+    experiments choose the thresholds by task: these defaults are ours.
+    """
+    return with_ppo(
+        Keep(pair=MISMATCH, statistic="k2", reduce="max", high=high_max),
+        Keep(pair=MISMATCH, statistic="k3", reduce="mean", high=high_mean),
+    )
+
+
+@preset(
+    formula=f"1[mean exp(abs(log rho)) <= high] {PPO_TEXT}",
+    paper="NVIDIA, Nemotron-3 Super, arXiv:2604.12374",
+)
+def sequence_error(*, high: float = 1.05) -> Method:
+    """Sequences with a large mean multiplicative error are rejected.
+
+    When: mixture-of-experts models with a mismatch in both directions, which a geometric mean cancels.
+    Claims: used to train Nemotron-3.
+    Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is ours.
+    """
+    return with_ppo(Keep(pair=MISMATCH, statistic="exp_abs_log_ratio", reduce="mean", high=high))
+
+
+FAMILY = (
+    icepop,
+    token_mis,
+    sequence_mis,
+    geometric_rs,
+    geometric_rs_token_tis,
+    sequence_mask_tis,
+    veto,
+    trm,
+    sequence_error,
+)

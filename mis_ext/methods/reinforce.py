@@ -1,0 +1,157 @@
+"""REINFORCE with importance sampling: ``A log pi``, weighed without gradient. A bound truncates, every token learns."""
+
+from __future__ import annotations
+
+from mis_ext.methods.batch import STALENESS, TOTAL, Pair
+from mis_ext.methods.bounds import GrowingBound
+from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import preset
+from mis_ext.methods.surrogates import Ratio, Score
+
+_INVERSE: Pair = ("proximal", "current")
+
+
+@preset(
+    formula="A log pi",
+    paper="Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning, 1992",
+)
+def reinforce() -> Method:
+    """The policy gradient of data that the current policy sampled.
+
+    When: one update per rollout and bit-equal engines.
+    Claims: unbiased there.
+    Counter-claims: with a mismatch, negative advantages push the policies apart without bound.
+    """
+    return Method(surrogate=Score())
+
+
+@preset(
+    formula="sg(w) A log pi",
+    paper="Thinking Machines, Tinker: importance_sampling loss (documentation), 2025",
+)
+def reinforce_token_is() -> Method:
+    """The token's plain importance ratio; the same gradient as ``w A``.
+
+    When: a small mismatch, to see what nothing else does.
+    Claims: simplest correction there is.
+    Counter-claims: no bound; wrong distribution of states, see ``reinforce_sequence_tis``.
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL),))
+
+
+@preset(
+    formula="sg(min(w, high)) A log pi",
+    paper="Wu et al., LlamaRL (AIPO), arXiv:2505.24034",
+)
+def aipo(*, high: float = 4.0) -> Method:
+    """Token ratios to what sampled, truncated; the paper suggests bounds from 2 to 10.
+
+    When: asynchronous training: staleness and mismatch in one ratio, no recomputation.
+    Claims: removes the sudden drops of asynchronous training on hard data.
+    Counter-claims: truncation says nothing about tokens that the policy has left (ratio near 0).
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=high),))
+
+
+@preset(
+    formula="sg(min(w_1..T, high)) A log pi",
+    paper="Liu, Li et al., When Speed Kills Stability, 2025",
+)
+def reinforce_sequence_tis(*, high: float = 2.0) -> Method:
+    """The product of the sequence's ratios, truncated.
+
+    When: short responses.
+    Claims: unbiased as the bound grows.
+    Counter-claims: at 2,048 tokens and k3 1e-3 two of 100 samples count.
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high),))
+
+
+@preset(
+    formula="sg(clip(r, low, high)) A log pi",
+    paper="MiniMax, MiniMax-M1, arXiv:2506.13585; bound of Khatri et al., ScaleRL, arXiv:2510.13786",
+)
+def cispo(*, low: float = 0.0, high: float = 5.0) -> Method:
+    """PPO's ratio, clipped without gradient: a clipped token still learns.
+
+    When: rare tokens that start a reflection are clipped away by PPO.
+    Claims: twice the speed of DAPO; best asymptote in ScaleRL.
+    Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=STALENESS, low=low, high=high),))
+
+
+@preset(
+    formula="sg(min(w, cap)) 1[not (A > 0, r > 1 + high or A < 0, r < 1 - low)] A log pi",
+    paper="Zheng et al., Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv:2512.01374",
+)
+def minirl(*, low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Method:
+    """Token importance weights with PPO's mask: the first-order approximation of the sequence objective.
+
+    When: mixture-of-experts models, together with routing replay once updates are off-policy.
+    Claims: with small mismatch and staleness, all that is needed.
+    Counter-claims: without replay, growing mismatch and collapse (DPPO).
+    """
+    clip = Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), clip))
+
+
+@preset(
+    formula="A > 0: A log pi; A < 0: sg(min(w_1..T, high)) A log pi",
+    paper="Le Roux et al., Tapered Off-Policy REINFORCE, arXiv:2503.14286",
+)
+def topr(*, high: float = 1.0) -> Method:
+    """Good sequences are learnt whatever sampled them, bad ones only as far as the policy would still produce them.
+
+    When: very off-policy data.
+    Claims: stable without a KL term; negative examples help instead of destroying.
+    Counter-claims: positive sequences are learnt as in supervised training, with its bias.
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high, when="negative"),))
+
+
+@preset(
+    formula="A > 0: sg(min(1 / r, cap)) A log pi; A < 0: sg(r) A log pi; both 0 where ppo clips",
+    paper="Wang et al., ASPO: Asymmetric Importance Sampling Policy Optimization, arXiv:2510.06062",
+)
+def aspo(*, low: float = 0.2, high: float = 0.28, cap: float = 3.0) -> Method:
+    """Positive tokens weigh the inverse of their ratio: those that lag behind are lifted.
+
+    When: entropy collapses because likely tokens get ever more weight.
+    Claims: mends the mismatch of weights between positive and negative tokens.
+    Counter-claims: no importance weight of any distribution.
+    """
+    return Method(
+        surrogate=Score(),
+        factors=(
+            Weight(pair=_INVERSE, high=cap, when="positive"),
+            Weight(pair=STALENESS, when="negative"),
+            Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
+        ),
+    )
+
+
+@preset(
+    formula="R = sg(r_1..t-1) r: min(R A, clip(R, exp(-low t^power), exp(high t^power)) A), "
+    "A < 0: at least exp(dual t^power) A",
+    paper="Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv:2605.07331",
+)
+def ctpo(*, low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: float = 0.5) -> Method:
+    """The product of ratios up to the token, with bounds that grow as such a product spreads.
+
+    When: several updates per rollout, rewards along the way.
+    Claims: right distribution of states at less variance than the whole product.
+    Counter-claims: with one reward at the end what follows the token is still the behavior policy's, so it is biased.
+    """
+    return Method(
+        surrogate=Ratio(
+            level="prefix",
+            low=GrowingBound(log_bound=-low, power=power),
+            high=GrowingBound(log_bound=high, power=power),
+            dual=GrowingBound(log_bound=dual, power=power),
+        )
+    )
+
+
+FAMILY = (reinforce, reinforce_token_is, aipo, reinforce_sequence_tis, cispo, minirl, topr, aspo, ctpo)

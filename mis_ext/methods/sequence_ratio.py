@@ -1,0 +1,86 @@
+"""Ratios of whole sequences with gradient: one ratio per response, its gradient spread over the tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.methods.batch import STALENESS, Batch, Pair
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import preset
+from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.surrogates import Ratio, Slope, Spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedMean:
+    """``A`` times the geometric mean of the sequence's ratios, each clipped outward before the mean."""
+
+    low: float
+    high: float
+    pair: Pair = STALENESS
+    spread: Spread = "token"
+    reduces: tuple[Reduce, ...] = ("mean",)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+        return (self.pair,)
+
+    def of(self, batch: Batch) -> Slope:
+        """Value and slope."""
+        log_ratio_T = batch.log_ratio(self.pair)
+        is_above_T = (log_ratio_T > math.log(self.high)) & (batch.advantages_T > 0.0)
+        is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)
+        bounded_T = log_ratio_T.clamp(math.log(self.low), math.log(self.high))
+        clipped_T = torch.where(is_above_T | is_below_T, bounded_T, log_ratio_T)
+        ratio_T = bounded_exp(batch.reductions.of(clipped_T, batch.valid_T, "mean"))
+        return Slope(ratio_T, torch.where(is_above_T | is_below_T, 0.0, ratio_T), is_above_T | is_below_T)
+
+
+@preset(
+    formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences",
+    paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
+)
+def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Method:
+    """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
+
+    When: mixture-of-experts models: single tokens flip experts, their mean stays.
+    Claims: trains them without routing replay.
+    Counter-claims: the geometric mean is no importance weight; one token outside cannot be told from many.
+    """
+    return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
+
+
+@preset(
+    formula="s = sg(exp(mean log r)) pi / sg(pi): min(s A, clip(s, 1 - low, 1 + high) A)",
+    paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
+)
+def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Method:
+    """GSPO whose tokens have advantages of their own; with one per sequence it is GSPO.
+
+    When: several turns with a reward each.
+    Claims: as GSPO.
+    Counter-claims: as GSPO.
+    """
+    return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
+
+
+@preset(
+    formula="exp(mean of log r, each clipped to [log low, log high] where ppo would) A",
+    paper="Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673",
+)
+def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
+    """The geometric mean of ratios that were clipped one by one.
+
+    When: GRPO's token outliers hurt, and GSPO's clip of whole sequences is too coarse.
+    Claims: more stable ratios, wider clip range, better results than GRPO.
+    Counter-claims: the weight of a token depends on how many others are clipped.
+    """
+    return Method(surrogate=ClippedMean(low=low, high=high))
+
+
+FAMILY = (gspo, gspo_token, gmpo)

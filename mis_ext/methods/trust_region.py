@@ -1,0 +1,174 @@
+"""Trust regions around what sampled: a token outside has no policy gradient, those inside their importance ratio."""
+
+from __future__ import annotations
+
+from mis_ext.methods.batch import STALENESS, TOTAL
+from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.kl_terms import KlTerm
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import preset
+from mis_ext.methods.surrogates import Ratio, Score
+
+_W = Ratio(pair=TOTAL)
+
+
+@preset(
+    formula="w A 1[KL(p, q) <= phi] 1[KL(q, p) <= phi], KL of this token against all others",
+    paper="Ling Team, KPop (report), 2026",
+)
+def kpop(*, phi: float = 0.1) -> Method:
+    """A band in binary KL: tight where the token was likely, wide where it was rare.
+
+    When: a band of ratios masks rare tokens and lets confident ones drift.
+    Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
+    Counter-claims: a rare token may weigh ten times and more: its ratio has no bound of its own.
+    """
+    gates = (Keep(pair=TOTAL, statistic=name, high=phi, action="zero") for name in ("binary_kl", "reverse_binary_kl"))
+    return Method(surrogate=_W, factors=tuple(gates))
+
+
+@preset(
+    formula="w A 1[low <= w <= high] 1[min over the sequence of w >= veto]",
+    paper="Prime Intellect, INTELLECT-3, arXiv:2512.16144",
+)
+def intellect_3(*, low: float = 0.5, high: float = 5.0, veto: float = 1e-5) -> Method:
+    """IcePop's band on the total ratio, and a veto.
+
+    When: asynchronous training of mixture-of-experts models.
+    Claims: no reward collapse over long runs.
+    Counter-claims: as ``icepop`` and ``veto``.
+    """
+    return Method(
+        surrogate=_W, factors=(Keep(pair=TOTAL, low=low, high=high), Keep(pair=TOTAL, reduce="min", low=veto))
+    )
+
+
+@preset(
+    formula="A log pi 1[low <= w <= high] 1[low_sequence <= exp(mean log w) <= high_sequence]",
+    paper="StepFun, Step-3.5-Flash (MIS-PO), arXiv:2602.10604",
+)
+def mis_po(*, low: float = 0.5, high: float = 2.0, low_sequence: float = 0.996, high_sequence: float = 1.001) -> Method:
+    """Filters of tokens and of sequences, and no weight: what is left counts as on-policy.
+
+    When: variance of weights is what hurts.
+    Claims: less gradient noise than importance weights at equal stability.
+    Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
+    as many sequences 41 %. The band of tokens is ours, the paper's is not known to us.
+    """
+    sequences = Keep(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
+    return Method(surrogate=Score(), factors=(Keep(pair=TOTAL, low=low, high=high), sequences))
+
+
+@preset(
+    formula="sg(min(w, cap)) A log pi, 0 where A > 0, p - q > delta or A < 0, p - q < -delta",
+    paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
+)
+def dppo_tv(*, delta: float = 0.15, cap: float = 20.0) -> Method:
+    """A trust region of probabilities: only moves that go further outside are stopped.
+
+    When: instead of PPO's clip, anchored at what sampled.
+    Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
+    Counter-claims: a rare token's probability can grow a hundredfold inside the region.
+    """
+    return Method(
+        surrogate=Score(),
+        factors=(
+            Weight(pair=TOTAL, high=cap),
+            Keep(pair=TOTAL, statistic="probability_gain", high=delta, when="positive", action="zero"),
+            Keep(pair=TOTAL, statistic="probability_gain", low=-delta, when="negative", action="zero"),
+        ),
+    )
+
+
+@preset(
+    formula="sg(min(w, cap)) A log pi, 0 where KL(q, p) > delta and the update moves w away from 1",
+    paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
+)
+def dppo_kl(*, delta: float = 0.05, cap: float = 20.0) -> Method:
+    """As ``dppo_tv``, with the binary KL from behavior to current policy.
+
+    When: tokens that the policy has almost given up shall be protected: KL grows there, total variation does not.
+    Claims: as ``dppo_tv``.
+    Counter-claims: one sampled token says little about a distribution.
+    """
+    gate = Keep(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), gate))
+
+
+@preset(
+    formula="w A, 0 where A > 0, p - q > delta or A < 0, p - q < -delta; - tau (log w)^2 on all valid tokens",
+    paper="Prime Intellect, prime-rl: default loss (code)",
+)
+def prime_rl(*, delta: float = 0.2, tau: float = 1e-3) -> Method:
+    """DPPO's region, a plain ratio and a squared log-ratio as penalty.
+
+    When: asynchronous training with that framework's defaults.
+    Claims: default of prime-rl.
+    Counter-claims: no bound on the ratio.
+    """
+    gates = dppo_tv(delta=delta).factors[1:]
+    return Method(surrogate=_W, factors=gates, terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
+
+
+@preset(
+    formula="w A 1[abs(p - q) <= delta] - tau (log w)^2",
+    paper="Prime Intellect, prime-rl: ipo loss (code)",
+)
+def ipo(*, delta: float = 0.1, tau: float = 1e-3) -> Method:
+    """A band of probability differences, whatever the sign of the advantage.
+
+    When: drift itself shall stop the gradient, as with ``kimi_k2_5``.
+    Claims: later default of prime-rl, with 0.3.
+    Counter-claims: a move back is stopped too.
+    """
+    gate = Keep(pair=TOTAL, statistic="probability_gain", low=-delta, high=delta, action="zero")
+    return Method(surrogate=_W, factors=(gate,), terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
+
+
+@preset(
+    formula="sg(w 1[1 - low < w < 1 + high]) A log pi",
+    paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equations 3 to 5",
+)
+def glm_5(*, low: float = 0.2, high: float = 0.28) -> Method:
+    """Direct double-sided importance sampling: no proximal policy, a token outside the band is masked.
+
+    When: rollouts that span several versions of the weights, whose exact proximal policy is not known.
+    Claims: simpler than IcePop and more stable.
+    Counter-claims: a controlled bias, as its authors say; the band also stops moves back. The report gives the band no
+    numbers for agents; these are its numbers for reasoning.
+    """
+    band = Keep(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL), band))
+
+
+@preset(
+    formula="sg(w 1[low <= w <= high]) A log pi, A = sg(log(teacher / current)) (+ the outcome's advantage)",
+    paper="Xiaomi, MiMo-V2-Flash (MOPD), arXiv:2601.02780, equations 7 and 8",
+)
+def mimo_mopd(*, low: float = 0.5, high: float = 2.0) -> Method:
+    """On-policy distillation: pass the teacher's log-ratio as advantage.
+
+    When: teachers of several domains become one student.
+    Claims: inherits nearly all of each teacher.
+    Counter-claims: the report gives the band no numbers: these are ours.
+    """
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL), Keep(pair=TOTAL, low=low, high=high, action="zero")))
+
+
+@preset(
+    formula="min(r A, clip(r, 0.8, 1.2) A), 0 where A < 0 and mean log(behavior / current) > delta",
+    paper="DeepSeek-AI, DeepSeek-V3.2 (off-policy sequence masking), arXiv:2512.02556",
+)
+def opsm(*, delta: float = 0.05) -> Method:
+    """Bad sequences that have become unlikely are rejected.
+
+    When: always harmless: positive advantages are never touched.
+    Claims: stabilises training that is off-policy by updates or by the engine.
+    Counter-claims: with the proximal instead of the behavior policy, as some frameworks have it, it does not see the
+    mismatch. The paper gives no threshold: this one is ours.
+    """
+    gate = Keep(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
+    return Method(surrogate=Ratio(pair=STALENESS, low=0.8, high=1.2), factors=(gate,))
+
+
+FAMILY = (kpop, intellect_3, mis_po, dppo_tv, dppo_kl, prime_rl, ipo, glm_5, mimo_mopd, opsm)

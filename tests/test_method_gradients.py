@@ -1,0 +1,213 @@
+"""Every preset's coefficient is the finite difference of its paper's loss; no part of a preset is idle in that test."""
+
+import dataclasses
+import math
+
+import method_losses
+import pytest
+import torch
+from method_losses import Data
+
+from mis_ext import PackedLayout
+from mis_ext.methods import PRESETS, Keep, Method, Ratio, Weight
+
+STEP = 1e-6
+# The preset's own numbers where they fire on random data, else wider or narrower ones.
+PARAMETERS = {
+    "dual_clip": {"dual": 1.5},
+    "kimi_k2_5": {"tau": 0.1},
+    "sequence_mis": {"low": 0.3, "high": 3.0},
+    "geometric_rs": {"low": 0.8, "high": 1.2},
+    "geometric_rs_token_tis": {"low": 0.8, "high": 1.2, "bound": 1.2},
+    "sequence_mask_tis": {"low": 0.8, "high": 1.2},
+    "icepop": {"high": 2.0},
+    "veto": {"low": 0.4},
+    "trm": {"high_max": 0.5, "high_mean": 0.12},
+    "sequence_error": {"high": 1.6},
+    "aipo": {"high": 1.5},
+    "cispo": {"low": 0.6, "high": 1.3},
+    "minirl": {"cap": 1.5},
+    "aspo": {"cap": 1.5},
+    "ctpo": {"low": 0.2, "high": 0.3, "dual": 0.4},
+    "kpop": {"phi": 0.03},
+    "intellect_3": {"high": 2.0, "veto": 0.6},
+    "mis_po": {"low_sequence": 0.75, "high_sequence": 1.25},
+    "dppo_tv": {"delta": 0.05, "cap": 1.5},
+    "dppo_kl": {"cap": 1.5},
+    "prime_rl": {"delta": 0.05, "tau": 0.1},
+    "ipo": {"tau": 0.1},
+    "gspo": {"low": 0.05, "high": 0.1},
+    "gspo_token": {"low": 0.05, "high": 0.1},
+    "m2po": {"budget": 0.1},
+    "vaco": {"delta": 0.15},
+    "grpo_k3": {"beta": 0.1},
+    "grpo_k2": {"beta": 0.1},
+    "grpo_unbiased_kl": {"beta": 0.1},
+    "opsm": {"delta": 0.1},
+}
+each_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+def parameters(name: str) -> dict:
+    return PRESETS[name].defaults | PARAMETERS.get(name, {})
+
+
+def make_data(*, seed: int = 0, token_advantages: bool = True, num_sequences: int = 24):
+    """Responses of several turns, some masked through, log-probs apart by several tenths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 11, (num_sequences,), generator=generator).tolist()
+    total = sum(lengths)
+
+    def normal(scale, size=total):
+        return scale * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    behavior = -0.05 - 2 * torch.rand(total, generator=generator, dtype=torch.float64)
+    proximal = (behavior + normal(0.4)).clamp_max(-1e-3)
+    current = (proximal + normal(0.3)).clamp_max(-1e-3)
+    advantages = normal(1.0)
+    mask = torch.rand(total, generator=generator) < 0.75
+    starts = [sum(lengths[:i]) for i in range(num_sequences)]
+    sequences = [torch.arange(s, s + n)[mask[s : s + n]] for s, n in zip(starts, lengths, strict=True)]
+    if not token_advantages:
+        for s, n in zip(starts, lengths, strict=True):
+            advantages[s : s + n] = normal(1.0, 1)
+    sequences = [tokens for tokens in sequences if len(tokens)]
+    data = Data(current, behavior, proximal, behavior + normal(0.5), advantages, sequences)
+    return data, mask, PackedLayout.whole(lengths)
+
+
+def apply(method: Method, data: Data, mask, layout, **more):
+    given = {
+        "current_logprobs_T": data.x,
+        "behavior_logprobs_T": data.behavior,
+        "proximal_logprobs_T": data.proximal,
+        "reference_logprobs_T": data.reference,
+        "advantages_T": data.advantages,
+        "response_mask_T": mask,
+    }
+    return method(**given | more, layout=layout)
+
+
+def finite_difference(name: str, data: Data) -> torch.Tensor:
+    """Minus the derivative of the paper's loss by every log-prob."""
+    moves = STEP * torch.eye(len(data.x), dtype=torch.float64)
+    loss = getattr(method_losses, name)
+    up, down = (loss(data.x + sign * moves, data, **parameters(name)) for sign in (1.0, -1.0))
+    return -(up - down) / (2 * STEP)
+
+
+def needs_one_advantage(name: str) -> bool:
+    return name == "gmpo"
+
+
+@each_preset
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_coefficient_is_the_finite_difference_of_the_papers_loss(name, seed) -> None:
+    data, mask, layout = make_data(seed=seed, token_advantages=not needs_one_advantage(name))
+    result = apply(PRESETS[name](**parameters(name)), data, mask, layout)
+    torch.testing.assert_close(result.coefficient_T, finite_difference(name, data), rtol=1e-6, atol=1e-8)
+    assert torch.equal(result.valid_T, mask)
+    assert not result.coefficient_T.requires_grad
+
+
+@each_preset
+def test_the_loss_has_the_papers_value_and_minus_the_coefficient_as_gradient(name) -> None:
+    data, mask, layout = make_data(seed=2, token_advantages=not needs_one_advantage(name))
+    current = data.x.clone().requires_grad_()
+    result = apply(PRESETS[name](**parameters(name)), data, mask, layout, current_logprobs_T=current)
+    result.loss_T.sum().backward()
+    assert torch.equal(current.grad, -result.coefficient_T)
+    wanted = getattr(method_losses, name)(data.x[None], data, **parameters(name))[0]
+    if name == "reinforce_token_is":
+        # Written there as a ratio: another value, the same gradient.
+        wanted = method_losses.score(data.x[None], data, method_losses.omega(data))[0]
+    torch.testing.assert_close(result.loss_T.sum().detach(), wanted, rtol=1e-9, atol=1e-9)
+
+
+def variants(method: Method):
+    """The method with one thing changed: without a factor or term, with another pair, bound, condition or reduction."""
+    for i in range(len(method.factors)):
+        yield f"without factor {i}", dataclasses.replace(method, factors=method.factors[:i] + method.factors[i + 1 :])
+    for i, factor in enumerate(method.factors):
+        for key, changed in changes(factor):
+            factors = (*method.factors[:i], changed, *method.factors[i + 1 :])
+            yield f"factor {i} with {key}", dataclasses.replace(method, factors=factors)
+    for key, changed in changes(method.surrogate):
+        yield f"surrogate with {key}", dataclasses.replace(method, surrogate=changed)
+    for i, term in enumerate(method.terms):
+        yield f"without term {i}", dataclasses.replace(method, terms=method.terms[:i] + method.terms[i + 1 :])
+        for key, changed in changes(term):
+            yield f"term {i} with {key}", dataclasses.replace(method, terms=(*method.terms[:i], changed))
+
+
+def changes(part):
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        changed: object = None
+        if field.name in ("low", "high", "power", "mix", "scale", "dual", "positive", "negative") and value is not None:
+            if isinstance(value, tuple):
+                changed = (value[0] * 1.5, value[1])
+            elif isinstance(value, float) and not (field.name == "low" and value == 0.0):
+                changed = value * 1.5 + 0.01
+            elif dataclasses.is_dataclass(value):
+                number = "log_bound" if hasattr(value, "log_bound") else "gain"
+                changed = dataclasses.replace(value, **{number: getattr(value, number) * 2})
+        elif field.name == "pair":
+            others = [p for p in ("behavior", "proximal", "current", "reference") if p not in value]
+            changed = (value[0], others[0])
+        elif field.name == "when" and value == "always":
+            changed = "positive"
+        elif field.name in ("when", "of_tokens") and value != "always":
+            changed = "always"
+        elif field.name == "sides":
+            # Without a bound it means nothing.
+            changed = {"both": "outward", "outward": "both"}[value] if part.low is not None else None
+        elif field.name == "level":
+            changed = "token" if value != "token" else "geometric"
+        elif field.name == "reduce":
+            changed = "token" if value != "token" else "mean"
+        elif field.name == "spread" and value == "sequence":
+            changed = "token"
+        elif field.name == "estimator":
+            changed = "k1"
+        if changed is not None:
+            yield f"{field.name}={changed}", dataclasses.replace(part, **{field.name: changed})
+
+
+@each_preset
+def test_every_change_of_a_preset_changes_its_coefficients(name) -> None:
+    found = [make_data(seed=seed, token_advantages=not needs_one_advantage(name)) for seed in (0, 1)]
+    method = PRESETS[name](**parameters(name))
+    before = [apply(method, *given).coefficient_T for given in found]
+    for what, variant in variants(method):
+        after = [apply(variant, *given).coefficient_T for given in found]
+        is_equal = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(after, before, strict=True))
+        assert not is_equal, f"{name} {what} gives the same coefficients: no test sees it"
+
+
+@each_preset
+def test_both_sides_of_every_gate_and_clip_are_taken_for_both_signs(name) -> None:
+    data, mask, layout = make_data(seed=0, token_advantages=not needs_one_advantage(name))
+    method = PRESETS[name](**parameters(name))
+    # Without its penalty, which is not zero outside of a gate.
+    result = apply(dataclasses.replace(method, terms=()), data, mask, layout)
+    has_gate = any(isinstance(factor, Keep) for factor in method.factors)
+    has_clip = isinstance(method.surrogate, Ratio) and (method.surrogate.low or method.surrogate.high) is not None
+    for sign in (1.0, -1.0):
+        meant = result.valid_T & (data.advantages * sign > 0)
+        assert result.coefficient_T[meant].ne(0).any()
+        if has_clip:
+            assert result.clipped_T[meant].any()
+        if has_gate and name != "opsm":
+            assert (result.coefficient_T[meant] == 0).any()
+
+
+def test_at_least_35_presets_have_a_loss_of_their_own_here() -> None:
+    assert len(PRESETS) >= 35
+    assert all(callable(getattr(method_losses, name)) for name in PRESETS)
+
+
+def test_default_weights_have_an_upper_bound_or_say_that_they_have_none() -> None:
+    for name, row in PRESETS.items():
+        weights = [factor for factor in row.method.factors if isinstance(factor, Weight)]
+        assert all(math.isfinite(weight.high) for weight in weights if weight.high is not None), name
