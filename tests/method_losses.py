@@ -191,6 +191,12 @@ def reinforce_sequence_tis(x, d, high):
     return score(x, d, product(d, omega(d)).clamp_max(high))
 
 
+def reinforce_sequence_snis(x, d):
+    w = product(d, omega(d))
+    mean = torch.stack([w[tokens[0]] for tokens in d.sequences]).mean()
+    return score(x, d, w / mean)
+
+
 def cispo(x, d, low, high):
     return score(x, d, (d.x - d.proximal).exp().clamp(low, high))
 

@@ -134,6 +134,9 @@ def variants(method: Method):
             yield f"factor {i} with {key}", dataclasses.replace(method, factors=factors)
     for key, changed in changes(method.surrogate):
         yield f"surrogate with {key}", dataclasses.replace(method, surrogate=changed)
+    if method.normalize_over is not None:
+        for over in (None, "tokens"):
+            yield f"normalize_over={over}", dataclasses.replace(method, normalize_over=over)
     for i, term in enumerate(method.terms):
         yield f"without term {i}", dataclasses.replace(method, terms=method.terms[:i] + method.terms[i + 1 :])
         for key, changed in changes(term):

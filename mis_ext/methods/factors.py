@@ -20,9 +20,9 @@ from mis_ext.methods.batch import Batch, Pair, When
 from mis_ext.methods.reductions import Reduce
 from mis_ext.methods.statistics import METHOD_STATISTICS
 
-Level = Literal["token", "prefix", "geometric", "sequence"]
+Level = Literal["token", "prefix", "segment", "geometric", "sequence"]
 
-REDUCE_OF_LEVEL: Mapping[str, Reduce] = {**REDUCTIONS, "prefix": "prefix"}
+REDUCE_OF_LEVEL: Mapping[str, Reduce] = {**REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
 """Of log-ratios: their sum is the product of ratios, their mean the geometric mean."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import Batch, Policy
+from mis_ext.methods.denominators import terms_of
 from mis_ext.methods.factors import Factor, Keep
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
@@ -46,11 +47,14 @@ class Method:
         surrogate: What carries the gradient.
         factors: What weighs it, without gradient.
         terms: What is subtracted.
+        normalize_over: Divide the weights by their mean over the tokens of all ranks that no factor drops, or over the
+            sequences that have some: self-normalised importance sampling. One sequence alone then has no correction.
     """
 
     surrogate: Surrogate
     factors: tuple[Factor, ...] = ()
     terms: tuple[KlTerm, ...] = ()
+    normalize_over: Literal["tokens", "sequences"] | None = None
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -130,14 +134,19 @@ class Method:
 
     def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:
         valid_T, kept_T = batch.valid_T, batch.valid_T
-        weight_T = batch.advantages_T
+        live_T, weight_T = valid_T, torch.ones_like(batch.advantages_T)
         for factor in self.factors:
             if isinstance(factor, Keep):
                 is_kept_T = factor.of(batch)
-                weight_T = torch.where(is_kept_T, weight_T, 0.0)
+                live_T = live_T & is_kept_T
                 kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T
             else:
                 weight_T = weight_T * factor.of(batch)
+        if self.normalize_over is not None:
+            share_T = terms_of(batch.reductions, live_T, self.normalize_over, weight_T.dtype)
+            total = batch.reductions.batch_total(weight_T * share_T, live_T)
+            weight_T = weight_T / (total / batch.reductions.batch_total(share_T, live_T).clamp_min(1.0))
+        weight_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
         found = self.surrogate.of(batch)
         value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
         if self.surrogate.spread == "sequence":

@@ -11,11 +11,14 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.layout import PackedLayout
 
-Reduce = Literal["token", "sum", "mean", "max", "min", "prefix", "batch_mean", "batch_rank_mean"]
+Reduce = Literal[
+    "token", "sum", "mean", "max", "min", "prefix", "segment_sum", "segment_mean", "batch_mean", "batch_rank_mean"
+]
 """What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum up to itself; the
-mean over the batch; the mean over all tokens of the batch whose value is no larger than its own."""
+sum or mean over its segment, a run of tokens of the mask; the mean over the batch; the mean over all tokens of the
+batch whose value is no larger than its own."""
 
-WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix"})
+WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
 """Reductions that a token without a value makes unknown for its sequence."""
 
 
@@ -39,8 +42,16 @@ class Reductions:
             return values_T
         if reduce == "prefix":
             return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
+        if reduce in ("segment_sum", "segment_mean"):
+            total_T = self._segment_sum(values_T, mask_T)
+            if reduce == "segment_sum":
+                return total_T
+            return total_T / self._segment_sum(torch.ones_like(values_T), mask_T).clamp_min(1.0)
         if reduce == "batch_mean":
-            return self._batch_mean(values_T, mask_T)
+            total = self.batch_total(values_T, mask_T) / self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(
+                1
+            )
+            return total.expand_as(values_T)
         if reduce == "batch_rank_mean":
             return self._batch_rank_mean(values_T, mask_T)
         if reduce in ("max", "min"):
@@ -48,6 +59,13 @@ class Reductions:
             return sign * self._over_sequence(torch.where(mask_T, sign * values_T, torch.inf), is_sum=False)
         total_T = self._over_sequence(torch.where(mask_T, values_T, 0.0), is_sum=True)
         return total_T if reduce == "sum" else total_T / self.count(mask_T).clamp_min(1.0).to(total_T.dtype)
+
+    def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """0-dim: the sum over all ranks."""
+        total = torch.where(mask_T, values_T, 0.0).sum()
+        for group in (self._cp_group, self._dp_group):
+            total = gather_rows(total, group).sum(0)
+        return total
 
     def count(self, mask_T: Tensor) -> Tensor:
         """``[T]``: how many tokens of the mask the sequence of each token has."""
@@ -62,11 +80,18 @@ class Reductions:
         gathered_WS = gather_rows(index.reduce([values_T], "sum" if is_sum else "min")[0], self._cp_group)
         return index.to_tokens(gathered_WS.sum(0) if is_sum else gathered_WS.amin(0))
 
-    def _batch_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        pair = torch.stack([torch.where(mask_T, values_T, 0.0).sum(), mask_T.sum().to(values_T.dtype)])
-        for group in (self._cp_group, self._dp_group):
-            pair = gather_rows(pair, group).sum(0)
-        return (pair[0] / pair[1].clamp_min(1.0)).expand_as(values_T)
+    def _segment_sum(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        if not self._layout.is_whole:
+            raise ValueError("segments need whole responses on each rank: context parallelism would cut them")
+        values_T = torch.where(mask_T, values_T, 0.0)
+        sequence_T = self._layout.index.sequence_T
+        continues_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
+        place_T = torch.arange(len(mask_T), device=mask_T.device)
+        first_T = torch.where(torch.nn.functional.pad(~continues_T, (1, 0), value=True), place_T, 0).cummax(0).values
+        last_T = torch.where(torch.nn.functional.pad(~continues_T, (0, 1), value=True), place_T, len(mask_T))
+        last_T = last_T.flip(0).cummin(0).values.flip(0)
+        longest = max(self._layout.local_lengths, default=0)
+        return self._scan(values_T, place_T - first_T, longest).index_select(0, last_T)
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if group_size(self._cp_group) > 1 or group_size(self._dp_group) > 1:
@@ -78,15 +103,20 @@ class Reductions:
         running_T = torch.where(counted_T, values_T[order_T], 0.0).double().cumsum(0) / counted_T.cumsum(0).clamp_min(1)
         return torch.empty_like(values_T).scatter(0, order_T, running_T.to(values_T.dtype))
 
-    def _prefix_sum(self, values_T: Tensor) -> Tensor:
-        pieces = self._layout.pieces
-        piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
-        longest, step = max(pieces.lengths, default=0), 1
+    @staticmethod
+    def _scan(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
+        """Sums of each run up to each token: it adds what the token 1, 2, 4, ... before it has added up so far."""
+        step = 1
         while step < longest:
-            # Each token adds what the token `step` before it has added up, until all of its piece is in.
             before_T = torch.nn.functional.pad(values_T, (step, 0))[: len(values_T)]
             values_T = torch.where(offset_T >= step, values_T + before_T, values_T)
             step *= 2
+        return values_T
+
+    def _prefix_sum(self, values_T: Tensor) -> Tensor:
+        pieces = self._layout.pieces
+        piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
+        values_T = self._scan(values_T, offset_T, max(pieces.lengths, default=0))
         if self._layout.is_whole:
             return values_T
         is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]

@@ -69,6 +69,21 @@ def reinforce_sequence_tis(*, high: float = 2.0) -> Method:
 
 
 @preset(
+    formula="sg(w_1..T / mean over sequences of w_1..T) A log pi",
+    paper="Hesterberg, Weighted Average Importance Sampling and Defensive Mixture Distributions, 1995",
+)
+def reinforce_sequence_snis() -> Method:
+    """Self-normalised sequence weights: their mean is 1 in every batch.
+
+    When: batches of many short responses.
+    Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
+    Counter-claims: biased by 1 / n, and one sequence alone is not corrected at all: take the mean over all ranks.
+    """
+    weight = Weight(pair=TOTAL, level="sequence")
+    return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
+
+
+@preset(
     formula="sg(clip(r, low, high)) A log pi",
     paper="MiniMax, MiniMax-M1, arXiv:2506.13585; bound of Khatri et al., ScaleRL, arXiv:2510.13786",
 )
@@ -154,4 +169,15 @@ def ctpo(*, low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: f
     )
 
 
-FAMILY = (reinforce, reinforce_token_is, aipo, reinforce_sequence_tis, cispo, minirl, topr, aspo, ctpo)
+FAMILY = (
+    reinforce,
+    reinforce_token_is,
+    aipo,
+    reinforce_sequence_tis,
+    reinforce_sequence_snis,
+    cispo,
+    minirl,
+    topr,
+    aspo,
+    ctpo,
+)
