@@ -1,4 +1,4 @@
-"""What is generated from the rows stands in the README as it would be generated today; examples load and run.
+"""What is generated from the rows stands in the pages as it would be generated today; examples load and run.
 
 `python tests/test_documentation.py` writes it there.
 """
@@ -15,11 +15,18 @@ import yaml
 import mis_ext
 from mis_ext.correction.formula import Formula
 from mis_ext.correction.tables import bounds_table, metrics_table, statistics_table
+from mis_ext.methods.table import methods_table
 from mis_ext.rollout import SamplingParameters, define_log_probs
 
 README = Path(__file__).parents[1] / "README.md"
-PAGES = (README, README.with_name("CONTRIBUTING.md"))
-TABLES = {"metrics": metrics_table, "statistics": statistics_table, "bounds": bounds_table}
+CONTRIBUTING = README.with_name("CONTRIBUTING.md")
+PAGES = (README, CONTRIBUTING)
+TABLES = {
+    "metrics": (README, metrics_table),
+    "statistics": (README, statistics_table),
+    "bounds": (README, bounds_table),
+    "methods": (CONTRIBUTING, methods_table),
+}
 
 
 def section(name: str) -> re.Pattern[str]:
@@ -27,10 +34,11 @@ def section(name: str) -> re.Pattern[str]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_readme_holds_the_table_of_today(name) -> None:
-    found = section(name).search(README.read_text(encoding="utf-8"))
-    assert found is not None, f"README.md has no table of {name}"
-    assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == TABLES[name]().markdown(), (
+def test_a_page_holds_the_table_of_today(name) -> None:
+    page, table = TABLES[name]
+    found = section(name).search(page.read_text(encoding="utf-8"))
+    assert found is not None, f"{page.name} has no table of {name}"
+    assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == table().markdown(), (
         "run: python tests/test_documentation.py"
     )
 
@@ -81,11 +89,11 @@ def test_examples_are_found() -> None:
 
 
 def main() -> None:
-    """Write the tables of today into the README."""
-    text = README.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
+    """Write the tables of today into their pages."""
+    for name, (page, table) in TABLES.items():
+        text = page.read_text(encoding="utf-8")
         text = section(name).sub(lambda found, table=table: f"{found[1]}{table().markdown()}{found[2]}", text)
-    README.write_text(text, encoding="utf-8")
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

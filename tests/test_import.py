@@ -18,7 +18,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-LAZY = ("mis_ext", "mis_ext.onpolicy", "mis_ext.rollout")
+LAZY = ("mis_ext", "mis_ext.methods", "mis_ext.onpolicy", "mis_ext.rollout")
 each_lazy_package = pytest.mark.parametrize("name", LAZY)
 
 
@@ -27,7 +27,7 @@ def test_no_public_name_pulls_in_a_framework() -> None:
     code = f"""
 import sys, torch
 before = set(sys.modules)
-import mis_ext, mis_ext.onpolicy, mis_ext.rollout, mis_ext.cli
+import mis_ext, mis_ext.methods, mis_ext.onpolicy, mis_ext.rollout, mis_ext.cli
 for package in map(sys.modules.get, {LAZY}):
     for name in package.__all__:
         getattr(package, name)
@@ -55,6 +55,44 @@ import mis_ext.cli
 print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.modules)
 """
     assert run(code).split() == ["True", "False"]
+
+
+def test_methods_need_no_torch_until_one_is_asked_for() -> None:
+    code = """
+import sys, mis_ext.methods, mis_ext.cli
+print("torch" in sys.modules, end=" ")
+mis_ext.methods.PRESETS
+print("torch" in sys.modules)
+"""
+    assert run(code).split() == ["False", "True"]
+
+
+def rooms() -> list[str]:
+    """In the order of the developers' page."""
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = page.split("## Rooms")[1].split("```")[1]
+    return [line.split("/")[0] for line in listed.strip().splitlines() if line[:1].isalpha()]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules += [
+        f"mis_ext.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) if n.module == "mis_ext" for a in n.names
+    ]
+    modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {module.split(".")[1] for module in modules if module.startswith("mis_ext.")}
+
+
+def test_imports_go_up_the_list_of_rooms_and_methods_use_the_correction_only() -> None:
+    order = rooms()
+    assert set(order) >= {"correction", "methods", "hosts", "cli"}
+    for at, room in enumerate(order):
+        for path in (REPOSITORY / "mis_ext" / room).rglob("*.py"):
+            below = imported_rooms(path) & set(order[at + 1 :])
+            assert not below, f"{path} imports {below}"
+            if room == "methods":
+                assert imported_rooms(path) & set(order) <= {"correction", "methods"}, path
 
 
 @pytest.mark.parametrize("path", ["mis_ext.compute_mis_weights_with_cp", "mis_ext.rollout.generate"])

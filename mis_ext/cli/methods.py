@@ -1,0 +1,25 @@
+"""``mis-ext methods``: published methods, their formulas, and what is said about them."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``methods`` to the subcommands of ``mis-ext``."""
+    parser = subparsers.add_parser(
+        "methods",
+        help="published methods: formula, source, when to use, what speaks against it",
+        description="List the methods, or say what is known about one.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the list")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print, and return the exit code."""
+    from mis_ext.methods import find_preset
+    from mis_ext.methods.table import describe_method, list_methods
+
+    print(list_methods() if arguments.name is None else describe_method(find_preset(arguments.name)))
+    return 0

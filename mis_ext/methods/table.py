@@ -1,0 +1,44 @@
+"""The presets as a table, for the documentation, and one preset as text, for the command line."""
+
+from __future__ import annotations
+
+from mis_ext.correction.tables import Table
+from mis_ext.methods.preset import SYMBOLS, Preset
+from mis_ext.methods.presets import PRESETS
+
+
+def methods_table() -> Table:
+    """Every preset."""
+    return Table(
+        ("family", "method", "objective of a token", "source"),
+        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in PRESETS.values()),
+    )
+
+
+def list_methods() -> str:
+    """Every preset's name and objective, family after family."""
+    width = max(map(len, PRESETS))
+    lines: list[str] = []
+    family = None
+    for row in PRESETS.values():
+        if row.family != family:
+            family = row.family
+            lines += ["", family]
+        lines.append(f"  {row.name:{width}}  {row.formula}")
+    return "\n".join([*lines[1:], "", SYMBOLS])
+
+
+def describe_method(row: Preset) -> str:
+    """All that is said about a preset."""
+    method = row.method
+    defaults = ", ".join(
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.defaults.items()
+    )
+    parts = {
+        "objective": row.formula,
+        "parameters": defaults or "none",
+        "log-probs": ", ".join(method.policies),
+        "source": row.paper,
+    }
+    facts = "\n".join(f"{title + ':':12}{text}" for title, text in parts.items())
+    return f"{row.name} ({row.family})\n\n{row.text}\n\n{facts}\n\n{SYMBOLS}"
