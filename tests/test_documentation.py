@@ -66,6 +66,12 @@ def is_self_contained(block: str) -> bool:
     names = [node for node in nodes if isinstance(node, ast.Name)]
     own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+    }
     is_elided = any(isinstance(node, ast.Constant) and node.value is ... for node in nodes)
     return not is_elided and {node.id for node in names} <= own | given().keys() | vars(builtins).keys()
 

@@ -28,8 +28,16 @@ class Sigmoid:
     positive: float
     negative: float
     pair: Pair = STALENESS
-    spread: Spread = "token"
-    reduces: tuple[Reduce, ...] = ("token",)
+
+    @property
+    def spread(self) -> Spread:
+        """Each token has its own gradient."""
+        return "token"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ("token",)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -58,7 +66,11 @@ class Gamma:
     pair: Pair
     positive: tuple[float, float]
     negative: tuple[float, float]
-    reduces: tuple[Reduce, ...] = ("sum",)
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ("sum",)
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""
@@ -73,7 +85,11 @@ class Mixture:
 
     pair: Pair
     mix: float
-    reduces: tuple[Reduce, ...] = ("token",)
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ("token",)
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""

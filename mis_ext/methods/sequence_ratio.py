@@ -22,8 +22,16 @@ class ClippedMean:
     low: float
     high: float
     pair: Pair = STALENESS
-    spread: Spread = "token"
-    reduces: tuple[Reduce, ...] = ("mean",)
+
+    @property
+    def spread(self) -> Spread:
+        """Each token has its own gradient."""
+        return "token"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ("mean",)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:

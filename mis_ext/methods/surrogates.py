@@ -53,9 +53,20 @@ class Surrogate(Protocol):
 class Score:
     """``A log pi``: all that weighs the token stands in the factors."""
 
-    spread: Spread = "token"
-    reduces: tuple[Reduce, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    @property
+    def spread(self) -> Spread:
+        """Each token has its own gradient."""
+        return "token"
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ()
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """It compares none."""
+        return ()
 
     def of(self, batch: Batch) -> Slope:
         """Value and slope."""
