@@ -14,7 +14,9 @@ from mis_ext.methods import PRESETS, Keep, Method, Ratio, Weight
 STEP = 1e-6
 # The preset's own numbers where they fire on random data, else wider or narrower ones.
 PARAMETERS = {
-    "dual_clip": {"dual": 1.5},
+    "ppo": {"low": 0.15, "high": 0.25},
+    "bypass": {"low": 0.15, "high": 0.25},
+    "dual_clip": {"low": 0.15, "high": 0.25, "dual": 1.5},
     "kimi_k2_5": {"tau": 0.1},
     "sequence_mis": {"low": 0.3, "high": 3.0},
     "geometric_rs": {"low": 0.8, "high": 1.2},

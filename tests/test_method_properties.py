@@ -12,6 +12,7 @@ from mis_ext import PackedLayout
 from mis_ext.methods import PRESETS, Keep, KlTerm, Method, Ratio, Score, Weight
 from mis_ext.methods.batch import MISMATCH, STALENESS, TOTAL
 from mis_ext.methods.denominators import mean_weights
+from mis_ext.methods.reductions import WHOLE_SEQUENCE
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages")
 
@@ -76,7 +77,7 @@ def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_s
     sequence_T = layout.index.sequence_T
     victim = data.sequences[4]
     at = int(victim[len(victim) // 2])
-    for policy in method.policies:
+    for policy in (*method.policies, "advantages"):
         stream = "x" if policy == "current" else policy
         values = getattr(data, stream).clone()
         values[at] = broken
@@ -89,9 +90,10 @@ def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_s
         assert found.coefficient_T[at] == 0.0
         assert not found.kept_T[at]
         of_sequence = int((mask & (sequence_T == sequence_T[at])).sum())
-        assert int(found.num_invalid) in (1, of_sequence)
-        if method.reduces <= {"token", "max", "min"} and "batch_mean" not in method.reduces:
-            assert int(found.num_invalid) == 1
+        loses_sequence = bool(method.reduces & WHOLE_SEQUENCE)
+        assert int(found.num_invalid) == (of_sequence if loses_sequence else 1)
+        assert int(found.valid_T.sum()) + int(found.num_invalid) == int(mask.sum())
+        assert of_sequence > 1
         if not method.reduces & {"batch_mean", "batch_rank_mean"} and method.normalize_over is None:
             others = mask & (sequence_T != sequence_T[at])
             whole = apply(method, data, mask, layout)
