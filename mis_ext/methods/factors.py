@@ -37,8 +37,12 @@ class Factor(Protocol):
     def reduces(self) -> tuple[Reduce, ...]:
         """What it needs to know of a sequence."""
 
+    @property
+    def action(self) -> Action | None:
+        """What becomes of a token that it drops; None of a weight, which drops none."""
+
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``, a number to multiply by; of a :class:`Keep` whether to keep."""
+        """``[T]``: a weight, or bool: whether to keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,11 @@ class Weight:
     def reduces(self) -> tuple[Reduce, ...]:
         """What it needs to know of a sequence."""
         return (REDUCE_OF_LEVEL[self.level],)
+
+    @property
+    def action(self) -> Action | None:
+        """It is a weight."""
+        return None
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
 from mis_ext.methods.method import Method
 from mis_ext.methods.preset import preset
@@ -72,6 +73,11 @@ class Gamma:
         """What it needs to know of a sequence."""
         return ("sum",)
 
+    @property
+    def action(self) -> Action | None:
+        """It is a weight."""
+        return None
+
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
@@ -90,6 +96,11 @@ class Mixture:
     def reduces(self) -> tuple[Reduce, ...]:
         """What it needs to know of a sequence."""
         return ("token",)
+
+    @property
+    def action(self) -> Action | None:
+        """It is a weight."""
+        return None
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""

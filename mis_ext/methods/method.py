@@ -13,7 +13,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import Batch, Policy
 from mis_ext.methods.denominators import terms_of
-from mis_ext.methods.factors import Factor, Keep
+from mis_ext.methods.factors import Factor
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
 from mis_ext.methods.surrogates import Surrogate
@@ -136,7 +136,7 @@ class Method:
         valid_T, kept_T = batch.valid_T, batch.valid_T
         live_T, weight_T = valid_T, torch.ones_like(batch.advantages_T)
         for factor in self.factors:
-            if isinstance(factor, Keep):
+            if factor.action is not None:
                 is_kept_T = factor.of(batch)
                 live_T = live_T & is_kept_T
                 kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T

@@ -60,6 +60,11 @@ class Reductions:
         total_T = self._over_sequence(torch.where(mask_T, values_T, 0.0), is_sum=True)
         return total_T if reduce == "sum" else total_T / self.count(mask_T).clamp_min(1.0).to(total_T.dtype)
 
+    @property
+    def has_other_sequences(self) -> bool:
+        """Whether other ranks hold sequences that this one does not see."""
+        return group_size(self._dp_group) > 1
+
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """0-dim: the sum over all ranks."""
         total = torch.where(mask_T, values_T, 0.0).sum()
@@ -74,6 +79,15 @@ class Reductions:
     def position(self, mask_T: Tensor) -> Tensor:
         """``[T]``: the how-manieth token of the mask it is in its sequence, from 1."""
         return self._prefix_sum(mask_T.float())
+
+    def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """``[S]``: the sum of each sequence over the tokens of the mask."""
+        row_S = self._layout.index.reduce([torch.where(mask_T, values_T, 0)], "sum")[0]
+        return gather_rows(row_S, self._cp_group).sum(0)
+
+    def to_tokens(self, values_S: Tensor) -> Tensor:
+        """``[T]``: the value of each token's sequence."""
+        return self._layout.index.to_tokens(values_S)
 
     def _over_sequence(self, values_T: Tensor, *, is_sum: bool) -> Tensor:
         index = self._layout.index
