@@ -145,6 +145,14 @@ def geometric_rs(x, d, low, high):
     return weighted_ppo(x, d, inside(geometric(d, rho(d)), low, high))
 
 
+def segment_rs(x, d, low, high):
+    weight = torch.zeros_like(d.x)
+    for tokens in d.sequences:
+        for segment in torch.tensor_split(tokens, (tokens.diff() > 1).nonzero().flatten() + 1):
+            weight[segment] = inside((d.proximal - d.behavior)[segment].mean().exp(), low, high)
+    return weighted_ppo(x, d, weight)
+
+
 def geometric_rs_token_tis(x, d, low, high, bound):
     return weighted_ppo(x, d, rho(d).clamp_max(bound) * inside(geometric(d, rho(d)), low, high))
 

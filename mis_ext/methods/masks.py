@@ -60,6 +60,21 @@ def geometric_rs(*, low: float = 0.999, high: float = 1.001) -> Method:
 
 
 @preset(
+    formula=f"1[low <= exp(mean over the segment of log rho) <= high] {PPO_TEXT}",
+    paper="ROLL: train_infer_corrections, granularity segment (code)",
+)
+def segment_rs(*, low: float = 0.8, high: float = 1.2) -> Method:
+    """As ``geometric_rs``, for each run of generated tokens, such as one turn of an agent, by itself.
+
+    When: many turns, of which one was sampled by a broken engine or an old version.
+    Claims: keeps the other turns.
+    Counter-claims: what follows a rejected turn was sampled in states that the policy might not reach. Needs whole
+    responses on each rank.
+    """
+    return with_ppo(Keep(pair=MISMATCH, reduce="segment_mean", low=low, high=high))
+
+
+@preset(
     formula=f"sg(min(rho, bound)) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}",
     paper="Liu, Li et al., RL Collapse Part 3, 2025",
 )
@@ -135,6 +150,7 @@ FAMILY = (
     token_mis,
     sequence_mis,
     geometric_rs,
+    segment_rs,
     geometric_rs_token_tis,
     sequence_mask_tis,
     veto,
