@@ -205,6 +205,41 @@ def reinforce_sequence_snis(x, d):
     return score(x, d, w / mean)
 
 
+def psis(weights: list[float]) -> tuple[list[float], float]:
+    """Algorithm 1 of arXiv:1507.02646 with the fit of Zhang and Stephens, as the paper's appendix has it."""
+    n = len(weights)
+    m = math.ceil(min(n / 5, 3 * math.sqrt(n)))
+    order = sorted(range(n), key=lambda i: weights[i])
+    tail, cutoff = order[n - m :], weights[order[n - m - 1]]
+    x = [weights[i] - cutoff for i in tail]
+    grid = 30 + math.floor(math.sqrt(m))
+    quarter = x[math.floor(m / 4 + 0.5) - 1]
+    theta = [1 / x[-1] + (1 - math.sqrt(grid / (j - 0.5))) / (3 * quarter) for j in range(1, grid + 1)]
+
+    def shape(t):
+        return sum(math.log1p(-t * v) for v in x) / m
+
+    likelihood = [m * (math.log(-t / shape(t)) - shape(t) - 1) for t in theta]
+    share = [1 / sum(math.exp(min(other - one, 700)) for other in likelihood) for one in likelihood]
+    best = sum(t * s for t, s in zip(theta, share, strict=True))
+    k = shape(best)
+    scale = -k / best
+    k = (k * m + 10 * 0.5) / (m + 10)
+    out = list(weights)
+    for z, i in enumerate(tail, start=1):
+        quantile = cutoff + scale / k * ((1 - (z - 0.5) / m) ** -k - 1)
+        out[i] = min(quantile, max(weights))
+    return out, k
+
+
+def reinforce_sequence_psis(x, d, high):
+    w = product(d, omega(d))
+    smoothed, _ = psis([float(w[tokens[0]]) for tokens in d.sequences])
+    for tokens, weight in zip(d.sequences, smoothed, strict=True):
+        w[tokens] = min(weight, high)
+    return score(x, d, w)
+
+
 def cispo(x, d, low, high):
     return score(x, d, (d.x - d.proximal).exp().clamp(low, high))
 

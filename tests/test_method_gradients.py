@@ -27,6 +27,7 @@ PARAMETERS = {
     "trm": {"high_max": 0.5, "high_mean": 0.12},
     "sequence_error": {"high": 1.6},
     "aipo": {"high": 1.5},
+    "reinforce_sequence_psis": {"high": 2.5},
     "cispo": {"low": 0.6, "high": 1.3},
     "minirl": {"cap": 1.5},
     "aspo": {"cap": 1.5},
@@ -54,7 +55,7 @@ def parameters(name: str) -> dict:
     return PRESETS[name].defaults | PARAMETERS.get(name, {})
 
 
-def make_data(*, seed: int = 0, token_advantages: bool = True, num_sequences: int = 24):
+def make_data(*, seed: int = 0, token_advantages: bool = True, num_sequences: int = 32):
     """Responses of several turns, some masked through, log-probs apart by several tenths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 11, (num_sequences,), generator=generator).tolist()

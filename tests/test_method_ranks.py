@@ -16,6 +16,7 @@ from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.denominators import mean_weights
 
 NEEDS_ALL_TOKENS = "m2po"
+NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"
 NEEDS_WHOLE_RESPONSES = "segment_rs"
 METHODS = {
     **{name: row(**parameters(name)) for name, row in PRESETS.items() if name != NEEDS_ALL_TOKENS},
@@ -34,7 +35,7 @@ def part(data, mask, local):
 
 @pytest.mark.parametrize(("cp_size", "dp_size", "partition"), TOPOLOGIES)
 def test_any_number_of_ranks_gives_the_coefficients_of_one(cp_size, dp_size, partition) -> None:
-    data, mask, whole = make_data(seed=3, num_sequences=12)
+    data, mask, whole = make_data(seed=3, num_sequences=40)
     lengths = list(whole.response_lengths)
     wanted = {name: apply(method, data, mask, whole) for name, method in METHODS.items()}
     shares = {over: mean_weights(mask, over=over, layout=whole) for over in ("tokens", "sequences")}
@@ -57,8 +58,9 @@ def test_any_number_of_ranks_gives_the_coefficients_of_one(cp_size, dp_size, par
         mine, own_mask = part(data, mask, local)
         groups = {"cp_group": rank.groups.cp_group if cp_size > 1 else None, "dp_group": rank.groups.dp_group}
         for name, method in METHODS.items():
-            if name == NEEDS_WHOLE_RESPONSES and cp_size > 1:
-                with pytest.raises(ValueError, match="context parallelism would cut"):
+            refuses = (name == NEEDS_WHOLE_RESPONSES and cp_size > 1) or (name == NEEDS_ALL_SEQUENCES and dp_size > 1)
+            if refuses:
+                with pytest.raises(ValueError, match=r"context parallelism would cut|all sequences on one rank"):
                     apply(method, mine, own_mask, layout, **groups)
                 continue
             result = apply(method, mine, own_mask, layout, **groups)
