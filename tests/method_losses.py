@@ -128,6 +128,10 @@ def icepop(x, d, low, high):
 token_mis = icepop
 
 
+def glm_5_reasoning(x, d, beta, low, high):
+    return d.total(rho(d) * inside(rho(d), 1 / beta, beta) * ppo_objective(x, d, low, high))
+
+
 def product(d, ratio):
     return d.spread(lambda v: v.prod(-1), ratio)
 

@@ -23,6 +23,7 @@ PARAMETERS = {
     "geometric_rs_token_tis": {"low": 0.8, "high": 1.2, "bound": 1.2},
     "sequence_mask_tis": {"low": 0.8, "high": 1.2},
     "icepop": {"high": 2.0},
+    "glm_5_reasoning": {"beta": 1.5},
     "veto": {"low": 0.4},
     "trm": {"high_max": 0.5, "high_mean": 0.12},
     "sequence_error": {"high": 1.6},

@@ -118,6 +118,17 @@ def test_absurd_log_ratios_give_finite_numbers_in_float32(name, distance) -> Non
 
 
 @each_preset
+def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
+    data, mask, layout = given(name)
+    single = dataclasses.replace(data, **{stream: getattr(data, stream).float() for stream in STREAMS})
+    method = PRESETS[name](**parameters(name))
+    found, wanted = (apply(method, each, mask, layout) for each in (single, data))
+    torch.testing.assert_close(found.coefficient_T.double(), wanted.coefficient_T, rtol=1e-4, atol=1e-5)
+    assert torch.equal(found.kept_T, wanted.kept_T)
+    assert found.loss_T.dtype == torch.float32
+
+
+@each_preset
 def test_the_order_of_sequences_and_masked_padding_between_tokens_change_nothing(name) -> None:
     data, mask, layout = given(name, num_sequences=8)
     method = PRESETS[name](**parameters(name))

@@ -75,8 +75,8 @@ def kimi_k2_5(*, low: float = 0.5, high: float = 2.0, tau: float = 1e-3) -> Meth
 
     When: agentic training with a mismatch: the band bounds the drift, not the update.
     Claims: stable training of long tool-using responses.
-    Counter-claims: a move back towards ratio 1 is stopped too. The report gives no numbers for the band and tau: these
-    defaults are ours.
+    Counter-claims: a move back towards ratio 1 is stopped too. The report's old policy is the one that generated; it
+    gives no numbers for the band and tau: these defaults are ours.
     """
     return Method(
         surrogate=Ratio(pair=TOTAL, low=low, high=high, sides="both"),
