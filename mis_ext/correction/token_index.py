@@ -51,20 +51,20 @@ class TokenIndex:
             device: Where the results go.
         """
         local_S = torch.tensor(local_lengths, dtype=torch.int64)
-        sequence_R = _to_device(_sequence_of(torch.tensor(response_lengths, dtype=torch.int64)), device)
+        sequence_R = to_device(_sequence_of(torch.tensor(response_lengths, dtype=torch.int64)), device)
         if piece_whole_starts is None:
             sequence_T, position_T = sequence_R, None
         else:
             length_P, whole_start_P = torch.tensor([piece_lengths, piece_whole_starts], dtype=torch.int64)
-            sequence_T = _to_device(_sequence_of(local_S), device)
-            position_T = _to_device(_runs(whole_start_P, length_P), device)
+            sequence_T = to_device(_sequence_of(local_S), device)
+            position_T = to_device(_runs(whole_start_P, length_P), device)
         edge_N, tree = _build_tree(local_S)
         return cls(
             sequence_T=sequence_T,
             sequence_R=sequence_R,
             position_T=position_T,
-            edge_N=_to_device(edge_N, device),
-            tree=tuple(_to_device(level, device) for level in tree),
+            edge_N=to_device(edge_N, device),
+            tree=tuple(to_device(level, device) for level in tree),
         )
 
     def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
@@ -147,6 +147,6 @@ def _interleave(first_S: Tensor, second_S: Tensor) -> Tensor:
     return torch.stack([first_S, second_S], dim=1).flatten()
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    # Pinned memory, so that the copy does not wait for the device.
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host, through pinned memory, so that the copy does not wait for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

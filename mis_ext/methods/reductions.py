@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.token_index import to_device
 
 Reduce = Literal[
     "token", "sum", "mean", "max", "min", "prefix", "segment_sum", "segment_mean", "batch_mean", "batch_rank_mean"
@@ -153,4 +154,4 @@ def _piece_index(
     total = sum(lengths)
     piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)
     offset_T = torch.arange(total) - (length_P.cumsum(0) - length_P)[piece_T]
-    return piece_T.to(device), offset_T.to(device), start_P.to(device)
+    return to_device(piece_T, device), to_device(offset_T, device), to_device(start_P, device)
