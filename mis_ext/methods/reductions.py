@@ -115,7 +115,10 @@ class Reductions:
             )
         order_T = torch.where(mask_T, values_T, torch.inf).argsort(stable=True)
         counted_T = mask_T[order_T]
-        running_T = torch.where(counted_T, values_T[order_T], 0.0).double().cumsum(0) / counted_T.cumsum(0).clamp_min(1)
+        place_T = torch.arange(len(order_T), device=order_T.device)
+        # A scan, because cumsum of floats is not deterministic on a GPU.
+        total_T = self._scan(torch.where(counted_T, values_T[order_T], 0.0).double(), place_T, len(order_T))
+        running_T = total_T / counted_T.cumsum(0).clamp_min(1)
         return torch.empty_like(values_T).scatter(0, order_T, running_T.to(values_T.dtype))
 
     @staticmethod
