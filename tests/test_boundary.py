@@ -144,6 +144,7 @@ STRIPPED = {
             "reopening": "<|im_start|>assistant\n",
         },
     ),
+    "ended by another special token": ("<think>a</think>yes<|endoftext|>", "yes<|im_end|>", {}),
     "empty block of the template": (
         "yes<|im_end|>",
         "yes<|im_end|>",
@@ -162,6 +163,14 @@ def test_a_turn_without_its_reasoning_is_found(tokenizer, sampled, history, sett
 )
 def test_lost_reasoning_excuses_no_other_change(tokenizer, history) -> None:
     assert kind_of(tokenizer, "<think>\na\n</think>\n\nyes<|im_end|>", history) == "history_edited"
+
+
+@pytest.mark.parametrize(
+    "sampled", ["yes<|endoftext|>", "<think>a</think>no<|endoftext|>", "<think>a</think>yes<|im_end|>"]
+)
+def test_another_end_of_a_turn_is_an_edit_where_it_is_not_all(tokenizer, sampled) -> None:
+    history = "yes<|im_end|>" if "endoftext" in sampled else "yes"
+    assert kind_of(tokenizer, sampled, history) == "history_edited"
 
 
 def test_reasoning_without_an_end_is_no_block(tokenizer) -> None:

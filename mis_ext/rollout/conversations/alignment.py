@@ -108,6 +108,11 @@ def _find_stripped(
     begins = marks.begin_behind(template[:cut_at])
     for rest in without_reasoning(template[cut_at:] + sampled, marks.reasoning):
         end = find_end(text, start, rest, marks=marks, begins=begins)
+        # Harmony ends what was sampled with <|return|>, and what is history with <|end|>.
+        body = marks.without_end(rest)
+        if end is None and body is not None:
+            end = find_end(text, start, body, marks=marks, begins=begins)
+            end = None if end is None else marks.end_behind(text, end)
         if end is not None:
             return start, end
     return None, None

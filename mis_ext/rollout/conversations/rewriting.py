@@ -48,6 +48,16 @@ class Marks(NamedTuple):
             position += 1
         return text.startswith(self.special, position)
 
+    def without_end(self, turn: str) -> str | None:
+        """A turn without the special token that ends it; None where none does."""
+        ends = [mark for mark in self.special if turn.endswith(mark)]
+        return turn[: -max(map(len, ends))] if ends else None
+
+    def end_behind(self, text: str, position: int) -> int | None:
+        """Where the special token that begins here ends; None where none does."""
+        marks = [mark for mark in self.special if text.startswith(mark, position)]
+        return position + max(map(len, marks)) if marks else None
+
 
 @lru_cache(maxsize=4)
 def marks_of(tokenizer: Tokenizer, reasoning: tuple[str, str]) -> Marks:
