@@ -23,6 +23,7 @@
 | ``weight_versions`` | optional: with which the engine sampled, one or several per sample |
 | ``train_weight_version`` | optional: with which the trainer scored |
 | ``sample_indices`` | optional: the host's number of the sample, by which files are joined |
+| ``advantages``, ``rewards`` | optional: a number per response token or one per sample; one per sample |
 """
 
 from mis_ext.dumps.sample import DumpedSample, Skipped

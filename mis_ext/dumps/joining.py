@@ -132,6 +132,7 @@ def _joined(parts: Mapping[int, DumpedSample]) -> DumpedSample:
         first,
         proximal_log_probs=_whole(first, {rank: part.proximal_log_probs for rank, part in parts.items()}),
         behavior_log_probs=_whole(first, {rank: part.behavior_log_probs for rank, part in parts.items()}),
+        advantages=_whole_advantages(first, parts),
         part=None,
         # Joining makes two tensors of one.
         problem=_ONE_MEMORY if any(part.is_one_memory for part in parts.values()) else first.problem,
@@ -158,6 +159,12 @@ def _whole(sample: DumpedSample, of_rank: Mapping[int, Tensor | None]) -> Tensor
         for piece, own in zip(pieces, torch.split(values, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(own)
     return whole
+
+
+def _whole_advantages(first: DumpedSample, parts: Mapping[int, DumpedSample]) -> Tensor | None:
+    of_rank = {rank: part.advantages for rank, part in parts.items()}
+    is_of_tokens = all(values is not None and values.dim() for values in of_rank.values())
+    return _whole(first, of_rank) if is_of_tokens else first.advantages
 
 
 def _incomplete(parts: Mapping[int, DumpedSample]) -> DumpedSample:

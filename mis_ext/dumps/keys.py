@@ -16,8 +16,12 @@ KEYS = {
     "rollout_token_ids": ("rollout_token_id",),
     "weight_versions": ("weight_version",),
     "sample_indices": ("sample_index", "index"),
+    "advantages": ("advantage",),
+    "rewards": ("reward",),
 }
 """Of each key of a column the other names that it has in a row."""
+OPTIONAL = ("advantages", "rewards")
+"""Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
 VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""
 

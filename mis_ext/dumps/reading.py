@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.dumps.json_lines import read_json_lines
-from mis_ext.dumps.keys import KEYS, VERSION_OF_FILE
+from mis_ext.dumps.keys import KEYS, OPTIONAL, VERSION_OF_FILE
 from mis_ext.dumps.sample import ContextPart, DumpedSample
 from mis_ext.dumps.torch_files import TorchFile, read_torch
 
@@ -48,7 +48,10 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
     of_file = columns.get(VERSION_OF_FILE)
     if isinstance(of_file, list):
         per_sample[VERSION_OF_FILE], of_file = of_file, None
-    lengths = {key: len(column) for key, column in per_sample.items()}
+    lengths = {key: len(column) for key, column in per_sample.items() if key not in OPTIONAL}
+    for key in OPTIONAL:
+        if key in per_sample and {len(per_sample[key])} != {*lengths.values()}:
+            del per_sample[key]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
     dtype = _narrowest_dtype(per_sample)
@@ -68,6 +71,8 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
                 rollout_id=content.rollout_id,
                 sample_index=_integer(row.get("sample_indices")),
+                advantages=_advantages(row.get("advantages")),
+                reward=_reward(row.get("rewards")),
                 part=_part(row, content),
                 problem=None if content.has_trainer else _NO_TRAINER,
                 path=path,
@@ -79,6 +84,15 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
 
 def _integer(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _advantages(values: Any) -> Any:
+    """One number per token, or one for the sample."""
+    return None if values is None else torch.as_tensor(values).float()
+
+
+def _reward(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0) else None
 
 
 def _part(row: Mapping[str, Any], content: TorchFile) -> ContextPart | None:

@@ -42,6 +42,8 @@ class DumpedSample:
         problem: Why the sample cannot be used, where its file says so.
         path: The file; of a response that was joined from several, the first.
         index: The sample's place in it.
+        advantages: Of each token ``[T]``, or one number for all, 0-dim.
+        reward: As the host dumped it.
     """
 
     proximal_log_probs: Tensor | None
@@ -59,6 +61,8 @@ class DumpedSample:
     problem: str | None
     path: str
     index: int
+    advantages: Tensor | None = None
+    reward: float | None = None
 
     @property
     def name(self) -> str:

@@ -1,0 +1,28 @@
+"""The mismatch report: where two engines disagree, and what each configuration would have done about it.
+
+Parts of a run go in (:class:`Parts` makes them of dumps, :meth:`Part.of_lists` of tensors); a :class:`Collector` keeps
+sums of them, of which the typed :class:`Summary` is computed. It needs nothing but torch; the page and its pictures
+need ``mis_ext[report]``.
+"""
+
+from typing import TYPE_CHECKING
+
+from mis_ext.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mis_ext.report.collector import Collector, summarize
+    from mis_ext.report.part import Origin, Part, Parts
+    from mis_ext.report.summary import Mismatch, Summary
+    from mis_ext.report.what_if import Outcome, WhatIf
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "collector": ("Collector", "summarize"),
+            "part": ("Origin", "Part", "Parts"),
+            "summary": ("Mismatch", "Summary"),
+            "what_if": ("Outcome", "WhatIf"),
+        },
+    )
+
+__all__ = ["Collector", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]

@@ -1,0 +1,69 @@
+"""Parts in, a summary out: what is kept of a run while its parts come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.report.offenders import WorstToken, merged, worst_tokens
+from mis_ext.report.part import Part
+from mis_ext.report.sequences import Sequences
+from mis_ext.report.summary import Summary, summary_of
+from mis_ext.report.tally import TokenTally
+from mis_ext.report.what_if import Outcome, WhatIf
+
+NUM_WORST = 30
+
+
+class Collector:
+    """Adds up parts.
+
+    Args:
+        configs: By name, what to try on them.
+        num_worst: How many tokens and samples are listed.
+    """
+
+    def __init__(self, configs: Mapping[str, CorrectionConfig] | None = None, *, num_worst: int = NUM_WORST) -> None:
+        self._what_if = {name: WhatIf(config) for name, config in (configs or {}).items()}
+        self._num_worst = num_worst
+        self._tallies: dict[str, TokenTally] = {}
+        self._sequences: dict[str, list[Sequences]] = {}
+        self._worst: list[WorstToken] = []
+
+    @torch.no_grad()
+    def add(self, part: Part) -> None:
+        """Count one more part."""
+        tally = TokenTally.of(part)
+        known = self._tallies.get(part.step)
+        self._tallies[part.step] = tally if known is None else known + tally
+        self._sequences.setdefault(part.step, []).append(Sequences.of(part))
+        self._worst = merged(self._worst, worst_tokens(part, self._num_worst), self._num_worst)
+        for what_if in self._what_if.values():
+            what_if.add(part)
+
+    def summary(self) -> Summary:
+        """Of all parts until now.
+
+        Raises:
+            ValueError: There was none.
+        """
+        steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
+        return summary_of(steps, worst_tokens=self._worst, max_worst=self._num_worst)
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """What each configuration did."""
+        return {name: what_if.outcome() for name, what_if in self._what_if.items()}
+
+
+def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
+    """The summary of parts.
+
+    Raises:
+        ValueError: There is none.
+    """
+    collector = Collector(num_worst=num_worst)
+    for part in parts:
+        collector.add(part)
+    return collector.summary()

@@ -1,0 +1,172 @@
+"""What is kept of each sequence: a few numbers, of which everything about sequences is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mis_ext.report.bins import NUM_OCTAVES, octave, octave_range, summed
+from mis_ext.report.part import Origin, Part
+from mis_ext.report.tally import token_rows
+
+COLUMNS = (
+    "num_response",
+    "num_valid",
+    "difference",
+    "gap",
+    "k3",
+    "proximal",
+    "behavior",
+    "reward",
+    "advantage",
+    "versions_behind",
+)
+"""Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
+
+BANDS = {"product in [1/2, 2]": (0.5, 2.0, True), "geometric mean within 1 %": (0.99, 1.01, False)}
+"""Bands whose acceptance is shown by length: bounds, and whether of the product."""
+
+
+@dataclass(eq=False)
+class Sequences:
+    """``S`` sequences: ``columns`` ``[S, len(COLUMNS)]`` float64, and where each comes from."""
+
+    columns: Tensor
+    origins: list[Origin]
+    steps: list[str]
+
+    @classmethod
+    def of(cls, part: Part) -> Sequences:
+        """Of a part."""
+        index, tokens = part.streams.layout.index, part.tokens
+        rows = token_rows(tokens.log_ratio_T)
+        has_advantage_T = tokens.response_mask_T & ~part.advantages_T.isnan()
+        advantage_T = torch.where(has_advantage_T, part.advantages_T, 0.0)
+        # In the precision and order of the correction, so that its gates decide on the same sums.
+        reduced = index.reduce(
+            [
+                tokens.response_mask_T.float(),
+                tokens.valid_mask_T.float(),
+                rows["difference"],
+                rows["gap"],
+                rows["k3"],
+                tokens.proximal_T,
+                tokens.behavior_T,
+                advantage_T,
+                has_advantage_T.float(),
+            ],
+            "sum",
+        ).double()
+        *sums, advantage, num_advantages = reduced
+        known = [[origin.reward, origin.versions_behind] for origin in part.origins]
+        reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
+        columns = torch.stack([*sums, reward, advantage / num_advantages, behind], dim=1)
+        # Only the name and the number: of tokens the worst are kept elsewhere.
+        origins = [origin._replace(token_ids=None) for origin in part.origins]
+        return cls(columns, origins, [part.step] * len(origins))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequences]) -> Sequences:
+        """Of all parts."""
+        columns = [part.columns for part in parts] or [torch.empty(0, len(COLUMNS), dtype=torch.float64)]
+        return cls(
+            torch.cat(columns),
+            [origin for part in parts for origin in part.origins],
+            [step for part in parts for step in part.steps],
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column ``[S]`` by its name."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    def where(self, keep_S: Tensor) -> Sequences:
+        """Those where ``keep_S`` is true."""
+        chosen = keep_S.nonzero().flatten().tolist()
+        return Sequences(
+            self.columns[keep_S], [self.origins[each] for each in chosen], [self.steps[each] for each in chosen]
+        )
+
+    @property
+    def measured(self) -> Tensor:
+        """Which have a valid token."""
+        return self["num_valid"] > 0
+
+    @property
+    def log_ratio_mean(self) -> Tensor:
+        """Log of the geometric mean of the ratios."""
+        return self["difference"] / self["num_valid"].clamp_min(1.0)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Sequences of one octave of lengths; ``predicted`` is what independent Gaussian log-ratios of this k3 give."""
+
+    shortest: int
+    longest: int
+    num_sequences: int
+    mean_length: float
+    k3: float
+    accepted: dict[str, float]
+    predicted: dict[str, float]
+
+
+def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
+    """How many sequences each of ``BANDS`` accepts.
+
+    Args:
+        sequences: All.
+        k3: Per token, of all: then a difference from the prediction is the length's.
+    """
+    measured = sequences.where(sequences.measured)
+    length = measured["num_valid"]
+    index = octave(length - 1)
+    counts, lengths, divergences = (summed(index, NUM_OCTAVES, values) for values in (None, length, measured["k3"]))
+    accepted = {name: summed(index, NUM_OCTAVES, _accepted(measured, band)) for name, band in BANDS.items()}
+    rows = []
+    for number in counts.nonzero().flatten().tolist():
+        count, mean_length = float(counts[number]), float(lengths[number] / counts[number])
+        first, last = octave_range(number)
+        rows.append(
+            Acceptance(
+                shortest=first + 1,
+                longest=last + 1,
+                num_sequences=int(count),
+                mean_length=mean_length,
+                k3=float(divergences[number] / lengths[number]),
+                accepted={name: float(values[number]) / count for name, values in accepted.items()},
+                predicted={name: predicted_acceptance(band, mean_length, k3) for name, band in BANDS.items()},
+            )
+        )
+    return rows
+
+
+def predicted_acceptance(band: tuple[float, float, bool], length: float, k3: float) -> float:
+    """For ``log ratio ~ N(-k3, 2 k3)`` of each token, independently."""
+    low, high, is_product = band
+    scale = 1.0 if is_product else length
+    mean, deviation = -k3 * length / scale, math.sqrt(2.0 * k3 * length) / scale
+    if deviation == 0.0 or math.isnan(deviation):
+        return 1.0 if deviation == 0.0 else math.nan
+    below = [0.5 * math.erfc(-(math.log(bound) - mean) / (deviation * math.sqrt(2.0))) for bound in (low, high)]
+    return below[1] - below[0]
+
+
+def _accepted(sequences: Sequences, band: tuple[float, float, bool]) -> Tensor:
+    low, high, is_product = band
+    value = sequences["difference"] if is_product else sequences.log_ratio_mean
+    return (value >= math.log(low)) & (value <= math.log(high))
+
+
+def effective_share(log_weights: Tensor) -> float:
+    """Kish's effective sample size over the sample size; NaN for none."""
+    if not len(log_weights):
+        return math.nan
+    weights = (log_weights - log_weights.max()).exp()
+    return float(weights.sum().square() / (len(weights) * weights.square().sum()))

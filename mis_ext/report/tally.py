@@ -1,0 +1,136 @@
+"""What is counted of tokens: sums that add up over parts, files and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import MAX_LOG_RATIO
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.report.bins import (
+    NUM_LOG_PROBS,
+    NUM_OCTAVES,
+    NUM_PROBABILITIES,
+    NUM_SIZES,
+    log_prob_bin,
+    octave,
+    probability_bin,
+    size_bin,
+    summed,
+)
+from mis_ext.report.part import Part
+
+SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
+"""Of a group of tokens: ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
+
+TOTALS = (
+    *SUMS,
+    "reverse_k1",
+    "reverse_k3",
+    "variation",
+    "zeros",
+    "above_2",
+    "below_half",
+    "num_response",
+    "num_masked",
+)
+_LOG_2 = 0.6931471805599453
+
+
+@dataclass(eq=False)
+class TokenTally:
+    """Everything about tokens that the summary needs.
+
+    Attributes:
+        totals: ``[len(TOTALS)]``.
+        extremes: The smallest and the negated largest ``d``.
+        sizes: ``[2, NUM_SIZES]``: tokens by ``|d|``, for ``d`` below and above 0.
+        density: ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: behavior by proximal log-prob.
+        deciles: ``[NUM_PROBABILITIES, len(SUMS)]`` by behavior probability.
+        positions: ``[NUM_OCTAVES, len(SUMS)]`` by position in the response.
+        signs: ``[3, len(SUMS)]`` of tokens with negative, zero and positive advantage.
+    """
+
+    totals: Tensor
+    extremes: Tensor
+    sizes: Tensor
+    density: Tensor
+    deciles: Tensor
+    positions: Tensor
+    signs: Tensor
+
+    @classmethod
+    def of(cls, part: Part) -> TokenTally:
+        """Of a part."""
+        tokens, valid_T = part.tokens, part.tokens.valid_mask_T
+        difference = tokens.log_ratio_T[valid_T]
+        behavior, proximal = tokens.behavior_T[valid_T], tokens.proximal_T[valid_T]
+        rows = token_rows(difference)
+        gap, ratio_excess = rows["gap"], rows["ratio_excess"]
+        bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        is_zero = difference == 0.0
+        reverse_k1 = (ratio_excess + 1.0) * bounded
+        totals = {name: _total(row) for name, row in rows.items()} | {
+            "reverse_k1": _total(reverse_k1),
+            "reverse_k3": _total((reverse_k1 - ratio_excess).clamp_min(0.0)),
+            "variation": _total(-ratio_excess.clamp_max(0.0)),
+            "zeros": float(is_zero.sum()),
+            "above_2": float((difference > _LOG_2).sum()),
+            "below_half": float((difference < -_LOG_2).sum()),
+            "num_response": float(tokens.response_mask_T.sum()),
+            "num_masked": float((~tokens.response_mask_T).sum()),
+        }
+        signed = size_bin(gap) + NUM_SIZES * (difference > 0.0)
+        advantages = part.advantages_T[valid_T]
+        has_advantage = ~advantages.isnan()
+        sign = (advantages[has_advantage].sign() + 1.0).long()
+        never = difference.new_full((1,), torch.inf)
+        return cls(
+            totals=torch.tensor([totals[name] for name in TOTALS], dtype=torch.float64),
+            extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
+            sizes=summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
+            density=summed(log_prob_bin(behavior) * NUM_LOG_PROBS + log_prob_bin(proximal), NUM_LOG_PROBS**2).view(
+                NUM_LOG_PROBS, -1
+            ),
+            deciles=grouped(probability_bin(behavior), NUM_PROBABILITIES, rows),
+            positions=grouped(octave(part.position_T[valid_T]), NUM_OCTAVES, rows),
+            signs=grouped(sign, 3, {name: row[has_advantage] for name, row in rows.items()})
+            if part.has_advantages
+            else torch.zeros(3, len(SUMS), dtype=torch.float64),
+        )
+
+    def __add__(self, other: TokenTally) -> TokenTally:
+        """Of both."""
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in ("totals", "sizes", "density", "deciles", "positions", "signs")
+        }
+        return TokenTally(extremes=torch.minimum(self.extremes, other.extremes), **sums)
+
+    def __getitem__(self, name: str) -> float:
+        """A total by its name."""
+        return float(self.totals[TOTALS.index(name)])
+
+
+def token_rows(difference: Tensor) -> dict[str, Tensor]:
+    """The numbers of each token whose sums are ``SUMS``, by the correction's own formulas."""
+    ratio_excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
+    return {
+        "count": torch.ones_like(difference),
+        "difference": difference,
+        "gap": difference.abs(),
+        "k3": TOKEN_FORMULAS["k3"].function(ratio_excess, difference),
+        "ratio_excess": ratio_excess,
+        "squared_ratio_excess": ratio_excess.double().square(),
+    }
+
+
+def grouped(index: Tensor, num_groups: int, rows: dict[str, Tensor]) -> Tensor:
+    """``[num_groups, len(SUMS)]``."""
+    return torch.stack([summed(index, num_groups, rows[name]) for name in SUMS], dim=1)
+
+
+def _total(row: Tensor) -> float:
+    return float(row.sum(dtype=torch.float64))

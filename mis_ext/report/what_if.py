@@ -1,0 +1,261 @@
+"""What a configuration would have done to the data, by the correction itself."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import Values
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
+from mis_ext.report.part import Part
+
+_TOGETHER = "two or more gates"
+_NO_RATIO = "no finite ratio"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a configuration does; shares are of response tokens or of sequences with one, NaN where nothing was counted.
+
+    Attributes:
+        kept_tokens: What stays in the mask.
+        kept_sequences: Sequences of which something stays.
+        removed_by: Share of tokens that each gate alone removes, those that several remove, and those without a ratio.
+        weight_mean: Before normalisation, of valid tokens; so are its quantiles, to 0.6 %, and extremes.
+        unlike_ratio: Share of valid tokens whose weight is not their ratio, or which are removed.
+        learning_rate: Mean of what multiplies the loss of a response token, with normalisation: 1 without correction.
+        ess: Kish's effective share of what multiplies the loss.
+        variance: Mean square of what multiplies the advantage (of the loss where no advantage is known): 1 without
+            correction.
+        residual: Mean absolute distance of that factor from the ratio, before normalisation: what is left uncorrected
+            of each token; the total variation, twice, without correction.
+        removed_positive: Share of tokens with a positive advantage that are removed; then with a negative one.
+        dropped: Means of sequences of which nothing is left: how many, length, reward.
+        kept: The same of the others.
+    """
+
+    kept_tokens: float
+    kept_sequences: float
+    removed_by: dict[str, float]
+    weight_mean: float
+    weight_min: float
+    weight_p50: float
+    weight_p99: float
+    weight_max: float
+    unlike_ratio: float
+    learning_rate: float
+    ess: float
+    variance: float
+    residual: float
+    residual_without: float
+    removed_positive: float
+    removed_negative: float
+    dropped: dict[str, float]
+    kept: dict[str, float]
+
+
+@dataclass(eq=False)
+class WhatIf:
+    """One configuration on a stream of parts; normalisation is over each step as a whole."""
+
+    config: CorrectionConfig
+    _sums: Counter[str] = field(default_factory=Counter)
+    _removed: Counter[str] = field(default_factory=Counter)
+    _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
+    _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
+    _steps: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, part: Part) -> Correction:
+        """Count one more part; returns what was computed, with weights before normalisation."""
+        correction = correct(part, self.config)
+        tokens = part.tokens
+        response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
+        kept_T = correction.keep_mask_T
+        weights_T = correction.weights_T
+        factor_T = torch.where(kept_T, weights_T, 0.0)
+        ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.double().square())
+        valid_weights = weights_T[valid_T]
+        if len(valid_weights):
+            self._weights += summed(size_bin(valid_weights.clamp_min(1e-30)), NUM_SIZES)
+            low, high = self._extremes
+            self._extremes = [min(low, float(valid_weights.amin())), max(high, float(valid_weights.amax()))]
+        self._sums.update(
+            {
+                "response": _sum(response_T),
+                "valid": _sum(valid_T),
+                "kept": _sum(kept_T),
+                "weight": _sum(valid_weights),
+                "unlike_ratio": _sum(valid_T & ((factor_T - ratio_T).abs() > 1e-6 * ratio_T)),
+                "residual": _sum((factor_T - ratio_T).abs()[valid_T]),
+                "residual_without": _sum((1.0 - ratio_T).abs()[valid_T]),
+            }
+        )
+        if part.has_advantages:
+            self._add_advantages(part, kept_T, factor_T)
+        self._add_sequences(part, kept_T)
+        self._add_removed(part, kept_T)
+        step = self._steps.setdefault(part.step, Counter())
+        step.update({name: float(value) for name, value in correction.totals.items() if name.startswith("total_")})
+        step.update({"factor": total, "squared": squared})
+        return correction
+
+    def _add_advantages(self, part: Part, kept_T: Tensor, factor_T: Tensor) -> None:
+        known_T = part.tokens.response_mask_T & ~part.advantages_T.isnan()
+        advantage_T = torch.where(known_T, part.advantages_T, 0.0).double()
+        removed_T = known_T & ~kept_T
+        self._sums.update(
+            {
+                "positive": _sum(advantage_T > 0),
+                "negative": _sum(advantage_T < 0),
+                "removed_positive": _sum(removed_T & (advantage_T > 0)),
+                "removed_negative": _sum(removed_T & (advantage_T < 0)),
+                "squared_advantage": _sum(advantage_T.square()),
+                "squared_weighted_advantage": _sum((advantage_T * factor_T).square()),
+            }
+        )
+
+    def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
+        num_response_S, num_kept_S = part.streams.layout.index.reduce(
+            [part.tokens.response_mask_T.float(), kept_T.float()], "sum"
+        )
+        reward_S = torch.tensor([origin.reward for origin in part.origins])
+        for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
+            rewards = reward_S[chosen_S]
+            self._sums.update(
+                {
+                    f"{name}_sequences": _sum(chosen_S),
+                    f"{name}_length": _sum(num_response_S[chosen_S]),
+                    f"{name}_rewards": _sum(~rewards.isnan()),
+                    f"{name}_reward": _sum(rewards.nan_to_num()),
+                }
+            )
+
+    def _add_removed(self, part: Part, kept_T: Tensor) -> None:
+        response_T = part.tokens.response_mask_T
+        no_ratio_T = response_T & ~part.tokens.valid_mask_T
+        gates = named_gates(self.config)
+        removed_T = response_T & ~kept_T & ~no_ratio_T
+        if len(gates) == 1:
+            (name,) = gates
+            self._removed.update({name: _sum(removed_T), _TOGETHER: 0.0})
+        elif gates:
+            alone = {name: removed_T & ~correct(part, config).keep_mask_T for name, config in gates.items()}
+            count_T = torch.stack([*alone.values()]).sum(0)
+            self._removed.update({name: _sum(found_T & (count_T == 1)) for name, found_T in alone.items()})
+            self._removed.update({_TOGETHER: _sum(count_T > 1)})
+        self._removed.update({_NO_RATIO: _sum(no_ratio_T & ~kept_T)})
+
+    def outcome(self) -> Outcome:
+        """Of all parts until now."""
+        sums, per = self._sums, self._per
+        weighted, squared = self._normalised()
+        has_advantages = sums["squared_advantage"] > 0
+        variance = (
+            per("squared_weighted_advantage", "squared_advantage")
+            if has_advantages and not self.config.is_scaled
+            else _divided(squared, sums["response"])
+        )
+        low, high = self._extremes
+        return Outcome(
+            kept_tokens=per("kept", "response"),
+            kept_sequences=_divided(sums["kept_sequences"], sums["kept_sequences"] + sums["dropped_sequences"]),
+            removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
+            weight_mean=per("weight", "valid"),
+            weight_min=low if math.isfinite(low) else math.nan,
+            weight_p50=self._quantile(0.5),
+            weight_p99=self._quantile(0.99),
+            weight_max=high if math.isfinite(high) else math.nan,
+            unlike_ratio=per("unlike_ratio", "valid"),
+            learning_rate=_divided(weighted, sums["response"]),
+            ess=_divided(weighted**2, sums["response"] * squared),
+            variance=variance,
+            residual=per("residual", "valid"),
+            residual_without=per("residual_without", "valid"),
+            removed_positive=per("removed_positive", "positive"),
+            removed_negative=per("removed_negative", "negative"),
+            dropped=self._side("dropped"),
+            kept=self._side("kept"),
+        )
+
+    def _per(self, name: str, over: str) -> float:
+        return _divided(self._sums[name], self._sums[over])
+
+    def _normalised(self) -> tuple[float, float]:
+        """Sums of the factor and of its square, scaled step by step as the configuration says."""
+        used = self.config.scale_factors
+        weighted = squared = 0.0
+        for step in self._steps.values():
+            scale = 1.0
+            if used:
+                totals = Values({name: torch.tensor(value) for name, value in step.items()}, {})
+                found = {name: float(totals.of(SCALE_FORMULAS[name])) for name in used}
+                scale = found.get("denominator_factor", 1.0) / found.get("mean_weight", 1.0)
+            weighted += step["factor"] * scale
+            squared += step["squared"] * scale**2
+        return weighted, squared
+
+    def _quantile(self, share: float) -> float:
+        total = float(self._weights.sum())
+        if not total:
+            return math.nan
+        wanted = torch.tensor(share * total, dtype=torch.float64)
+        return size_of_bin(min(int(torch.searchsorted(self._weights.cumsum(0), wanted)), NUM_SIZES - 1))
+
+    def _side(self, name: str) -> dict[str, float]:
+        return {
+            "sequences": self._sums[f"{name}_sequences"],
+            "mean_length": self._per(f"{name}_length", f"{name}_sequences"),
+            "mean_reward": self._per(f"{name}_reward", f"{name}_rewards"),
+        }
+
+
+def correct(part: Part, config: CorrectionConfig) -> Correction:
+    """The correction of a part, before any normalisation: keep masks and weights are those of the hook."""
+    one = torch.ones(())
+    config = config if config.metrics_only else config.replace(metrics=(), scope="rollout")
+    return compute_correction(
+        proximal_logprobs_T=part.streams.proximal_logprobs_T,
+        behavior_logprobs_T=part.streams.behavior_logprobs_T,
+        response_mask_R=part.streams.response_mask_R,
+        layout=part.streams.layout,
+        config=config,
+        rollout_scale=WeightScale(one, one),
+    )
+
+
+def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
+    """Each gate that takes something out of the mask, as a configuration of its own.
+
+    A gate that looks at what another one leaves takes that one with it.
+    """
+    labelled = config.labelled_gates
+    found: dict[str, CorrectionConfig] = {}
+    implied = config.weight.gate if config.weight is not None else None
+    if implied is not None:
+        found[_description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+    for name, gate in labelled.items():
+        if gate.action == "reject":
+            gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
+            found[_description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+    return found
+
+
+def _description(name: str, gate: Gate) -> str:
+    low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
+    return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum() if values.dtype == torch.bool else values.sum(dtype=torch.float64))
+
+
+def _divided(total: float, count: float) -> float:
+    return total / count if count else math.nan

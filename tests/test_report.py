@@ -1,0 +1,201 @@
+"""The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from cases import drawn_samples
+from drawn_configs import Point, draw_point
+from hypothesis import HealthCheck, given, settings
+
+import mis_ext
+from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
+from mis_ext.report.bins import quantile, size_bin, summed
+from mis_ext.report.pareto import k_hat
+from mis_ext.report.sequences import BANDS, predicted_acceptance
+
+K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
+
+
+def gaussian(*, seed: int = 0, k3: float = K3, length: int = LENGTH, count: int = NUM_SEQUENCES, **more) -> Part:
+    generator = torch.Generator().manual_seed(seed)
+    behavior = -3.0 * torch.rand(count, length, generator=generator)
+    difference = torch.randn(count, length, generator=generator) * math.sqrt(2.0 * k3) - k3
+    return Part.of_lists(proximal=[*(behavior + difference)], behavior=[*behavior], **more)
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    return summarize([gaussian()])
+
+
+def test_a_gaussian_mismatch_has_the_divergences_of_theory(summary) -> None:
+    found = summary.overall
+    for name in ("k1", "k3", "reverse_k1", "reverse_k3"):
+        assert vars(found)[name] == pytest.approx(K3, rel=0.15 if name.endswith("k1") else 0.02)
+    assert found.abs_mean == pytest.approx(math.sqrt(2 * K3) * math.sqrt(2 / math.pi), rel=0.01)
+    assert found.abs_p99 == pytest.approx(math.sqrt(2 * K3) * 2.576, rel=0.02)
+    assert found.chi_square == pytest.approx(math.expm1(2 * K3), rel=0.02)
+    assert found.total_variation == pytest.approx(math.sqrt(2 * K3) / math.sqrt(2 * math.pi), rel=0.02)
+    assert abs(found.ratio_mean - 1.0) < 4 * found.ratio_mean_error
+    assert found.perplexity_ratio == pytest.approx(found.perplexity_proximal / found.perplexity_behavior, rel=1e-5)
+
+
+def test_a_gaussian_mismatch_has_the_effective_sample_size_and_acceptance_of_theory(summary) -> None:
+    found = summary.overall
+    assert found.ess_token == pytest.approx(math.exp(-2 * K3), abs=1e-4)
+    assert found.ess_sequence == pytest.approx(math.exp(-2 * K3 * LENGTH), abs=0.06)
+    assert found.ess_geometric == pytest.approx(1.0, abs=1e-4)
+    (row,) = summary.by_length
+    assert row.num_sequences == NUM_SEQUENCES
+    for name, band in BANDS.items():
+        expected = predicted_acceptance(band, LENGTH, K3)
+        error = math.sqrt(max(expected * (1 - expected), 1e-4) / NUM_SEQUENCES)
+        assert row.predicted[name] == pytest.approx(expected, abs=0.01)
+        assert row.accepted[name] == pytest.approx(expected, abs=5 * error)
+
+
+@pytest.mark.parametrize("k3, expected", [(1e-5, 0.1), (2e-3, 0.25), (1e-2, 0.85)])
+def test_k_hat_grows_with_the_variance_of_the_log_weights(k3, expected) -> None:
+    # Log-normal weights of 4,000 samples with variance 0.25, 1 and 9: 0.1, 0.18 and 0.94 (arXiv:1507.02646).
+    assert summarize([gaussian(k3=k3)]).overall.k_hat == pytest.approx(expected, abs=0.25)
+
+
+@pytest.mark.parametrize("shape", [0.2, 0.5, 1.0])
+def test_k_hat_finds_the_shape_of_a_pareto_distribution(shape) -> None:
+    uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert k_hat(-shape * uniform.log()) == pytest.approx(shape, abs=0.15)
+
+
+def test_k_hat_of_equal_or_few_weights() -> None:
+    assert k_hat(torch.zeros(1000)) == 0.0
+    assert math.isnan(k_hat(torch.randn(10)))
+
+
+def test_a_quantile_of_bins_is_exact_to_their_width() -> None:
+    sizes = torch.rand(200_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 1e-3
+    counts = summed(size_bin(sizes), 2400)
+    for share in (0.01, 0.5, 0.99):
+        assert quantile(counts, share) == pytest.approx(float(sizes.quantile(share)), rel=0.012)
+    assert quantile(counts, 0.5, num_zeros=400_000) == 0.0
+
+
+def test_steps_files_and_parts_add_up() -> None:
+    whole, halves = Collector(), Collector()
+    whole.add(gaussian(count=60))
+    both = gaussian(count=60).streams
+    for begin, end in ((0, 25), (25, 60)):
+        rows = slice(begin * LENGTH, end * LENGTH)
+        columns = (each[rows].view(-1, LENGTH) for each in (both.proximal_logprobs_T, both.behavior_logprobs_T))
+        proximal, behavior = columns
+        halves.add(Part.of_lists(proximal=[*proximal], behavior=[*behavior], step=str(begin)))
+    one, two = whole.summary(), halves.summary()
+    for name, value in vars(one.overall).items():
+        assert vars(two.overall)[name] == pytest.approx(value, rel=1e-6, abs=1e-9, nan_ok=True), name
+    assert [*two.steps] == ["0", "25"]
+    assert sum(step.num_tokens for step in two.steps.values()) == one.overall.num_tokens
+    assert torch.equal(one.sizes, two.sizes)
+    assert torch.equal(one.density, two.density)
+
+
+def test_tokens_without_a_ratio_and_masked_tokens_are_counted_and_change_nothing() -> None:
+    behavior = torch.tensor([-1.0, -2.0, -0.5, -1.0])
+    proximal = torch.tensor([-1.1, math.nan, -0.5, 77.0])
+    part = Part.of_lists(proximal=[proximal], behavior=[behavior], masks=[torch.tensor([1, 1, 1, 0])])
+    found = summarize([part]).overall
+    assert (found.num_tokens, found.num_without_ratio, found.num_masked) == (2, 1, 1)
+    assert found.abs_max == pytest.approx(0.1)
+    assert found.zero_share == 0.5
+
+
+def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
+    base = gaussian(count=2, length=8, k3=1e-6).streams
+    behavior = [*base.behavior_logprobs_T.view(2, 8).clone()]
+    proximal = [*base.proximal_logprobs_T.view(2, 8).clone()]
+    proximal[1][5] += 3.0
+    origins = [
+        Origin("first", 4, versions_behind=0.0, token_ids=[*range(8)]),
+        Origin("second", 9, reward=0.5, versions_behind=2.0, token_ids=[*range(100, 108)]),
+    ]
+    advantages = [torch.tensor(-1.0), torch.tensor(1.0)]
+    part = Part.of_lists(proximal=proximal, behavior=behavior, advantages=advantages, origins=origins)
+    summary = summarize([part])
+    worst = summary.worst_tokens[0]
+    assert (worst.sample, worst.sample_index, worst.position, worst.token_id) == ("second", 9, 5, 105)
+    assert worst.ids_before == (100, 101, 102, 103, 104)
+    assert worst.log_ratio == pytest.approx(3.0, abs=0.01)
+    assert summary.worst_samples[0].sample == "second"
+    assert [group.name for group in summary.by_sign] == ["negative", "positive"]
+    assert summary.by_sign[1].k3_share > 0.99
+    assert [(group.name, group.num_tokens) for group in summary.by_version] == [("0 behind", 8), ("2 behind", 8)]
+    assert summary.by_position[2].low == 3
+    assert summary.by_position[2].k3_share > 0.99
+
+
+def test_nothing_to_report_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing to report"):
+        summarize([])
+
+
+@st.composite
+def drawn_points(draw) -> Point:
+    return draw_point(lambda options: draw(st.sampled_from(options)))
+
+
+@pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(point=drawn_points(), samples=drawn_samples())
+def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
+    streams = {"train_log_probs": samples.train, "rollout_log_probs": samples.rollout, "loss_masks": samples.masks}
+    weights, masks, _ = mis_ext.compute_mis_weights(point.config, **streams)
+    part = Part.of_lists(proximal=samples.train, behavior=samples.rollout, masks=samples.masks)
+    what_if = WhatIf(point.config)
+    correction = what_if.add(part)
+    weights_T, mask_T = torch.cat([torch.zeros(0), *weights]), torch.cat([torch.zeros(0), *masks])
+    assert torch.equal(correction.loss_mask_R, mask_T)
+    outcome = what_if.outcome()
+    num_response = float(sum((mask != 0).sum() for mask in samples.masks))
+    if not num_response:
+        assert math.isnan(outcome.kept_tokens)
+        return
+    assert outcome.kept_tokens == float(mask_T.sum()) / num_response
+    factor_T = (weights_T * mask_T).double()
+    assert outcome.learning_rate == pytest.approx(float(factor_T.sum()) / num_response, rel=1e-5, abs=1e-12)
+    assert outcome.variance == pytest.approx(float(factor_T.square().sum()) / num_response, rel=1e-5, abs=1e-12)
+    removed = sum(outcome.removed_by.values())
+    assert removed == pytest.approx(1.0 - outcome.kept_tokens, abs=0.5 / num_response + 1e-9) or point.config.gates
+
+
+def test_what_each_gate_removed_adds_up_to_what_is_gone() -> None:
+    config = mis_ext.CorrectionConfig(
+        gates=(
+            mis_ext.Gate(low=0.95, high=1.05, name="tokens"),
+            mis_ext.Gate(reduce="mean", low=0.998, high=1.002, name="means"),
+        )
+    )
+    what_if = WhatIf(config)
+    what_if.add(gaussian(count=50))
+    outcome = what_if.outcome()
+    assert len(outcome.removed_by) == 3
+    assert sum(outcome.removed_by.values()) == pytest.approx(1.0 - outcome.kept_tokens, abs=1e-9)
+    assert outcome.removed_by["two or more gates"] > 0.01
+
+
+def test_who_is_dropped_is_said_by_length_reward_and_sign() -> None:
+    parts = gaussian(count=2, length=4).streams
+    behavior = [*parts.behavior_logprobs_T.view(2, 4)]
+    part = Part.of_lists(
+        proximal=[behavior[0], behavior[1] - 1.0],
+        behavior=behavior,
+        advantages=[torch.tensor(1.0), torch.tensor(-2.0)],
+        origins=[Origin(reward=1.0), Origin(reward=0.25)],
+    )
+    what_if = WhatIf(mis_ext.preset("sequence_mis"))
+    what_if.add(part)
+    outcome = what_if.outcome()
+    assert outcome.dropped == {"sequences": 1.0, "mean_length": 4.0, "mean_reward": 0.25}
+    assert outcome.kept["mean_reward"] == 1.0
+    assert (outcome.removed_positive, outcome.removed_negative) == (0.0, 1.0)
+    # Of squared advantages 1 and 4 only the first is left.
+    assert outcome.variance == pytest.approx(0.2)
