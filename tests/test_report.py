@@ -56,7 +56,7 @@ def test_a_gaussian_mismatch_has_the_effective_sample_size_and_acceptance_of_the
         assert row.accepted[name] == pytest.approx(expected, abs=5 * error)
 
 
-@pytest.mark.parametrize("k3, expected", [(1e-5, 0.1), (2e-3, 0.25), (1e-2, 0.85)])
+@pytest.mark.parametrize(("k3", "expected"), [(1e-5, 0.1), (2e-3, 0.25), (1e-2, 0.85)])
 def test_k_hat_grows_with_the_variance_of_the_log_weights(k3, expected) -> None:
     # Log-normal weights of 4,000 samples with variance 0.25, 1 and 9: 0.1, 0.18 and 0.94 (arXiv:1507.02646).
     assert summarize([gaussian(k3=k3)]).overall.k_hat == pytest.approx(expected, abs=0.25)
