@@ -68,8 +68,8 @@ class DataGuards:
         has_tokens, has_pairs = evidence.num_valid >= ENOUGH_TOKENS, evidence.num_pairs >= ENOUGH_TOKENS
         checks: tuple[tuple[str, GuardName | None, bool, Iterator[str]], ...] = (
             # First, because a shift also puts certain tokens beside improbable ones.
-            ("shifted_log_probs", "shifted_log_probs", has_pairs, _shifted_log_probs(evidence)),
-            ("degenerate_behavior", "degenerate_behavior", has_tokens, _degenerate_behavior(evidence)),
+            ("shifted_log_probs", "shifted_log_probs", has_pairs, shifted_log_probs(evidence)),
+            ("degenerate_behavior", "degenerate_behavior", has_tokens, degenerate_behavior(evidence)),
             ("single_sequence", None, has_tokens, _single_sequence(self._config, in_scope)),
             ("size", None, has_tokens, _size(self._config, evidence)),
         )
@@ -85,7 +85,8 @@ class DataGuards:
             yield from found
 
 
-def _degenerate_behavior(evidence: Evidence) -> Iterator[str]:
+def degenerate_behavior(evidence: Evidence) -> Iterator[str]:
+    """What is wrong with behavior log-probs that are none, in words."""
     count = evidence.num_valid
     if count < MIN_CONSTANT_TOKENS:
         return
@@ -130,7 +131,8 @@ def _degenerate_behavior(evidence: Evidence) -> Iterator[str]:
         )
 
 
-def _shifted_log_probs(evidence: Evidence) -> Iterator[str]:
+def shifted_log_probs(evidence: Evidence) -> Iterator[str]:
+    """That the streams fit much better when one of them is shifted by a token."""
     # The better of the two: at the end of a response one absurd log-prob is in all sums but one.
     aligned, shifted = min(evidence.first, evidence.second), min(evidence.earlier, evidence.later)
     if evidence.num_pairs < ENOUGH_TOKENS or shifted >= SHIFT_FACTOR * aligned:
@@ -164,10 +166,11 @@ def _size(config: CorrectionConfig, evidence: Evidence) -> Iterator[str]:
             f"behavior and proximal log-probs differ by {gap:.3g} nats per token on average, more than "
             f"{MAX_MEAN_ABS_DIFF:g}: check temperature, top-p, tokenisation, and that the weights were synchronised"
         )
-    yield from _hopeless_sequences(config, k3=k3, length=evidence.num_response / evidence.num_sequences)
+    yield from hopeless_sequences(config, k3=k3, length=evidence.num_response / evidence.num_sequences)
 
 
-def _hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
+def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
+    """That products of ratios of responses this long have lost almost all of their effective sample size."""
     variance = 2.0 * k3 * length
     share = math.exp(-min(variance, 700.0))
     weight = config.weight

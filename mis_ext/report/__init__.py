@@ -11,6 +11,7 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.report.collector import Collector, summarize
+    from mis_ext.report.finding import Diagnosis
     from mis_ext.report.part import Origin, Part, Parts
     from mis_ext.report.summary import Mismatch, Summary
     from mis_ext.report.what_if import Outcome, WhatIf
@@ -19,10 +20,11 @@ else:
         __name__,
         {
             "collector": ("Collector", "summarize"),
+            "finding": ("Diagnosis",),
             "part": ("Origin", "Part", "Parts"),
             "summary": ("Mismatch", "Summary"),
             "what_if": ("Outcome", "WhatIf"),
         },
     )
 
-__all__ = ["Collector", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]
+__all__ = ["Collector", "Diagnosis", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]

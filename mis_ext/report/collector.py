@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.report.diagnosis import diagnose
+from mis_ext.report.finding import Case, Diagnosis
 from mis_ext.report.offenders import WorstToken, merged, worst_tokens
 from mis_ext.report.part import Part
 from mis_ext.report.sequences import Sequences
+from mis_ext.report.signals import Signals
 from mis_ext.report.summary import Summary, summary_of
 from mis_ext.report.tally import TokenTally
 from mis_ext.report.what_if import Outcome, WhatIf
@@ -30,6 +33,7 @@ class Collector:
         self._num_worst = num_worst
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
+        self._signals: Signals | None = None
         self._worst: list[WorstToken] = []
 
     @torch.no_grad()
@@ -39,6 +43,8 @@ class Collector:
         known = self._tallies.get(part.step)
         self._tallies[part.step] = tally if known is None else known + tally
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
+        signals = Signals.of(part)
+        self._signals = signals if self._signals is None else self._signals + signals
         self._worst = merged(self._worst, worst_tokens(part, self._num_worst), self._num_worst)
         for what_if in self._what_if.values():
             what_if.add(part)
@@ -51,6 +57,17 @@ class Collector:
         """
         steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
         return summary_of(steps, worst_tokens=self._worst, max_worst=self._num_worst)
+
+    def diagnoses(self, summary: Summary | None = None) -> list[Diagnosis]:
+        """Likely causes; ``summary`` is that of this collector, if it was computed already.
+
+        Raises:
+            ValueError: There was no part.
+        """
+        summary = self.summary() if summary is None else summary
+        assert self._signals is not None
+        sequences = Sequences.joined([each for step in self._sequences.values() for each in step])
+        return diagnose(Case(self._signals, summary, sequences))
 
     def outcomes(self) -> dict[str, Outcome]:
         """What each configuration did."""

@@ -1,0 +1,170 @@
+"""Causes in the engines: how they compute, with which weights, and on which tokens it shows.
+
+The numbers come from the geometry of each cause and from our own measurements (benchmarks/evidence): bfloat16 kernels
+give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4 with 0.7 % of the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF
+from mis_ext.report.finding import MIN_TOKENS, Case, Diagnosis
+
+ALL = 0.99
+MAX_FORMULA_STEPS = 1.5
+STALE_FACTOR = 3.0
+TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.5, 0.002, 0.15
+PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
+KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
+
+
+def formula(case: Case) -> Iterator[Diagnosis]:
+    """Differences within the rounding of one operation."""
+    steps = float(case.signals.largest[0])
+    if 0.0 < steps <= MAX_FORMULA_STEPS and case.signals.num_uncertain >= MIN_TOKENS:
+        yield Diagnosis(
+            "log_prob_formula",
+            "likely",
+            "another formula for the same log-prob, such as log(softmax) for log_softmax",
+            f"no difference exceeds {steps:.2g} float32 steps, {case.summary.overall.abs_max:.1g} nats",
+            "Nothing to correct. For equal bits use the same formula on both sides.",
+        )
+
+
+def bf16(case: Case) -> Iterator[Diagnosis]:
+    """Numbers that have been rounded."""
+    shares = [rounded / count if count else 0.0 for count, rounded in case.signals.rounded.tolist()]
+    if float(case.signals.rounded[:, 0].min()) < MIN_TOKENS or case.summary.overall.abs_max == 0.0:
+        return
+    sides = [name for name, share in zip(("proximal", "behavior"), shares, strict=True) if share > ALL]
+    if sides:
+        yield Diagnosis(
+            "bf16_log_probs",
+            "certain",
+            "log-probs rounded to bfloat16",
+            f"{' and '.join(sides)} log-probs are bfloat16 numbers: that alone gives a k3 near 2e-5",
+            "Keep log-probs in float32 from the log-softmax to the dump.",
+        )
+
+
+def stale(case: Case) -> Iterator[Diagnosis]:
+    """Weights of other steps, by version, by step, or by size alone."""
+    groups = case.summary.by_version
+    advice = (
+        "Sync the weights before sampling, or correct: token TIS gained 0.08 to 0.34 of reward with stale weights "
+        "(benchmarks/evidence/staleness.md)."
+    )
+    behind = [group for group in groups if group.low != 0.0]
+    if behind:
+        fresh = sum(group.k3 for group in groups if group.low == 0.0)
+        worst = max(behind, key=lambda group: group.k3)
+        if not fresh or worst.k3 > STALE_FACTOR * fresh:
+            share = sum(group.num_tokens for group in behind) / sum(group.num_tokens for group in groups)
+            against = f", of fresh ones {fresh:.2g}" if fresh else ""
+            evidence = (
+                f"{share:.0%} of the tokens were sampled with older weights; k3 of those {worst.name} is "
+                f"{worst.k3:.2g}{against}"
+            )
+            yield Diagnosis("stale_weights", "likely", "weights of an earlier step", evidence, advice)
+        return
+    steps = {name: step.k3 for name, step in case.summary.steps.items() if step.num_tokens}
+    usual = sorted(steps.values())[len(steps) // 2] if steps else math.nan
+    jumps = {name: k3 for name, k3 in steps.items() if k3 > 10.0 * usual and k3 > KERNEL_K3}
+    if jumps and len(steps) >= 3:
+        listed = ", ".join([*jumps][:5])
+        evidence = f"in step {listed} k3 is {max(jumps.values()):.2g}, in most steps {usual:.2g}"
+        yield Diagnosis("stale_weights", "possible", "weights of an earlier step, in some steps", evidence, advice)
+    elif case.summary.overall.abs_mean > MAX_MEAN_ABS_DIFF:
+        evidence = f"a mean difference of {case.summary.overall.abs_mean:.2g} nats is far more than kernels give"
+        yield Diagnosis("stale_weights", "possible", "weights of another step, or another context", evidence, advice)
+
+
+def prefix(case: Case) -> Iterator[Diagnosis]:
+    """The beginning of turns differs more."""
+    (num_early, early, early_squared), (num_late, late, late_squared) = case.signals.places.tolist()
+    if min(num_early, num_late) < MIN_TOKENS:
+        return
+    early, late = early / num_early, late / num_late
+    variance = (early_squared / num_early - early**2) / num_early + (late_squared / num_late - late**2) / num_late
+    if early > PLACE_FACTOR * late and early - late > PLACE_ERRORS * math.sqrt(max(variance, 0.0)):
+        yield Diagnosis(
+            "stale_prefix_cache",
+            "possible",
+            "the beginning of each turn differs more: a prefix cached with other weights, or other prefill kernels",
+            f"uncertain tokens differ by {early:.2g} nats early in a turn, by {late:.2g} later",
+            "Flush the engine's prefix cache at every weight update.",
+        )
+
+
+def tail(case: Case) -> Iterator[Diagnosis]:
+    """Few tokens carry most of the mismatch."""
+    signals = case.signals
+    if signals.num_uncertain < MIN_TOKENS:
+        return
+    typical = signals.typical_gap()
+    count, k3_share, _ = signals.beyond(TAIL_FACTOR * typical)
+    share = count / signals.num_uncertain
+    if count < 3 or k3_share < TAIL_K3_SHARE or share > MAX_TAIL_SHARE:
+        return
+    evidence = (
+        f"{share:.2%} of the uncertain tokens are more than {TAIL_FACTOR:g} times the typical {typical:.2g} nats "
+        f"apart, and carry {k3_share:.0%} of k3"
+    )
+    if share < FEW_SHARE:
+        yield Diagnosis(
+            "few_tokens",
+            "likely",
+            "a few tokens only",
+            evidence,
+            "Look at the worst tokens; truncated token weights (yaml/mis.yaml) limit what each can do.",
+        )
+    else:
+        yield Diagnosis(
+            "expert_routing",
+            "possible",
+            "a mixture: most tokens agree, some take another way, as with other experts",
+            evidence,
+            "In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
+            "(benchmarks/evidence/moe_mismatch.md).",
+        )
+
+
+def size(case: Case) -> Iterator[Diagnosis]:
+    """Where nothing else is found: what a mismatch of this size usually is."""
+    k3, largest = case.summary.overall.k3, case.summary.overall.abs_max
+    if math.isnan(k3):
+        return
+    if largest == 0.0:
+        yield Diagnosis(
+            "equal",
+            "certain",
+            "no difference",
+            "every log-prob is the same number on both sides",
+            "Nothing to correct. A copy looks the same: mis-ext audit says whether these are two streams.",
+        )
+    elif k3 < KERNEL_K3:
+        yield Diagnosis(
+            "bf16_kernels",
+            "likely",
+            "other kernels or rounding, of the size of bfloat16 or below",
+            f"k3 {k3:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}",
+            "No correction is needed for this alone.",
+        )
+    elif k3 < QUANTISED_K3:
+        yield Diagnosis(
+            "low_precision",
+            "possible",
+            "lower precision on one side (fp8 or int8 weights or cache), or a mixture of experts",
+            f"k3 {k3:.2g} is above bfloat16 (up to {KERNEL_K3:g}); an fp8 cache or fp8 weights gave 1e-3 to 8e-3",
+            "Token TIS (yaml/mis.yaml) is the correction that never lost reward here.",
+        )
+    else:
+        yield Diagnosis(
+            "large_mismatch",
+            "possible",
+            "more than precision explains: stale weights, other contexts, or a mixture of experts in low precision",
+            f"k3 {k3:.2g} is above what low precision gave (8e-3); weights a step old gave 8e-2",
+            "Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
+        )

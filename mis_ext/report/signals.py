@@ -1,0 +1,179 @@
+"""What the log-probs show about the cause of a mismatch: sums that add up over parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER, Evidence, added, evidence_of
+from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
+from mis_ext.report.part import Part
+from mis_ext.report.tally import token_rows
+
+CERTAIN = 0.98
+"""Where the engine's probability is above, a token says little about the engines: both give 1."""
+
+NUM_EARLY = 32
+"""Tokens of a turn that a stale prefix shows in most."""
+
+LATE = 64
+_FLOAT32_STEP = 2.0**-23
+_BF16_BITS = 0xFFFF
+
+SUMS = (
+    "count",
+    "difference",
+    "behavior",
+    "proximal",
+    "squared_difference",
+    "squared_behavior",
+    "squared_proximal",
+    "behavior_difference",
+    "proximal_difference",
+)
+"""Of uncertain tokens, for the regression of the difference on either log-prob."""
+
+
+class Fit(NamedTuple):
+    """A straight line: its slope, and the share of the variance that it explains."""
+
+    slope: float
+    explained: float
+
+
+@dataclass(eq=False)
+class Signals:
+    """Evidence of causes, from all tokens but placeholders.
+
+    Attributes:
+        evidence: Of :class:`~mis_ext.hosts.evidence.Evidence`.
+        lines: ``[len(SUMS)]``.
+        sizes: ``[2, NUM_SIZES]`` of uncertain tokens by ``|d|``, for ``d`` below and above 0.
+        divergences: ``[NUM_SIZES]``: their k3.
+        places: ``[2, 3]`` of uncertain tokens early and late in a turn: count, sum of ``min(|d|, 1)``, and its square.
+        ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
+        rounded: ``[2, 2]`` of the proximal and of the behavior side: numbers that are not 0, and those of bfloat16.
+        largest: The largest ``|d|`` in float32 steps of ``max(1, |log-prob|)``, and the smallest ``d``.
+    """
+
+    evidence: Tensor
+    lines: Tensor
+    sizes: Tensor
+    divergences: Tensor
+    places: Tensor
+    ratios: Tensor
+    rounded: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(cls, part: Part) -> Signals:
+        """Of a part."""
+        tokens = part.tokens
+        clean_T = tokens.valid_mask_T & ~_placeholders(part)
+        difference, behavior, proximal = (
+            each[clean_T] for each in (tokens.log_ratio_T, tokens.behavior_T, tokens.proximal_T)
+        )
+        rows = token_rows(difference)
+        excess = rows["ratio_excess"].double()
+        is_uncertain = behavior.exp() < CERTAIN
+        gap, k3 = rows["gap"][is_uncertain], rows["k3"][is_uncertain]
+        is_positive = difference[is_uncertain] > 0.0
+        index, is_different = size_bin(gap), gap > 0.0
+        place = _position_in_turn(part)[clean_T][is_uncertain]
+        steps = rows["gap"] / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
+        return cls(
+            evidence=evidence_of(part.streams).double(),
+            lines=_line_sums(difference[is_uncertain], behavior[is_uncertain], proximal[is_uncertain]),
+            sizes=summed((index + NUM_SIZES * is_positive)[is_different], 2 * NUM_SIZES).view(2, -1),
+            divergences=summed(index, NUM_SIZES, k3),
+            places=torch.stack([_moments(gap[place < NUM_EARLY]), _moments(gap[place >= LATE])]),
+            ratios=torch.stack([torch.tensor(len(excess)).double(), excess.sum(), excess.square().sum()]),
+            rounded=torch.stack([_bf16_numbers(proximal), _bf16_numbers(behavior)]),
+            largest=torch.stack([_largest(steps), _largest(-difference)]),
+        )
+
+    def __add__(self, other: Signals) -> Signals:
+        """Of both."""
+        names = ("lines", "sizes", "divergences", "places", "ratios", "rounded")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        evidence = added(self.evidence, other.evidence)
+        return Signals(evidence=evidence, largest=torch.maximum(self.largest, other.largest), **sums)
+
+    @property
+    def guard_evidence(self) -> Evidence:
+        """What the guards of a run look at."""
+        return Evidence(*self.evidence.tolist())
+
+    @property
+    def num_uncertain(self) -> float:
+        """Tokens that say something about the engines."""
+        return float(self.lines[0])
+
+    def line_on(self, side: str) -> Fit:
+        """The difference as a line in the log-prob of a side."""
+        sums = dict(zip(SUMS, self.lines.tolist(), strict=True))
+        count = max(sums["count"], 1.0)
+        spread = sums[f"squared_{side}"] - sums[side] ** 2 / count
+        spread_difference = sums["squared_difference"] - sums["difference"] ** 2 / count
+        together = sums[f"{side}_difference"] - sums[side] * sums["difference"] / count
+        if spread <= 0.0 or spread_difference <= 0.0:
+            return Fit(0.0, 0.0)
+        return Fit(together / spread, together**2 / (spread * spread_difference))
+
+    def typical_gap(self) -> float:
+        """The median ``|d|`` of uncertain tokens whose log-probs differ."""
+        counts = self.sizes.sum(0)
+        half = torch.tensor(float(counts.sum()) / 2.0, dtype=torch.float64)
+        return size_of_bin(min(int(torch.searchsorted(counts.cumsum(0), half)), NUM_SIZES - 1))
+
+    def beyond(self, gap: float) -> tuple[float, float, float]:
+        """Uncertain tokens with ``|d|`` above ``gap``: how many, their share of k3, how many have ``d`` below 0."""
+        first = int(size_bin(torch.tensor(gap, dtype=torch.float64))) + 1
+        below, above = self.sizes[:, first:].sum(1).tolist()
+        total = float(self.divergences.sum())
+        return below + above, float(self.divergences[first:].sum()) / total if total else 0.0, below
+
+
+def _placeholders(part: Part) -> Tensor:
+    tokens = part.tokens
+    proximal_T, behavior_T = tokens.proximal_T, tokens.behavior_T
+    found_T = torch.zeros_like(tokens.valid_mask_T)
+    for one_T, other_T in ((behavior_T, proximal_T), (proximal_T, behavior_T)):
+        found_T = (
+            found_T | ((one_T < PLACEHOLDER) & (other_T > PLACEHOLDER)) | ((one_T == 0.0) & (other_T < IMPROBABLE))
+        )
+    return found_T
+
+
+def _position_in_turn(part: Part) -> Tensor:
+    """Trained tokens since the last masked one, or since the response began."""
+    trained_T = part.tokens.response_mask_T
+    index_T = torch.arange(len(trained_T))
+    begins_T = trained_T & (part.position_T == 0)
+    begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
+    last_begin_T = torch.where(begins_T, index_T, 0).cummax(0).values if len(index_T) else index_T
+    return index_T - last_begin_T
+
+
+def _line_sums(difference: Tensor, behavior: Tensor, proximal: Tensor) -> Tensor:
+    d, b, p = difference.clamp(-20.0, 20.0).double(), behavior.double(), proximal.double()
+    count = torch.tensor(float(len(d)), dtype=torch.float64)
+    return torch.stack([count, d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
+
+
+def _moments(gap: Tensor) -> Tensor:
+    bounded = gap.clamp_max(1.0).double()
+    return torch.stack([torch.tensor(float(len(gap)), dtype=torch.float64), bounded.sum(), bounded.square().sum()])
+
+
+def _bf16_numbers(values: Tensor) -> Tensor:
+    values = values[values != 0.0].contiguous()
+    is_rounded = (values.view(torch.int32) & _BF16_BITS) == 0
+    return torch.stack([torch.tensor(len(values)), is_rounded.sum()]).double()
+
+
+def _largest(values: Tensor) -> Tensor:
+    return torch.cat([values.double(), torch.full((1,), -torch.inf, dtype=torch.float64)]).amax()
