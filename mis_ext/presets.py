@@ -44,7 +44,16 @@ def preset(name: str) -> CorrectionConfig:
     Raises:
         ValueError: There is no such preset.
     """
+    return load_config(preset_path(name))
+
+
+def preset_path(name: str) -> Path:
+    """The file of the preset called ``name``.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
     names = list_presets()
     if name not in names:
         raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
-    return load_config(_PRESETS / f"{name}.yaml")
+    return _PRESETS / f"{name}.yaml"

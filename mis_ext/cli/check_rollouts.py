@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
     for output in (parsed.json, parsed.samples):
         if output is not None and output.exists() and any(output.samefile(log) for log in parsed.files):
             raise ValueError(f"{output} is one of the logs: name another file")
-    report = _check(parsed, None if parsed.tokenizer is None else _load_tokenizer(parsed.tokenizer))
+    report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     show(report)
@@ -170,7 +170,12 @@ def _progress(*, enabled: bool) -> Iterator[Progress]:
         yield progress
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from a folder or a ``tokenizer.json``.
+
+    Raises:
+        OSError: It does not exist, or transformers is not installed.
+    """
     if not path.exists():
         raise OSError(f"--tokenizer {path} does not exist")
     _require("transformers", "transformers")

@@ -1,0 +1,7 @@
+"""``python -m mis_ext``: the ``mis-ext`` command."""
+
+import sys
+
+from mis_ext.cli import main
+
+sys.exit(main())

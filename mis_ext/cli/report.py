@@ -1,0 +1,161 @@
+"""``mis-ext report``: look at a run, choose a configuration with data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mis_ext.report.report import Report
+
+_SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
+_NUMBERS = ("k3", "reverse_k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "ratio_mean")
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext report``."""
+    parser = subparsers.add_parser(
+        "report",
+        help="where the engines disagree, why, and what each configuration would have done about it",
+        description=(
+            "Reads dumps: slime's --save-debug-train-data, Miles' --dump-details (files of all ranks), .jsonl, "
+            ".parquet or .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and "
+            "pictures. Exit code: 0 done, 2 unreadable."
+        ),
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
+    parser.add_argument(
+        "--config", action="append", type=Path, default=[], metavar="YAML", help="try this configuration; repeatable"
+    )
+    parser.add_argument(
+        "--preset", action="append", metavar="NAME", help="try this preset; repeatable; by default all of them"
+    )
+    parser.add_argument("--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="show the worst tokens in their text")
+    parser.add_argument("--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list")
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read .pt files that hold more than tensors; this can run any code that is in them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Report on the files; 0."""
+    _require("rich", "matplotlib")
+    from mis_ext.dumps import Dumps
+    from mis_ext.report.report import file_candidate, preset_candidates, report_of
+
+    if parsed.worst < 0:
+        raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
+    paths = [*_files(parsed.paths)]
+    candidates = [file_candidate(path) for path in parsed.config]
+    candidates += preset_candidates(parsed.preset) if parsed.preset or not parsed.config else []
+    dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=_watch)
+    report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst)
+    if parsed.tokenizer is not None:
+        report = _with_text(report, parsed.tokenizer)
+    _write(report, parsed.out)
+    _show(report, parsed.out)
+    return 0
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(
+            (each for each in path.rglob("*") if each.suffix in _SUFFIXES),
+            key=lambda each: (each.parent, len(each.name), each.name),
+        )
+        if not found:
+            raise ValueError(f"{path}: the folder has no file that ends in {', '.join(_SUFFIXES)}")
+        yield from found
+
+
+def _watch(paths: Sequence[Path]) -> Iterable[Path]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(paths, "reading", console=Console(stderr=True), transient=True)
+
+
+def _require(*modules: str) -> None:
+    for module in modules:
+        try:
+            __import__(module)
+        except ImportError as error:
+            raise OSError(f"mis-ext report needs {module}: pip install mis_ext[report]") from error
+
+
+def _with_text(report: Report, path: Path) -> Report:
+    import dataclasses
+
+    from mis_ext.cli.check_rollouts import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(path)
+    tokens = [
+        dataclasses.replace(
+            token,
+            text=tuple(
+                tokenizer.decode([*ids])
+                for ids in (token.ids_before, () if token.token_id is None else (token.token_id,), token.ids_behind)
+            ),
+        )
+        for token in report.summary.worst_tokens
+    ]
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, worst_tokens=tokens))
+
+
+def _write(report: Report, folder: Path) -> None:
+    from mis_ext.report.page import page_of
+    from mis_ext.report.plots import write_pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(report.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(page_of(report), encoding="utf-8")
+    write_pictures(report, folder)
+
+
+def _show(report: Report, folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from mis_ext.report.page import number, percent
+
+    console = Console()
+    overall, found = report.summary.overall, report.recommendation
+    console.print(Text(found.headline, style="bold"))
+    for reason in found.reasons:
+        console.print(Text(f"  {reason}"))
+    for diagnosis in report.diagnoses:
+        console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
+        console.print(Text(f"  {diagnosis.evidence}"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(Text("tokens", style="dim"), f"{overall.num_tokens:,} of {overall.num_sequences:,} responses")
+    for name in _NUMBERS:
+        grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
+    console.print(grid)
+    table = Table("configuration", "kept", "ESS", "lr", "left", "warnings", title="what if")
+    for ranked in found.ranking:
+        outcome = ranked.outcome
+        cells = [
+            Path(ranked.name).name,
+            percent(outcome.kept_tokens),
+            number(outcome.ess),
+            number(outcome.learning_rate),
+        ]
+        cells += [number(outcome.residual), "\n".join(ranked.warnings)]
+        table.add_row(*map(Text, cells), style="yellow" if ranked.warnings else "")
+    console.print(table)
+    for skipped in report.skipped[:10]:
+        console.print(Text(f"skipped: {skipped}", style="yellow"))
+    if len(report.skipped) > 10:
+        console.print(Text(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", style="yellow"))
+    console.print(Text(f"written: {folder / 'report.html'}, summary.json, pictures"))

@@ -1,0 +1,213 @@
+"""The report as one page of HTML that needs nothing else: no network, no script."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from mis_ext.report.offenders import WorstToken
+from mis_ext.report.plots import Picture, drawn, pictures
+from mis_ext.report.recommendation import Recommendation
+from mis_ext.report.references import MEANING, REFERENCES
+from mis_ext.report.report import Report
+from mis_ext.report.summary import Group, Mismatch
+
+_LONG = 20
+"""Characters from which on a cell of a table is wrapped."""
+
+
+def page_of(report: Report) -> str:
+    """The whole page."""
+    overall = report.summary.overall
+    style = files("mis_ext.report").joinpath("page.css").read_text(encoding="utf-8")
+    sections = [
+        ("what-to-do", "What to do", _recommendation(report.recommendation)),
+        ("why", "Why the engines disagree", _diagnoses(report)),
+        ("numbers", "The numbers", _numbers(overall) + _references()),
+        ("pictures", "Pictures", "".join(f'<div class="pictures">{"".join(map(_picture, pictures(report)))}</div>')),
+        ("what-if", "What each configuration would have done", _what_if(report.recommendation)),
+        ("groups", "Where the mismatch is", _groups(report)),
+        ("steps", "Steps", _steps(report.summary.steps)),
+        ("tokens", "Worst tokens", _worst_tokens(report.summary.worst_tokens)),
+        ("samples", "Worst samples", _worst_samples(report)),
+        ("input", "What was read", _input(report)),
+    ]
+    links = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title, _ in sections)
+    body = "".join(
+        f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>' for name, title, content in sections
+    )
+    subtitle = (
+        f"{overall.num_tokens:,} tokens of {overall.num_sequences:,} responses, {len(report.summary.steps)} steps"
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>Mismatch report</title><style>{style}</style></head><body>"
+        '<a class="skip" href="#what-to-do">Skip to the recommendation</a>'
+        f"<header><h1>Mismatch report</h1><p>{escape(subtitle)}. d is the trainer's log-prob minus the engine's, in "
+        "nats.</p>"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main></body></html>\n'
+    )
+
+
+def _recommendation(found: Recommendation) -> str:
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in found.reasons)
+    paste = f'<p>To paste:</p><pre tabindex="0">{escape(found.yaml)}</pre>' if found.yaml else ""
+    return f'<p class="headline">{escape(found.headline)}</p><ul>{reasons}</ul>{paste}'
+
+
+def _diagnoses(report: Report) -> str:
+    if not report.diagnoses:
+        return "<p>Too few tokens to say.</p>"
+    return "".join(
+        f'<div class="card"><h3>{escape(each.title)} <span class="tag">{escape(each.confidence)}</span></h3>'
+        f"<p>{escape(each.evidence)}.</p><p>{escape(each.advice)}</p></div>"
+        for each in report.diagnoses
+    )
+
+
+def _numbers(overall: Mismatch) -> str:
+    rows = [(name, number(getattr(overall, name)), text) for name, text in MEANING.items()]
+    return table("The numbers of all steps", ("number", "value", "meaning, and when to worry"), rows)
+
+
+def _references() -> str:
+    rows = [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES]
+    return table("What k3 is normal", ("k3", "with", "source"), rows)
+
+
+def _picture(picture: Picture) -> str:
+    content = base64.b64encode(drawn(picture, file_format="svg")).decode()
+    text = escape(picture.text)
+    return (
+        f'<figure><img alt="{escape(picture.title)}. {text}" src="data:image/svg+xml;base64,{content}">'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def _what_if(found: Recommendation) -> str:
+    rows = []
+    for ranked in found.ranking:
+        outcome = ranked.outcome
+        removed = "; ".join(f"{name}: {share:.2%}" for name, share in outcome.removed_by.items())
+        remarks = " ".join([*(f"Warning: {text}." for text in ranked.warnings), *(f"{text}." for text in ranked.notes)])
+        numbers = (outcome.learning_rate, outcome.ess, outcome.variance, outcome.residual, outcome.weight_max)
+        shares = (outcome.kept_tokens, outcome.kept_sequences, outcome.removed_positive, outcome.removed_negative)
+        rows.append((ranked.name, *map(percent, shares), *map(number, numbers), removed or "-", remarks or "-"))
+    titles = (
+        *("configuration", "tokens kept", "sequences kept", "A > 0 removed", "A < 0 removed", "effective lr"),
+        *("ESS", "variance", "left uncorrected", "largest weight", "removed by", "remarks"),
+    )
+    return (
+        "<p>The best first. Masks are those of the hook, bit for bit. ESS, variance and effective learning rate "
+        "are those of what multiplies the loss: 1 without correction. Left uncorrected is its mean distance from the "
+        "ratio.</p>" + table("Configurations, the best first", titles, rows)
+    )
+
+
+def _groups(report: Report) -> str:
+    summary = report.summary
+    groups = (
+        ("By probability of the engine", summary.by_probability),
+        ("By position in the response", summary.by_position),
+        ("By sign of the advantage", summary.by_sign),
+        ("By weight versions", summary.by_version),
+    )
+    absent = [name for name, rows in groups if not rows]
+    said = f"<p>Not recorded: {escape(', '.join(absent).lower())}.</p>" if absent else ""
+    return "".join(_group(name, rows) for name, rows in groups if rows) + said
+
+
+def _group(name: str, rows: Sequence[Group]) -> str:
+    cells = [
+        (
+            *(row.name, f"{row.num_tokens:,}", number(row.mean_abs_difference), number(row.mean_log_ratio)),
+            *(number(row.k3), percent(row.k3_share)),
+        )
+        for row in rows
+    ]
+    return f"<h3>{escape(name)}</h3>" + table(name, ("", "tokens", "mean |d|", "mean d", "k3", "share of k3"), cells)
+
+
+def _steps(steps: dict[str, Mismatch]) -> str:
+    names = ("k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "reward")
+    rows = [
+        (step, f"{found.num_tokens:,}", *(number(getattr(found, name)) for name in names))
+        for step, found in steps.items()
+    ]
+    return table("Steps", ("step", "tokens", *names), rows)
+
+
+def _worst_tokens(tokens: Sequence[WorstToken]) -> str:
+    rows = [
+        (
+            *(each.step, each.sample, each.position, "-" if each.token_id is None else each.token_id),
+            *(number(value) for value in (each.proximal, each.behavior, each.log_ratio)),
+            _context(each),
+        )
+        for each in tokens
+    ]
+    titles = ("step", "sample", "position", "token id", "trainer", "engine", "d", "in context")
+    return table("Tokens with the largest |d|", titles, rows)
+
+
+def _context(token: WorstToken) -> str:
+    if token.text is not None:
+        before, own, behind = token.text
+        return f"...{before} [[{own}]] {behind}..."
+    if token.token_id is None:
+        return "-"
+    return " ".join([*map(str, token.ids_before[-4:]), f"[[{token.token_id}]]", *map(str, token.ids_behind[:4])])
+
+
+def _worst_samples(report: Report) -> str:
+    rows = [
+        (
+            *(each.step, each.sample, f"{each.num_tokens:,}"),
+            *map(number, (each.mean_abs_difference, each.mean_log_ratio, each.k3, each.reward)),
+        )
+        for each in report.summary.worst_samples
+    ]
+    return table(
+        "Samples with the largest mean |d|", ("step", "sample", "tokens", "mean |d|", "mean d", "k3", "reward"), rows
+    )
+
+
+def _input(report: Report) -> str:
+    overall = report.summary.overall
+    counts = (
+        f"<p>{overall.num_tokens:,} tokens were used. {overall.num_masked:,} were masked, "
+        f"{overall.num_without_ratio:,} trained tokens had no finite log-prob of both sides.</p>"
+    )
+    read = "".join(f"<li>{escape(source)}</li>" for source in report.sources)
+    skipped = "".join(f"<li>{escape(each)}</li>" for each in report.skipped) or "<li>nothing</li>"
+    return f"{counts}<h3>Read</h3><ul>{read}</ul><h3>Skipped</h3><ul>{skipped}</ul>"
+
+
+def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in a box that scrolls by itself, also with the keyboard."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in titles)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(content: object) -> str:
+    text = escape(str(content))
+    return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"
+
+
+def number(value: float) -> str:
+    """Three digits; a dash for what was not measured."""
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """A share."""
+    return "-" if math.isnan(value) else f"{value:.1%}"

@@ -1,0 +1,213 @@
+"""Pictures of a report, for print and for colour-blind readers: every line has its own dashes and marker too."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
+from mis_ext.report.report import Report
+from mis_ext.report.sequences import BANDS
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
+SIZE = 5.2, 3.4
+_COARSE = PER_DECADE // 10
+_FEWEST_STEPS = 2
+
+
+class Picture(NamedTuple):
+    """A picture: the stem of its file, a title, what it says in words, and how to draw it."""
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[Any], None]
+
+
+def pictures(report: Report) -> list[Picture]:
+    """Those that the data are enough for."""
+    summary = report.summary
+    found = [
+        Picture(
+            "log_ratio",
+            "Size of the difference",
+            "Tokens by |log ratio|, both axes logarithmic. Straight tails to the right are heavy ones.",
+            lambda axes: _histogram(axes, report),
+        ),
+        Picture(
+            "density",
+            "Behavior against proximal probability",
+            "Tokens by both probabilities. On the diagonal the engines agree.",
+            lambda axes: _density(axes, report),
+        ),
+        Picture(
+            "probability",
+            "By probability",
+            "Mean |log ratio| by decile of the engine's probability, and the share of k3 that the decile carries.",
+            lambda axes: _probability(axes, report),
+        ),
+        Picture(
+            "position",
+            "By position in the response",
+            "Mean |log ratio| and k3 by position.",
+            lambda axes: _position(axes, report),
+        ),
+        Picture(
+            "acceptance",
+            "The length trap",
+            "Sequences that a band accepts, by length; dashed is what independent Gaussian differences would give.",
+            lambda axes: _acceptance(axes, report),
+        ),
+        Picture(
+            "what_if",
+            "What each configuration would do",
+            "Tokens kept, effective sample size and effective learning rate; 1 is no correction.",
+            lambda axes: _what_if(axes, report),
+        ),
+    ]
+    if len(summary.steps) >= _FEWEST_STEPS:
+        found.append(
+            Picture("steps", "Over steps", "k3 and mean |log ratio| of each step.", lambda axes: _steps(axes, report))
+        )
+    return found
+
+
+def drawn(picture: Picture, *, file_format: str) -> bytes:
+    """The picture as a file."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.axisbelow": True,
+        "svg.hashsalt": picture.name,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_title(picture.title, loc="left", fontsize=10, fontweight="bold")
+        picture.draw(axes)
+        content = io.BytesIO()
+        metadata = {"Date": None} if file_format == "svg" else None
+        figure.savefig(content, format=file_format, dpi=150, metadata=metadata)
+    return content.getvalue()
+
+
+def write_pictures(report: Report, folder: Path) -> list[Path]:
+    """A PNG of each picture."""
+    paths = []
+    for picture in pictures(report):
+        paths.append(folder / f"{picture.name}.png")
+        paths[-1].write_bytes(drawn(picture, file_format="png"))
+    return paths
+
+
+def _histogram(axes: Any, report: Report) -> None:
+    edges = size_edges()[::_COARSE]
+    for side, name, color, style in ((0, "trainer lower", BLUE, "-"), (1, "trainer higher", ORANGE, "--")):
+        counts = report.summary.sizes[side].view(-1, _COARSE).sum(1).tolist()
+        axes.stairs([count or math.nan for count in counts], edges, label=name, color=color, linestyle=style, lw=1.6)
+    used = report.summary.sizes.sum(0).view(-1, _COARSE).sum(1).nonzero().flatten().tolist()
+    if used:
+        axes.set_xlim(edges[used[0]], edges[used[-1] + 1])
+    axes.set(xscale="log", yscale="log", xlabel="|log ratio| (nats)", ylabel="tokens")
+    axes.legend(frameon=False)
+
+
+def _density(axes: Any, report: Report) -> None:
+    from matplotlib.colors import LogNorm
+
+    counts = report.summary.density
+    used = counts.sum(0) + counts.sum(1)
+    first = int(used.nonzero()[0]) if bool(used.any()) else 0
+    edges = [LOWEST_LOG_PROB + LOG_PROB_WIDTH * index for index in range(first, len(counts) + 1)]
+    shown = counts[first:, first:].masked_fill(counts[first:, first:] == 0, math.nan)
+    top = max(float(counts.max()), 2.0)
+    mesh = axes.pcolormesh(edges, edges, shown.T.tolist(), norm=LogNorm(1, top), cmap="cividis_r", rasterized=True)
+    axes.plot(edges, edges, color=GREY, lw=0.8, linestyle=":")
+    ticks = [tick for tick in range(-12, 1, 2) if tick >= edges[0]]
+    labels = [f"{math.exp(tick):.0e}" if tick < -2 else f"{math.exp(tick):.2g}" for tick in ticks]
+    axes.set_xticks(ticks, labels, rotation=30)
+    axes.set_yticks(ticks, labels)
+    axes.set(xlabel="probability of the engine (behavior)", ylabel="of the trainer (proximal)")
+    axes.get_figure().colorbar(mesh, ax=axes, label="tokens")
+
+
+def _probability(axes: Any, report: Report) -> None:
+    rows = report.summary.by_probability
+    places = [row.low + 0.05 for row in rows]
+    axes.bar(
+        places, [row.k3_share for row in rows], width=0.085, color="#9ecae1", label="share of k3", hatch="//", ec=BLUE
+    )
+    axes.set(xlabel="probability of the engine", ylabel="share of k3", ylim=(0, None))
+    other = axes.twinx()
+    other.plot(places, [row.mean_abs_difference for row in rows], color=ORANGE, marker="o", label="mean |log ratio|")
+    other.set(ylabel="mean |log ratio| (nats)", ylim=(0, None))
+    other.grid(visible=False)
+    other.spines.right.set_visible(True)
+    handles = [handle for each in (axes, other) for handle in each.get_legend_handles_labels()[0]]
+    axes.legend(handles, [handle.get_label() for handle in handles], frameon=False)
+
+
+def _position(axes: Any, report: Report) -> None:
+    rows = report.summary.by_position
+    places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
+    axes.plot(
+        places, [row.mean_abs_difference or math.nan for row in rows], color=BLUE, marker="o", label="mean |log ratio|"
+    )
+    axes.plot(places, [row.k3 or math.nan for row in rows], color=ORANGE, marker="s", linestyle="--", label="k3")
+    axes.set(xscale="log", yscale="log", xlabel="position in the response", ylabel="nats")
+    axes.legend(frameon=False)
+
+
+def _acceptance(axes: Any, report: Report) -> None:
+    rows = report.summary.by_length
+    lengths = [row.mean_length for row in rows]
+    for name, color, marker in zip(BANDS, (BLUE, ORANGE), ("o", "s"), strict=True):
+        axes.plot(lengths, [row.accepted[name] for row in rows], color=color, marker=marker, label=name)
+        axes.plot(lengths, [row.predicted[name] for row in rows], color=color, linestyle="--", lw=1)
+    axes.set(xscale="log", xlabel="tokens of the response", ylabel="share accepted", ylim=(-0.03, 1.05))
+    axes.legend(frameon=False, title="dashed: Gaussian law", title_fontsize=8)
+
+
+def _what_if(axes: Any, report: Report) -> None:
+    rows = report.recommendation.ranking[::-1]
+    places = range(len(rows))
+    for name, key, color, marker, shift in (
+        ("tokens kept", "kept_tokens", BLUE, "o", 0.2),
+        ("effective sample size", "ess", ORANGE, "s", 0.0),
+        ("effective learning rate", "learning_rate", GREEN, "^", -0.2),
+    ):
+        values = [getattr(row.outcome, key) for row in rows]
+        axes.plot(values, [place + shift for place in places], marker, color=color, label=name, ms=5)
+    axes.axvline(1.0, color=GREY, lw=0.8, linestyle=":")
+    axes.set_yticks([*places], [Path(row.name).name[:28] for row in rows])
+    axes.set(xlabel="share, or factor", xlim=(-0.03, None))
+    axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.3, -0.42), ncols=3, columnspacing=1.0)
+
+
+def _steps(axes: Any, report: Report) -> None:
+    steps = report.summary.steps
+    places = range(len(steps))
+    axes.plot(places, [step.k3 or math.nan for step in steps.values()], color=BLUE, marker="o", label="k3")
+    axes.plot(
+        places,
+        [step.abs_mean or math.nan for step in steps.values()],
+        color=ORANGE,
+        marker="s",
+        ls="--",
+        label="mean |log ratio|",
+    )
+    stride = max(1, len(steps) // 10)
+    axes.set_xticks([*places][::stride], [*steps][::stride])
+    axes.set(yscale="log", xlabel="step", ylabel="nats")
+    axes.legend(frameon=False)

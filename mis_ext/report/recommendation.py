@@ -1,0 +1,196 @@
+"""Which configuration to take, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.hosts.guards import hopeless_sequences
+from mis_ext.report.finding import Diagnosis
+from mis_ext.report.summary import Summary
+from mis_ext.report.what_if import Outcome
+
+NONE = "none"
+"""The name of no correction."""
+
+HARMLESS_K3, HARMLESS_ESS = 1e-3, 0.99
+MIN_SEQUENCE_ESS, MIN_LEARNING_RATE = 0.5, 0.9
+_EVIDENCE = "benchmarks/evidence/README.md"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that could be taken, and the file that spells it."""
+
+    name: str
+    config: CorrectionConfig
+    yaml: str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate in the ranking: what it did, what speaks against it, and what is to be known."""
+
+    name: str
+    outcome: Outcome
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        headline: In one sentence.
+        reasons: In plain words.
+        name: The configuration to take, ``none`` for no correction.
+        yaml: To paste; empty for no correction.
+        ranking: All candidates, the best first.
+    """
+
+    headline: str
+    reasons: tuple[str, ...]
+    name: str
+    yaml: str
+    ranking: tuple[Ranked, ...] = field(repr=False)
+
+
+def no_correction() -> Candidate:
+    """The candidate that measures and changes nothing."""
+    return Candidate(NONE, CorrectionConfig(metrics_only=True, weight=None), "")
+
+
+def recommend(
+    candidates: Iterable[Candidate],
+    outcomes: Mapping[str, Outcome],
+    summary: Summary,
+    diagnoses: Sequence[Diagnosis],
+) -> Recommendation:
+    """The ranking of candidates, and which of them to take.
+
+    What counts first is what speaks against one on this data, then what 884 training runs said of its kind, then how
+    much of the mismatch it leaves.
+    """
+    candidates = [*candidates]
+    faults = [diagnosis for diagnosis in diagnoses if diagnosis.is_fault]
+    is_stale = any(diagnosis.cause == "stale_weights" for diagnosis in diagnoses)
+    is_needed = bool(faults) or is_stale or not _is_harmless(summary)
+    ranked = [
+        (
+            _place(candidate.config, is_needed=is_needed),
+            Ranked(
+                candidate.name,
+                outcomes[candidate.name],
+                tuple(warnings_of(candidate.config, outcomes[candidate.name], summary, is_stale=is_stale)),
+                tuple(_notes(candidate.config, outcomes[candidate.name])),
+            ),
+        )
+        for candidate in candidates
+    ]
+    ranked.sort(key=lambda each: (len(each[1].warnings), each[0], _or_infinity(each[1].outcome.residual)))
+    ranking = tuple(each for _, each in ranked)
+    best = ranking[0].name if ranking else NONE
+    yaml = next((candidate.yaml for candidate in candidates if candidate.name == best), "")
+    headline, reasons = _in_words(best, summary, faults, is_stale=is_stale, is_needed=is_needed)
+    return Recommendation(headline, reasons, best, yaml, ranking)
+
+
+def warnings_of(
+    config: CorrectionConfig, outcome: Outcome, summary: Summary, *, is_stale: bool = False
+) -> Iterator[str]:
+    """What speaks against a configuration on this data."""
+    overall = summary.overall
+    yield from hopeless_sequences(config, k3=overall.k3, length=overall.mean_length)
+    removed = 1.0 - min(outcome.kept_tokens, outcome.kept_sequences)
+    if removed > config.max_reject_fraction:
+        yield (
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: a geometric "
+            f"gate lost reward from 12 % on ({_EVIDENCE})"
+        )
+    if is_stale and _gates_sequences(config):
+        yield f"gates on sequences made runs with stale weights collapse earlier ({_EVIDENCE})"
+    if config.weight is not None and config.weight.level == "sequence" and overall.ess_sequence < MIN_SEQUENCE_ESS:
+        yield (
+            f"products of ratios have an effective sample size of {overall.ess_sequence:.2g}: a few sequences decide "
+            f"(k-hat {overall.k_hat:.2g}; above 0.7 their average says little)"
+        )
+    if outcome.learning_rate < MIN_LEARNING_RATE:
+        yield f"multiplies the effective learning rate by {outcome.learning_rate:.2g}"
+
+
+def _notes(config: CorrectionConfig, outcome: Outcome) -> Iterator[str]:
+    if config.metrics_only:
+        return
+    if config.all_gates and outcome.kept_tokens == 1.0:
+        yield "its gates remove nothing here"
+    elif config.weight is None and outcome.kept_tokens == 1.0:
+        yield "does nothing here"
+    positive, negative = outcome.removed_positive, outcome.removed_negative
+    if max(positive, negative) > 0.01 and max(positive, negative) > 2.0 * min(positive, negative):
+        yield f"removes {positive:.1%} of tokens with a positive advantage and {negative:.1%} with a negative one"
+    dropped, kept = outcome.dropped["mean_length"], outcome.kept["mean_length"]
+    if outcome.dropped["sequences"] > 10 and (dropped > 1.25 * kept or dropped < 0.8 * kept):
+        yield f"dropped sequences have {dropped:.0f} tokens on average, kept ones {kept:.0f}: it changes the length"
+
+
+def _in_words(
+    best: str, summary: Summary, faults: Sequence[Diagnosis], *, is_stale: bool, is_needed: bool
+) -> tuple[str, tuple[str, ...]]:
+    overall = summary.overall
+    size = f"k3 is {overall.k3:.2g} per token, the effective sample size of token ratios {overall.ess_token:.2%}."
+    if faults:
+        return (
+            f"Repair this first: {faults[0].title}.",
+            (faults[0].advice, "No configuration corrects it; the ranking below is of the data as they are.", size),
+        )
+    if not is_needed:
+        return (
+            "No correction is needed.",
+            (
+                size,
+                f"Up to a k3 of {HARMLESS_K3:g} no study of ours found a correction better than none ({_EVIDENCE}).",
+                "Keep measuring with yaml/metrics_only.yaml; token TIS (yaml/mis.yaml) does no harm as insurance.",
+            ),
+        )
+    reasons = [size]
+    if is_stale:
+        reasons.append(
+            f"With stale weights token TIS gained 0.08 to 0.34 of reward, gates on sequences lost ({_EVIDENCE})."
+        )
+    else:
+        reasons.append(
+            f"No study of ours found token TIS worse than no correction; gates on sequences lost 0.02 of reward "
+            f"with an fp8 cache ({_EVIDENCE})."
+        )
+    if overall.ess_sequence < MIN_SEQUENCE_ESS:
+        reasons.append(
+            f"Weights of whole sequences are out of reach: their effective sample size is {overall.ess_sequence:.2g} "
+            f"at {overall.mean_length:.0f} tokens."
+        )
+    return (f"Take {best}." if best != NONE else "No candidate is better than no correction."), tuple(reasons)
+
+
+def _place(config: CorrectionConfig, *, is_needed: bool) -> int:
+    """By what training runs said of its kind: small is good."""
+    if config.metrics_only:
+        return 2 if is_needed else -1
+    if _gates_sequences(config):
+        return 4
+    if config.weight is not None and config.weight.level != "token":
+        return 3
+    return 1 if config.all_gates else 0
+
+
+def _gates_sequences(config: CorrectionConfig) -> bool:
+    return any(gate.reduce != "token" for gate in config.all_gates)
+
+
+def _is_harmless(summary: Summary) -> bool:
+    return summary.overall.k3 < HARMLESS_K3 and summary.overall.ess_token > HARMLESS_ESS
+
+
+def _or_infinity(value: float) -> float:
+    return math.inf if math.isnan(value) else value

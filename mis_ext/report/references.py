@@ -1,0 +1,44 @@
+"""What is normal: values to hold the numbers of a report against."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reference(NamedTuple):
+    """A k3 per token that was seen, and where."""
+
+    low: float
+    high: float
+    what: str
+    source: str
+
+
+REFERENCES = (
+    Reference(1e-5, 1e-3, "dense models in bfloat16", "slime and Miles users; ours: 5e-5 with SGLang (bf16.md)"),
+    Reference(1e-3, 1e-2, "fp8 weights or cache", "1e-3 with fp8 weights, 4e-3 to 8e-3 with an fp8 cache (fp8_*.md)"),
+    Reference(1e-3, 1e-1, "mixtures of experts", "slime and Miles users; ours: 4e-4 for a tiny one (moe_mismatch.md)"),
+    Reference(8e-2, 3.0, "weights 1 to 16 steps old", "controlled engine (staleness.md)"),
+)
+"""All of fresh weights but the last; files are those of ``benchmarks/evidence``."""
+
+MEANING = {
+    "k3": "KL(behavior, proximal) per token. Worry when it grows over steps, or above 1e-2 with fresh weights.",
+    "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
+    "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores what cannot have been sampled.",
+    "abs_mean": "Mean |d| in nats. Above 0.3 it is a mistake or stale weights, not kernels.",
+    "abs_p99": "One token in a hundred differs by more.",
+    "abs_max": "The largest |d|. A single token above 20 is a sentinel or another text.",
+    "total_variation": "Share of probability that the engines place elsewhere.",
+    "chi_square": "Variance of token ratios.",
+    "ratio_mean": "1 where both score the distribution that was sampled; below: top-p, top-k or padding.",
+    "ess_token": "Effective share of tokens if each is weighted by its ratio. Below 0.9 weights cost variance.",
+    "ess_sequence": "The same for products over responses. Below 0.5 do not weight whole sequences.",
+    "ess_geometric": "The same for geometric means.",
+    "k_hat": "Tail of the products: below 0.5 fine, above 0.7 their average says little.",
+    "perplexity_ratio": "Proximal over behavior perplexity; 1 + k1 where they are close.",
+    "zero_share": "Tokens with equal log-probs on both sides. All: true on-policy, or a copy.",
+    "above_2_share": "Tokens that a cap of 2 truncates.",
+    "below_half_share": "Tokens whose ratio is below 1/2.",
+}
+"""Numbers of the summary that are explained on the page, in this order."""

@@ -1,0 +1,120 @@
+"""A whole report: of files, with configurations to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mis_ext.dumps import Dumps
+from mis_ext.presets import list_presets, load_config, preset_path
+from mis_ext.report.collector import NUM_WORST, Collector
+from mis_ext.report.finding import Diagnosis
+from mis_ext.report.part import Parts
+from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
+from mis_ext.report.summary import Summary
+
+FORMAT = 1
+"""Of ``summary.json``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Everything that is shown; ``skipped`` says what of the input is not in it, and why."""
+
+    sources: tuple[str, ...]
+    summary: Summary
+    diagnoses: tuple[Diagnosis, ...]
+    recommendation: Recommendation
+    skipped: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, for JSON: NaN is None, a number beyond all bounds a string."""
+        content = {
+            "format": FORMAT,
+            "sources": self.sources,
+            "skipped": self.skipped,
+            "recommendation": _plain(self.recommendation),
+            "diagnoses": _plain(self.diagnoses),
+            "summary": _plain(self.summary),
+        }
+        return content
+
+
+def report_of(
+    dumps: Dumps, candidates: Sequence[Candidate], *, sources: Iterable[str] = (), num_worst: int = NUM_WORST
+) -> Report:
+    """The report of dumps.
+
+    Args:
+        dumps: The files.
+        candidates: What to try, besides no correction.
+        sources: What to call the files.
+        num_worst: How many tokens and samples are listed.
+
+    Raises:
+        OSError: A file cannot be opened.
+        ValueError: A file cannot be read, or there is no usable token.
+    """
+    candidates = [no_correction(), *candidates]
+    collector = Collector({each.name: each.config for each in candidates}, num_worst=num_worst)
+    parts = Parts(dumps)
+    for part in parts:
+        collector.add(part)
+    summary = collector.summary()
+    diagnoses = collector.diagnoses(summary)
+    skipped = [str(each) for each in dumps.skipped]
+    skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
+    return Report(
+        sources=tuple(sources),
+        summary=summary,
+        diagnoses=tuple(diagnoses),
+        recommendation=recommend(candidates, collector.outcomes(), summary, diagnoses),
+        skipped=tuple(skipped),
+    )
+
+
+def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
+    """Presets by name; by default all that correct, each point once."""
+    found: list[Candidate] = []
+    # The default first: of two names of one point its own is the one to see.
+    for name in sorted(list_presets(), key=lambda name: name != "mis") if names is None else names:
+        candidate = dataclasses.replace(file_candidate(preset_path(name)), name=name)
+        is_new = all(candidate.config != other.config for other in found)
+        if names is not None or (is_new and not candidate.config.metrics_only):
+            found.append(candidate)
+    return found
+
+
+def file_candidate(path: Path) -> Candidate:
+    """The configuration of a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no configuration, or one that only measures.
+        TypeError: A value has the wrong type.
+    """
+    with warnings.catch_warnings():
+        # What a configuration says about itself is said where it is used.
+        warnings.simplefilter("ignore")
+        return Candidate(str(path), load_config(path), path.read_text(encoding="utf-8"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

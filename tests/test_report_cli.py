@@ -1,0 +1,242 @@
+"""`mis-ext report` on files of the hosts, on broken ones, and what it writes."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from engines import COUNT, engines
+
+import mis_ext
+from mis_ext.cli import main
+from mis_ext.dumps import Dumps
+from mis_ext.report.recommendation import warnings_of
+from mis_ext.report.report import file_candidate, preset_candidates, report_of
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+HOST_DUMPS = Path(__file__).parent / "data" / "host_dumps" / "dumps.tar.xz"
+REPOSITORY = Path(__file__).parents[1]
+
+
+def write_dumps(folder: Path, *, kernels: float, steps: int = 2) -> Path:
+    """Files as slime writes them, with rewards and advantages."""
+    folder.mkdir()
+    for step in range(steps):
+        samples = [
+            {
+                "sample_index": number,
+                "tokens": torch.arange(len(proximal) + 3),
+                "response_lengths": len(proximal),
+                "loss_masks": torch.ones(len(proximal), dtype=torch.int32),
+                "log_probs": proximal,
+                "rollout_log_probs": behavior,
+                "rewards": float(number % 2),
+                "advantages": torch.full((len(proximal),), number % 2 - 0.5),
+            }
+            for number, (proximal, behavior) in enumerate(zip(*engines(step, kernels=kernels).sampled(), strict=True))
+        ]
+        torch.save({"format_version": 2, "rollout_id": step, "samples": samples}, folder / f"{step}.pt")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a browser would look for: where the page points to, and what it names."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes) -> None:
+        found = dict(attributes)
+        self.tags.append((tag, found))
+        self.ids += [found["id"]] if "id" in found else []
+        self.outside += [
+            value for key, value in attributes if key in ("src", "href") and not value.startswith(("data:", "#"))
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def low_precision(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    dumps = write_dumps(folder / "dumps", kernels=0.12)
+    assert main(["report", str(dumps), "--out", str(folder / "out"), "--preset", "mis", "--preset", "gated_mis"]) == 0
+    return folder / "out"
+
+
+def test_every_number_is_in_the_json(low_precision) -> None:
+    found = json.loads((low_precision / "summary.json").read_text())
+    assert found["recommendation"]["name"] == "mis"
+    assert "tis_upper_bound: 2.0" in found["recommendation"]["yaml"]
+    assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none", "gated_mis"]
+    assert [each["cause"] for each in found["diagnoses"]] == ["low_precision"]
+    assert [*found["summary"]["steps"]] == ["0", "1"]
+    assert found["summary"]["overall"]["num_sequences"] == 2 * COUNT
+    assert found["summary"]["overall"]["reward"] == 0.5
+    assert sum(map(sum, found["summary"]["density"])) == found["summary"]["overall"]["num_tokens"]
+    (gated,) = (each for each in found["recommendation"]["ranking"] if each["name"] == "gated_mis")
+    assert any("mis_max_reject_fraction" in text for text in gated["warnings"])
+
+
+def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precision) -> None:
+    page = Page((low_precision / "report.html").read_text())
+    assert page.outside == []
+    assert page.open == []
+    assert len(page.ids) == len({*page.ids})
+    targets = {found["href"][1:] for tag, found in page.tags if tag == "a"}
+    assert targets <= {*page.ids}
+    assert all(found.get("alt") for tag, found in page.tags if tag == "img")
+    assert all(found.get("tabindex") == "0" for _, found in page.tags if found.get("class") == "scroll")
+    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe")]
+    pictures = sorted(path.stem for path in low_precision.glob("*.png"))
+    assert pictures == ["acceptance", "density", "log_ratio", "position", "probability", "steps", "what_if"]
+    assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
+
+
+def test_kernels_alone_need_no_correction(tmp_path, capsys) -> None:
+    dumps = write_dumps(tmp_path / "dumps", kernels=0.01, steps=1)
+    assert main(["report", str(dumps / "0.pt"), "--out", str(tmp_path / "out"), "--preset", "mis"]) == 0
+    assert "No correction is needed." in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["recommendation"]["yaml"] == ""
+
+
+@pytest.fixture(scope="module")
+def host_dumps(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    with tarfile.open(HOST_DUMPS) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("host", ["slime", "slime_before", "miles", "miles_bshd"])
+def test_files_of_the_hosts_give_one_summary_however_many_ranks_wrote_them(host_dumps, host) -> None:
+    paths = sorted((host_dumps / host / "train_data").iterdir())
+    report = report_of(Dumps(paths), preset_candidates(["mis"]))
+    expected = report_of(Dumps(sorted((host_dumps / "slime" / "train_data").iterdir())), preset_candidates(["mis"]))
+    assert report.summary.overall.num_sequences == 4
+    for name, value in vars(expected.summary.overall).items():
+        assert vars(report.summary.overall)[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
+    assert [*report.summary.steps] == ["7"]
+    if len(paths) > 4:
+        assert any("the same numbers as in" in skipped for skipped in report.skipped)
+
+
+def test_what_is_not_used_is_said(tmp_path) -> None:
+    rows = [
+        {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.1, -2.0], "advantages": 1.0, "reward": 1.0},
+        {"log_probs": [-1.0], "rollout_log_probs": [-1.1, -2.0]},
+        {"log_probs": None, "rollout_log_probs": [-1.1, -2.0]},
+        {"log_probs": [-1.0, None], "rollout_log_probs": [-1.1, -2.0]},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(Dumps([path]), [])
+    assert (report.summary.overall.num_tokens, report.summary.overall.num_without_ratio) == (3, 1)
+    assert [group.name for group in report.summary.by_sign] == ["positive"]
+    assert len(report.skipped) == 2
+    assert any("its sample 1: lists of other lengths" in text for text in report.skipped)
+    assert any("its sample 2: no log-probs of the trainer" in text for text in report.skipped)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncated(path: Path) -> None:
+    torch.save({"log_probs": [torch.zeros(99)], "rollout_log_probs": [torch.zeros(99)]}, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_log_probs(path: Path) -> None:
+    torch.save({"rollout_log_probs": [torch.zeros(3)]}, path)
+
+
+def masked(path: Path) -> None:
+    torch.save({"log_probs": [torch.ones(3)], "rollout_log_probs": [torch.ones(3)], "loss_masks": [[0, 0, 0]]}, path)
+
+
+@pytest.mark.parametrize("spoil", [empty, truncated, without_log_probs, masked], ids=lambda spoil: spoil.__name__)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, capsys, spoil) -> None:
+    path = tmp_path / "broken.pt"
+    spoil(path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(path), "--out", str(tmp_path / "out")])
+    assert str(path) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
+    path = tmp_path / "mixed.pt"
+    values = -torch.rand(2, 80, generator=torch.Generator().manual_seed(0)) - 0.1
+    torch.save({"log_probs": [*values.double()], "rollout_log_probs": [*values.bfloat16()]}, path)
+    report = report_of(Dumps([path]), [])
+    assert [each.cause for each in report.diagnoses] == ["bf16_log_probs"]
+    assert "behavior" in report.diagnoses[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "miss"], "did you mean 'mis'"),
+        (["--config", "nothing.yaml"], "nothing.yaml"),
+        (["--worst", "-1"], "--worst"),
+    ],
+)
+def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
+    dumps = tmp_path / "run.jsonl"
+    dumps.write_text('{"log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n')
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(dumps), "--out", str(tmp_path / "out"), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "mis_ext", "report", "--help"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    ).stdout
+    assert "--config" in shown
+
+
+def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("use_tis: true\ntis_level: sequence\ntis_upper_bound: 5.0\n")
+    dumps = write_dumps(tmp_path / "dumps", kernels=0.3, steps=1)
+    candidate = file_candidate(path)
+    report = report_of(Dumps([dumps / "0.pt"]), [candidate])
+    (ranked,) = (each for each in report.recommendation.ranking if each.name == str(path))
+    assert any("expected effective sample size" in text for text in ranked.warnings)
+    assert [*warnings_of(candidate.config, ranked.outcome, report.summary)] == [*ranked.warnings]
+
+
+def test_presets_are_tried_once_each_and_the_default_is_first() -> None:
+    candidates = preset_candidates()
+    configs = [candidate.config for candidate in candidates]
+    assert candidates[0].name == "mis"
+    assert len({*configs}) == len(configs)
+    assert {*configs} == {mis_ext.preset(name) for name in mis_ext.list_presets() if name != "metrics_only"}
