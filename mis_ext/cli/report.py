@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +59,27 @@ def run(parsed: argparse.Namespace) -> int:
     candidates = [file_candidate(path) for path in parsed.config]
     candidates += preset_candidates(parsed.preset) if parsed.preset or not parsed.config else []
     dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=_watch)
-    report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst)
+    with _pool() as pool:
+        report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
     _write(report, parsed.out)
     _show(report, parsed.out)
     return 0
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread per core; torch's own, of which many are slower than one here, are switched off meanwhile."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _files(paths: Iterable[Path]) -> Iterable[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mis_ext.correction.zigzag import owned_chunks
 from mis_ext.dumps.sample import ContextPart, DumpedSample, Skipped
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_HAS_NUMPY = find_spec("numpy") is not None
 _ONE_MEMORY = (
     "the log-probs of both sides are the same memory in a context-parallel part: one was filled in from the other"
 )
@@ -120,7 +122,9 @@ def _fingerprint(values: Any) -> int | None:
     if isinstance(values, Tensor):
         tensor = values.detach().contiguous()
         bits = tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
-        return hash((str(tensor.dtype), *bits.flatten().tolist()))
+        # A tenth of the time of a tuple of numbers.
+        content = bits.numpy().tobytes() if _HAS_NUMPY else tuple(bits.flatten().tolist())
+        return hash((str(tensor.dtype), tuple(bits.shape), content))
     return hash(tuple(map(str, values)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -26,28 +27,53 @@ class Collector:
     Args:
         configs: By name, what to try on them.
         num_worst: How many tokens and samples are listed.
+        pool: Where the independent counts of a part run, while the next part is read; each is the same whoever runs it.
+            Torch should then have one thread: its own wait for each other on tensors of this size.
     """
 
-    def __init__(self, configs: Mapping[str, CorrectionConfig] | None = None, *, num_worst: int = NUM_WORST) -> None:
+    def __init__(
+        self,
+        configs: Mapping[str, CorrectionConfig] | None = None,
+        *,
+        num_worst: int = NUM_WORST,
+        pool: Executor | None = None,
+    ) -> None:
         self._what_if = {name: WhatIf(config) for name, config in (configs or {}).items()}
         self._num_worst = num_worst
+        self._pool = pool
+        self._running: list[Future[object]] = []
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
         self._signals: Signals | None = None
         self._worst: list[WorstToken] = []
 
-    @torch.no_grad()
     def add(self, part: Part) -> None:
         """Count one more part."""
+        counts = [self._count_tokens, self._count_signals, *(each.add for each in self._what_if.values())]
+        if self._pool is None:
+            for count in counts:
+                count(part)
+            return
+        self._finish()
+        self._running = [self._pool.submit(count, part) for count in counts]
+
+    def _finish(self) -> None:
+        for running in self._running:
+            running.result()
+        self._running = []
+
+    @torch.no_grad()
+    def _count_tokens(self, part: Part) -> None:
         tally = TokenTally.of(part)
         known = self._tallies.get(part.step)
         self._tallies[part.step] = tally if known is None else known + tally
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
+        self._worst = merged(self._worst, worst_tokens(part, self._num_worst), self._num_worst)
+
+    @torch.no_grad()
+    def _count_signals(self, part: Part) -> None:
         signals = Signals.of(part)
         self._signals = signals if self._signals is None else self._signals + signals
-        self._worst = merged(self._worst, worst_tokens(part, self._num_worst), self._num_worst)
-        for what_if in self._what_if.values():
-            what_if.add(part)
 
     def summary(self) -> Summary:
         """Of all parts until now.
@@ -55,6 +81,7 @@ class Collector:
         Raises:
             ValueError: There was none.
         """
+        self._finish()
         steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
         return summary_of(steps, worst_tokens=self._worst, max_worst=self._num_worst)
 
@@ -64,6 +91,7 @@ class Collector:
         Raises:
             ValueError: There was no part.
         """
+        self._finish()
         summary = self.summary() if summary is None else summary
         assert self._signals is not None
         sequences = Sequences.joined([each for step in self._sequences.values() for each in step])
@@ -71,6 +99,7 @@ class Collector:
 
     def outcomes(self) -> dict[str, Outcome]:
         """What each configuration did."""
+        self._finish()
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
 
 

@@ -93,6 +93,21 @@ class Part:
         return bounded_exp(self.tokens.log_ratio_T)
 
     @cached_property
+    def no_ratio_T(self) -> Tensor:
+        """Trained tokens without a finite log-prob of both sides."""
+        return self.tokens.response_mask_T & ~self.tokens.valid_mask_T
+
+    @cached_property
+    def reward_S(self) -> Tensor:
+        """NaN where it is not known."""
+        return torch.tensor([origin.reward for origin in self.origins])
+
+    @cached_property
+    def num_response_S(self) -> Tensor:
+        """Trained tokens of each response."""
+        return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
+
+    @cached_property
     def has_advantages(self) -> bool:
         """Whether the advantage of any token is known."""
         return not bool(self.advantages_T.isnan().all())

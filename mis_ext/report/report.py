@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,12 @@ class Report:
 
 
 def report_of(
-    dumps: Dumps, candidates: Sequence[Candidate], *, sources: Iterable[str] = (), num_worst: int = NUM_WORST
+    dumps: Dumps,
+    candidates: Sequence[Candidate],
+    *,
+    sources: Iterable[str] = (),
+    num_worst: int = NUM_WORST,
+    pool: Executor | None = None,
 ) -> Report:
     """The report of dumps.
 
@@ -57,13 +63,14 @@ def report_of(
         candidates: What to try, besides no correction.
         sources: What to call the files.
         num_worst: How many tokens and samples are listed.
+        pool: See :class:`~mis_ext.report.collector.Collector`.
 
     Raises:
         OSError: A file cannot be opened.
         ValueError: A file cannot be read, or there is no usable token.
     """
     candidates = [no_correction(), *candidates]
-    collector = Collector({each.name: each.config for each in candidates}, num_worst=num_worst)
+    collector = Collector({each.name: each.config for each in candidates}, num_worst=num_worst, pool=pool)
     parts = Parts(dumps)
     for part in parts:
         collector.add(part)

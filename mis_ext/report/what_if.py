@@ -123,10 +123,8 @@ class WhatIf:
         )
 
     def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
-        num_response_S, num_kept_S = part.streams.layout.index.reduce(
-            [part.tokens.response_mask_T.float(), kept_T.float()], "sum"
-        )
-        reward_S = torch.tensor([origin.reward for origin in part.origins])
+        num_response_S, reward_S = part.num_response_S, part.reward_S
+        (num_kept_S,) = part.streams.layout.index.reduce([kept_T.float()], "sum")
         for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
             rewards = reward_S[chosen_S]
             self._sums.update(
@@ -140,7 +138,7 @@ class WhatIf:
 
     def _add_removed(self, part: Part, kept_T: Tensor) -> None:
         response_T = part.tokens.response_mask_T
-        no_ratio_T = response_T & ~part.tokens.valid_mask_T
+        no_ratio_T = part.no_ratio_T
         gates = named_gates(self.config)
         removed_T = response_T & ~kept_T & ~no_ratio_T
         if len(gates) == 1:
