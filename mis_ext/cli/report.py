@@ -37,6 +37,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--preset", action="append", metavar="NAME", help="try this preset; repeatable; by default all of them"
     )
     parser.add_argument("--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write")
+    parser.add_argument(
+        "--log", type=Path, metavar="JSONL", help="numbers that the run logged, an object with a step per line"
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="show the worst tokens in their text")
     parser.add_argument("--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list")
     parser.add_argument(
@@ -51,6 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Report on the files; 0."""
     _require("rich", "matplotlib")
     from mis_ext.dumps import Dumps
+    from mis_ext.report.indicators import read_series
     from mis_ext.report.report import file_candidate, preset_candidates, report_of
 
     if parsed.worst < 0:
@@ -58,9 +62,10 @@ def run(parsed: argparse.Namespace) -> int:
     paths = [*_files(parsed.paths)]
     candidates = [file_candidate(path) for path in parsed.config]
     candidates += preset_candidates(parsed.preset) if parsed.preset or not parsed.config else []
+    logged = None if parsed.log is None else read_series(parsed.log)
     dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=_watch)
     with _pool() as pool:
-        report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool)
+        report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool, logged=logged)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
     _write(report, parsed.out)

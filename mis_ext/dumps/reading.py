@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mis_ext.dumps.json_lines import read_json_lines
 from mis_ext.dumps.keys import KEYS, OPTIONAL, VERSION_OF_FILE
+from mis_ext.dumps.plain_files import READERS
 from mis_ext.dumps.sample import ContextPart, DumpedSample
 from mis_ext.dumps.torch_files import TorchFile, read_torch
 
@@ -33,8 +34,10 @@ def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
             content = read_torch(path, trust_pickle=trust_pickle)
         elif path.suffix == ".jsonl":
             content = TorchFile(read_json_lines(path))
+        elif path.suffix in READERS:
+            content = READERS[path.suffix](path)
         else:
-            raise ValueError("the name must end in .pt or .jsonl")
+            raise ValueError(f"the name must end in .pt, .jsonl, {' or '.join(READERS)}")
         return _to_samples(content, str(path))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -30,7 +30,7 @@ def page_of(report: Report) -> str:
         ("pictures", "Pictures", "".join(f'<div class="pictures">{"".join(map(_picture, pictures(report)))}</div>')),
         ("what-if", "What each configuration would have done", _what_if(report.recommendation)),
         ("groups", "Where the mismatch is", _groups(report)),
-        ("steps", "Steps", _steps(report.summary.steps)),
+        ("steps", "Steps", _steps(report.summary.steps) + _indicators(report)),
         ("tokens", "Worst tokens", _worst_tokens(report.summary.worst_tokens)),
         ("samples", "Worst samples", _worst_samples(report)),
         ("input", "What was read", _input(report)),
@@ -140,6 +140,17 @@ def _steps(steps: dict[str, Mismatch]) -> str:
         for step, found in steps.items()
     ]
     return table("Steps", ("step", "tokens", *names), rows)
+
+
+def _indicators(report: Report) -> str:
+    rows = [
+        (each.name, f"{each.lag:+d}", number(each.correlation), number(each.correlation_now), each.num_steps)
+        for each in report.indicators
+    ]
+    if not rows:
+        return "<p>Fewer than 8 steps with a reward or a logged number: nothing to correlate with k3.</p>"
+    titles = ("series", "steps that k3 is ahead", "rank correlation", "without lag", "steps")
+    return "<h3>What moves with k3</h3>" + table("What moves with k3", titles, rows)
 
 
 def _worst_tokens(tokens: Sequence[WorstToken]) -> str:

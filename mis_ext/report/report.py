@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from mis_ext.dumps import Dumps
 from mis_ext.presets import list_presets, load_config, preset_path
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.finding import Diagnosis
+from mis_ext.report.indicators import Indicator, indicators
 from mis_ext.report.part import Parts
 from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
 from mis_ext.report.summary import Summary
@@ -33,6 +34,7 @@ class Report:
     summary: Summary
     diagnoses: tuple[Diagnosis, ...]
     recommendation: Recommendation
+    indicators: tuple[Indicator, ...]
     skipped: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,6 +45,7 @@ class Report:
             "skipped": self.skipped,
             "recommendation": _plain(self.recommendation),
             "diagnoses": _plain(self.diagnoses),
+            "indicators": _plain(self.indicators),
             "summary": _plain(self.summary),
         }
         return content
@@ -55,6 +58,7 @@ def report_of(
     sources: Iterable[str] = (),
     num_worst: int = NUM_WORST,
     pool: Executor | None = None,
+    logged: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Report:
     """The report of dumps.
 
@@ -64,6 +68,7 @@ def report_of(
         sources: What to call the files.
         num_worst: How many tokens and samples are listed.
         pool: See :class:`~mis_ext.report.collector.Collector`.
+        logged: Numbers that the run logged, by name and step, to hold against k3.
 
     Raises:
         OSError: A file cannot be opened.
@@ -83,8 +88,15 @@ def report_of(
         summary=summary,
         diagnoses=tuple(diagnoses),
         recommendation=recommend(candidates, collector.outcomes(), summary, diagnoses),
+        indicators=tuple(_indicators(summary, logged or {})),
         skipped=tuple(skipped),
     )
+
+
+def _indicators(summary: Summary, logged: Mapping[str, Mapping[str, float]]) -> list[Indicator]:
+    steps = summary.steps.items()
+    own = {name: {step: getattr(found, name) for step, found in steps} for name in ("reward", "mean_length")}
+    return indicators({step: found.k3 for step, found in steps}, own | {**logged})
 
 
 def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:

@@ -1,0 +1,101 @@
+"""Which logged number moves with the mismatch, and who moves first."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MIN_STEPS, MAX_LAG = 8, 5
+STEP_KEYS = ("step", "rollout_id", "rollout/step", "train/step")
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """How a series goes with k3.
+
+    Attributes:
+        name: Of the series.
+        lag: Steps by which k3 is ahead of it, where they go together best; below 0 it is behind.
+        correlation: Spearman's, there.
+        correlation_now: The same without lag.
+        num_steps: That were compared.
+    """
+
+    name: str
+    lag: int
+    correlation: float
+    correlation_now: float
+    num_steps: int
+
+
+def indicators(k3: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> list[Indicator]:
+    """The series that have a number in at least 8 of the steps, the strongest first.
+
+    Args:
+        k3: By step, in order.
+        others: Further series by name.
+    """
+    found = []
+    for name, series in others.items():
+        both = [step for step in k3 if math.isfinite(k3[step]) and math.isfinite(series.get(step, math.nan))]
+        ours, theirs = (torch.tensor([each[step] for step in both], dtype=torch.float64) for each in (k3, series))
+        if len(both) < MIN_STEPS:
+            continue
+        by_lag = {lag: _at_lag(ours, theirs, lag) for lag in range(-MAX_LAG, MAX_LAG + 1)}
+        known = {lag: value for lag, value in by_lag.items() if not math.isnan(value)}
+        if known:
+            # Of equally strong ones the nearest.
+            lag = max(known, key=lambda lag: (round(abs(known[lag]), 6), -abs(lag)))
+            found.append(Indicator(name, lag, known[lag], by_lag[0], len(both)))
+    return sorted(found, key=lambda each: -abs(each.correlation))
+
+
+def read_series(path: Path) -> dict[str, dict[str, float]]:
+    """Numbers by name and step, from JSON lines that a run logged: an object with a step per line.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: A line is no object with a step.
+    """
+    series: dict[str, dict[str, float]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            for name, step, value in _numbers(line, f"{path}, line {number}"):
+                series.setdefault(name, {})[step] = value
+    return series
+
+
+def _numbers(line: str, place: str) -> Iterator[tuple[str, str, float]]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    key = next((key for key in STEP_KEYS if isinstance(row, dict) and key in row), None)
+    if key is None:
+        raise ValueError(f"{place}: not an object with one of {', '.join(STEP_KEYS)}")
+    for name, value in row.items():
+        if name != key and isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, str(row[key]), float(value)
+
+
+def _at_lag(ours: Tensor, theirs: Tensor, lag: int) -> float:
+    first, second = (ours[: len(ours) - lag], theirs[lag:]) if lag >= 0 else (ours[-lag:], theirs[: len(theirs) + lag])
+    if len(first) < MIN_STEPS - MAX_LAG:
+        return math.nan
+    ranks = torch.stack([_ranks(first), _ranks(second)])
+    if bool((ranks.std(1) == 0).any()):
+        return math.nan
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Equal values share the middle of their ranks."""
+    is_below = (values[:, None] > values[None, :]).sum(1)
+    is_equal = (values[:, None] == values[None, :]).sum(1)
+    return is_below.double() + (is_equal + 1) / 2.0
