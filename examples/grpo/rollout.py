@@ -86,6 +86,7 @@ def own_share(
         "response_lengths": [len(sample.response_ids) for sample in samples[own]],
         "loss_masks": masks,
         "advantages": [sample.advantage for sample in samples[own]],
+        "sample_indices": [*range(len(samples))][own],
         "engine_log_probs": [sample.rollout_log_probs for sample in samples[own]],
     }
     if padded:

@@ -94,13 +94,12 @@ def _what_if(found: Recommendation) -> str:
     for ranked in found.ranking:
         outcome = ranked.outcome
         removed = "; ".join(f"{name}: {share:.2%}" for name, share in outcome.removed_by.items())
-        remarks = " ".join([*(f"Warning: {text}." for text in ranked.warnings), *(f"{text}." for text in ranked.notes)])
         numbers = (outcome.learning_rate, outcome.ess, outcome.variance, outcome.residual, outcome.weight_max)
         shares = (outcome.kept_tokens, outcome.kept_sequences, outcome.removed_positive, outcome.removed_negative)
-        rows.append((ranked.name, *map(percent, shares), *map(number, numbers), removed or "-", remarks or "-"))
+        rows.append((ranked.name, *map(percent, shares), *map(number, numbers), removed or "-"))
     titles = (
         *("configuration", "tokens kept", "sequences kept", "A > 0 removed", "A < 0 removed", "effective lr"),
-        *("ESS", "variance", "left uncorrected", "largest weight", "removed by", "remarks"),
+        *("ESS", "variance", "left uncorrected", "largest weight", "removed by"),
     )
     return (
         "<p>The best first. Masks are those of the hook, bit for bit. ESS, variance and effective learning rate "
