@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-VOCABULARY, LENGTH, COUNT = 48, 128, 192
+VOCABULARY, LENGTH, COUNT = 48, 128, 112
 KERNELS = 0.01
 """Standard deviation of the logits' noise: a k3 near 1e-4, as of bfloat16 kernels."""
 
