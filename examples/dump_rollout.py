@@ -1,6 +1,6 @@
 """Write what `mis-ext report` and `mis-ext audit` read, from a hook that slime and the example have.
 
-    bash examples/run.sh --rollout-data-postprocess-path examples.dump_rollout.save
+    bash examples/run.sh --rollout-data-postprocess-path dump_rollout.save
     mis-ext report runs/rollouts
 
 A file per rank and rollout, as slime's own --save-debug-train-data wrote before August 2026, in the folder that

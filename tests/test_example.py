@@ -36,6 +36,9 @@ from grpo.engine_settings import attention_backend, check_settings, machine_sett
 from grpo.report import plot, read_metrics, summary_table
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
 
+from mis_ext.dumps import Dumps
+from mis_ext.report import Parts, summarize
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SMALL_RUN = [
@@ -314,12 +317,19 @@ def leave_a_run(folder: Path) -> None:
         (folder / name).write_text(content)
 
 
-def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path):
+def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
     done = len(read_metrics(interrupted / "metrics.jsonl"))
     resumed = train(interrupted, "--num-rollout", str(done + 2), "--resume")
     assert [row["step"] for row in resumed] == list(range(done + 2))
     leave_a_run(tmp_path)
-    assert learned(resumed) == learned(train(tmp_path, "--num-rollout", str(done + 2), "--overwrite"))
+    dump = ("--rollout-data-postprocess-path", "dump_rollout.save")
+    whole = train(tmp_path, "--num-rollout", str(done + 2), "--overwrite", *dump)
+    assert learned(resumed) == learned(whole)
+    steps = summarize(Parts(Dumps(sorted((tmp_path / "dumps").iterdir())))).steps
+    for row in whole:
+        # The report's mean is over tokens, the logged one over samples.
+        assert steps[str(row["step"])].k3 == pytest.approx(row["train/mis_k3_kl"], rel=0.1)
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
     for row in resumed:

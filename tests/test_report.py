@@ -1,6 +1,7 @@
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,7 @@ import mis_ext
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
 from mis_ext.report.bins import quantile, size_bin, summed
 from mis_ext.report.pareto import k_hat
+from mis_ext.report.recommendation import warnings_of
 from mis_ext.report.sequences import BANDS, predicted_acceptance
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
@@ -131,6 +133,34 @@ def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
     assert [(group.name, group.num_tokens) for group in summary.by_version] == [("0 behind", 8), ("2 behind", 8)]
     assert summary.by_position[2].low == 3
     assert summary.by_position[2].k3_share > 0.99
+
+
+def test_the_sign_of_the_difference_is_kept() -> None:
+    part = Part.of_lists(proximal=[torch.tensor([-1.0, -2.0, -3.0])], behavior=[torch.tensor([-0.5, -1.5, -3.5])])
+    assert summarize([part]).sizes.sum(1).tolist() == [2.0, 1.0]
+
+
+def test_counts_side_by_side_are_those_one_after_the_other() -> None:
+    configs = {name: mis_ext.preset(name) for name in ("mis", "gated_mis")}
+    parts = [gaussian(seed=seed, count=40, step=str(seed)) for seed in range(4)]
+    alone = Collector(configs)
+    with ThreadPoolExecutor(4) as pool:
+        together = Collector(configs, pool=pool)
+        for part in parts:
+            alone.add(part)
+            together.add(part)
+        # What still runs is waited for.
+        assert str(together.summary().overall) == str(alone.summary().overall)
+        assert str(together.outcomes()) == str(alone.outcomes())
+        assert str(together.diagnoses()) == str(alone.diagnoses())
+
+
+def test_gates_on_sequences_are_warned_of_where_weights_are_stale(summary) -> None:
+    what_if = WhatIf(mis_ext.preset("gated_mis"))
+    what_if.add(gaussian(k3=1e-6, count=10))
+    warned = [*warnings_of(what_if.config, what_if.outcome(), summary, is_stale=True)]
+    assert any("stale weights collapse earlier" in text for text in warned)
+    assert not [*warnings_of(what_if.config, what_if.outcome(), summary)]
 
 
 def test_nothing_to_report_is_an_error() -> None:

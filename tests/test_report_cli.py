@@ -137,6 +137,19 @@ def test_files_of_the_hosts_give_one_summary_however_many_ranks_wrote_them(host_
         assert any("the same numbers as in" in skipped for skipped in report.skipped)
 
 
+def test_advantages_of_context_parallel_ranks_are_joined_as_their_log_probs_are(host_dumps, tmp_path) -> None:
+    for path in (host_dumps / "miles" / "train_data").iterdir():
+        content = torch.load(path)
+        columns = content["rollout_data"]
+        if "log_probs" in columns:
+            assert content["cp_size"] > 1
+            torch.save(content | {"rollout_data": columns | {"advantages": columns["log_probs"]}}, tmp_path / path.name)
+    samples = [*Dumps(sorted(tmp_path.iterdir()))]
+    assert len(samples) == 4
+    for sample in samples:
+        assert torch.equal(sample.advantages, sample.proximal_log_probs)
+
+
 def test_what_is_not_used_is_said(tmp_path) -> None:
     rows = [
         {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.1, -2.0], "advantages": 1.0, "reward": 1.0},

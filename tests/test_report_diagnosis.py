@@ -37,6 +37,25 @@ def some_sentinels(seed: int) -> Sides:
     return with_behavior(lambda behavior: [*behavior[:-8], *(each * 0 - 9999.0 for each in behavior[-8:])], seed)
 
 
+def few_sentinels(seed: int) -> Sides:
+    proximal, behavior = engines(seed).sampled()
+    behavior[3][7:9] = -9999.0
+    return proximal, behavior
+
+
+def some_greedy(seed: int) -> Sides:
+    proximal, behavior = engines(seed).sampled()
+    for each in proximal[:4]:
+        each[5] = -3.0
+    for each in behavior[:4]:
+        each[5] = 0.0
+    return proximal, behavior
+
+
+def unrelated(seed: int) -> Sides:
+    return engines(seed).sampled()[0], engines(seed + 100).sampled()[1]
+
+
 def negated(seed: int) -> Sides:
     return with_behavior(lambda behavior: [-each for each in behavior], seed)
 
@@ -130,6 +149,8 @@ def equal(seed: int) -> Sides:
 PLANTED = {
     zeros: "placeholder_log_probs",
     some_sentinels: "placeholder_log_probs",
+    few_sentinels: "placeholder_log_probs",
+    some_greedy: "placeholder_log_probs",
     negated: "placeholder_log_probs",
     shifted: "shifted_by_one_token",
     other_text: "retokenised_samples",
@@ -146,6 +167,7 @@ PLANTED = {
     quantised: "low_precision",
     bf16_kernels: "bf16_kernels",
     another_policy: "stale_weights",
+    unrelated: "stale_weights",
     equal: "equal",
 }
 
@@ -154,6 +176,15 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_cause_is_named_and_nothing_else(plant, seed) -> None:
     assert diagnosed(part_of(plant(seed))) == [PLANTED[plant]]
+
+
+def test_a_stale_prefix_shows_at_the_beginning_of_a_turn_and_not_of_the_response() -> None:
+    made = engines(2)
+    since = torch.arange(LENGTH) - 48
+    fading = torch.where(since < 0, 0.0, torch.exp(-since / 16.0))[None, :, None]
+    sides = made._replace(behavior=made.behavior + made.noise(0.15) * fading).sampled()
+    tool = ((since < -8) | (since >= 0)).int()
+    assert diagnosed(part_of(sides, masks=[tool] * COUNT)) == ["stale_prefix_cache"]
 
 
 def test_stale_samples_are_named_by_their_versions() -> None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF
+from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER
 from mis_ext.hosts.guards import degenerate_behavior, shifted_log_probs
 from mis_ext.report.finding import MIN_TOKENS, Case, Diagnosis
 
+MIN_PLACEHOLDERS = 2
 MIN_EXPLAINED, MIN_SLOPE = 0.3, 0.03
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
 MAX_PADDING_GAP = 0.05
@@ -17,7 +19,15 @@ OUTLIER_GAP, OUTLIER_FACTOR = MAX_MEAN_ABS_DIFF, 8.0
 
 def placeholders(case: Case) -> Iterator[Diagnosis]:
     """Sentinels, constants, other signs."""
-    for message in degenerate_behavior(case.signals.guard_evidence):
+    evidence = case.signals.guard_evidence
+    messages = [*degenerate_behavior(evidence)]
+    few = evidence.num_placeholders + evidence.num_zeros
+    if not messages and few >= MIN_PLACEHOLDERS:
+        messages = [
+            f"{few:.0f} of {evidence.num_valid:.0f} behavior log-probs are 0 where the proximal ones are below "
+            f"{IMPROBABLE:g}, or below {PLACEHOLDER:g}"
+        ]
+    for message in messages:
         yield Diagnosis(
             "placeholder_log_probs",
             "certain",

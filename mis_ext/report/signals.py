@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER, Evidence, added, evidence_of
+from mis_ext.hosts.evidence import Evidence, added, evidence_of
 from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
 from mis_ext.report.part import Part
 from mis_ext.report.tally import token_rows
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 @dataclass(eq=False)
 class Signals:
-    """Evidence of causes, from all tokens but placeholders.
+    """Evidence of causes.
 
     Attributes:
         evidence: Of :class:`~mis_ext.hosts.evidence.Evidence`.
@@ -72,9 +72,9 @@ class Signals:
     def of(cls, part: Part) -> Signals:
         """Of a part."""
         tokens = part.tokens
-        clean_T = tokens.valid_mask_T & ~_placeholders(part)
+        valid_T = tokens.valid_mask_T
         difference, behavior, proximal = (
-            each[clean_T] for each in (tokens.log_ratio_T, tokens.behavior_T, tokens.proximal_T)
+            each[valid_T] for each in (tokens.log_ratio_T, tokens.behavior_T, tokens.proximal_T)
         )
         rows = token_rows(difference)
         excess = rows["ratio_excess"].double()
@@ -82,7 +82,7 @@ class Signals:
         gap, k3 = rows["gap"][is_uncertain], rows["k3"][is_uncertain]
         is_positive = difference[is_uncertain] > 0.0
         index, is_different = size_bin(gap), gap > 0.0
-        place = _position_in_turn(part)[clean_T][is_uncertain]
+        place = _position_in_turn(part)[valid_T][is_uncertain]
         steps = rows["gap"] / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
         return cls(
             evidence=evidence_of(part.streams).double(),
@@ -135,17 +135,6 @@ class Signals:
         below, above = self.sizes[:, first:].sum(1).tolist()
         total = float(self.divergences.sum())
         return below + above, float(self.divergences[first:].sum()) / total if total else 0.0, below
-
-
-def _placeholders(part: Part) -> Tensor:
-    tokens = part.tokens
-    proximal_T, behavior_T = tokens.proximal_T, tokens.behavior_T
-    found_T = torch.zeros_like(tokens.valid_mask_T)
-    for one_T, other_T in ((behavior_T, proximal_T), (proximal_T, behavior_T)):
-        found_T = (
-            found_T | ((one_T < PLACEHOLDER) & (other_T > PLACEHOLDER)) | ((one_T == 0.0) & (other_T < IMPROBABLE))
-        )
-    return found_T
 
 
 def _position_in_turn(part: Part) -> Tensor:
