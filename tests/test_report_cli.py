@@ -150,6 +150,27 @@ def test_advantages_of_context_parallel_ranks_are_joined_as_their_log_probs_are(
         assert torch.equal(sample.advantages, sample.proximal_log_probs)
 
 
+def test_worst_tokens_are_shown_in_their_text(tmp_path, capsys) -> None:
+    pytest.importorskip("transformers")
+    from tiny_tokenizers import english_tokenizer
+
+    tokenizer = english_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ids = tokenizer.encode("The answer is forty-two & <more>.", add_special_tokens=False)
+    behavior = [-1.0] * len(ids)
+    row = {"tokens": ids, "rollout_log_probs": behavior, "log_probs": [*behavior[:-1], -4.0]}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out"), "--preset", "mis"]
+    assert main(["report", str(tmp_path / "run.jsonl"), *arguments]) == 0
+    (worst,) = json.loads((tmp_path / "out" / "summary.json").read_text())["summary"]["worst_tokens"]
+    before, own, behind = worst["text"]
+    assert (own, behind) == (tokenizer.decode(ids[-1:]), "")
+    assert before == tokenizer.decode(ids[:-1][-12:])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "&lt;more&gt;" in page
+    assert "<more>" not in page
+
+
 def test_what_is_not_used_is_said(tmp_path) -> None:
     rows = [
         {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.1, -2.0], "advantages": 1.0, "reward": 1.0},
