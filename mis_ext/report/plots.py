@@ -192,7 +192,7 @@ def _what_if(axes: Any, report: Report) -> None:
     axes.axvline(1.0, color=GREY, lw=0.8, linestyle=":")
     axes.set_yticks([*places], [Path(row.name).name[:28] for row in rows])
     axes.set(xlabel="share, or factor", xlim=(-0.03, None))
-    axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.3, -0.42), ncols=3, columnspacing=1.0)
+    axes.get_figure().legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3, columnspacing=1.0)
 
 
 def _steps(axes: Any, report: Report) -> None:
