@@ -12,7 +12,8 @@ from mis_ext.lazy import lazy_names
 if TYPE_CHECKING:
     from mis_ext.report.collector import Collector, summarize
     from mis_ext.report.finding import Diagnosis
-    from mis_ext.report.part import Origin, Part, Parts
+    from mis_ext.report.part import Origin, Part
+    from mis_ext.report.parts import Parts
     from mis_ext.report.summary import Mismatch, Summary
     from mis_ext.report.what_if import Outcome, WhatIf
 else:
@@ -21,7 +22,8 @@ else:
         {
             "collector": ("Collector", "summarize"),
             "finding": ("Diagnosis",),
-            "part": ("Origin", "Part", "Parts"),
+            "part": ("Origin", "Part"),
+            "parts": ("Parts",),
             "summary": ("Mismatch", "Summary"),
             "what_if": ("Outcome", "WhatIf"),
         },

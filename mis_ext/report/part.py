@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,11 +14,7 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.dumps import DumpedSample
 from mis_ext.hosts.packing import PackedStreams
-
-MAX_TOKENS = 1 << 18
-"""Of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
 
 
 class Origin(NamedTuple):
@@ -138,112 +134,3 @@ def _spread(advantage: Tensor | None, length: int) -> Tensor:
         return torch.full((length,), math.nan)
     values = torch.as_tensor(advantage).detach().float().cpu()
     return values if len(values.shape) == 1 and len(values) == length else values.reshape(()).expand(length)
-
-
-class Unusable(NamedTuple):
-    """Samples that were read and could not be used."""
-
-    num_samples: int
-    reason: str
-    first: str
-
-
-class Parts:
-    """The parts of a stream of samples; what could not be used is counted by its reason.
-
-    Args:
-        samples: From :class:`~mis_ext.dumps.Dumps`.
-        max_tokens: Of a part.
-    """
-
-    def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
-        self._samples = samples
-        self._max_tokens = max_tokens
-        self._unusable: dict[str, tuple[int, str]] = {}
-
-    @property
-    def unusable(self) -> list[Unusable]:
-        """What the last iteration left out."""
-        return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
-
-    def __iter__(self) -> Iterator[Part]:
-        """Parts of one step each, in the order of the samples."""
-        self._unusable = {}
-        waiting: list[DumpedSample] = []
-        num_tokens = 0
-        for sample in self._samples:
-            reason = _obstacle(sample)
-            if reason is not None:
-                count, first = self._unusable.get(reason, (0, sample.name))
-                self._unusable[reason] = (count + 1, first)
-                continue
-            if waiting and (_step(waiting[0]) != _step(sample) or num_tokens >= self._max_tokens):
-                yield _part(waiting)
-                waiting, num_tokens = [], 0
-            waiting.append(sample)
-            num_tokens += len(sample.proximal_log_probs)  # type: ignore[arg-type]
-        if waiting:
-            yield _part(waiting)
-
-
-def _obstacle(sample: DumpedSample) -> str | None:
-    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
-    if sample.problem is not None:
-        return sample.problem
-    if proximal is None or behavior is None:
-        return f"no log-probs of the {'trainer' if proximal is None else 'engine'}"
-    lengths = {len(proximal), len(behavior)}
-    if sample.response_mask is not None:
-        lengths.add(len(sample.response_mask))
-    return None if len(lengths) == 1 else "lists of other lengths: log-probs of both sides and mask must be one each"
-
-
-def _step(sample: DumpedSample) -> str:
-    return "0" if sample.rollout_id is None else str(sample.rollout_id)
-
-
-def _part(samples: list[DumpedSample]) -> Part:
-    proximal = [torch.as_tensor(each.proximal_log_probs) for each in samples]
-    lengths = [len(each) for each in proximal]
-    advantages = [each.advantages for each in samples]
-    return Part.of_lists(
-        proximal=proximal,
-        behavior=[torch.as_tensor(each.behavior_log_probs) for each in samples],
-        masks=[
-            torch.ones(length) if each.response_mask is None else torch.as_tensor(each.response_mask)
-            for each, length in zip(samples, lengths, strict=True)
-        ],
-        advantages=[
-            None if values is None or values.numel() not in (1, length) else values
-            for values, length in zip(advantages, lengths, strict=True)
-        ],
-        origins=[_origin(each) for each in samples],
-        step=_step(samples[0]),
-    )
-
-
-def _origin(sample: DumpedSample) -> Origin:
-    return Origin(
-        name=sample.name,
-        sample_index=sample.sample_index,
-        reward=math.nan if sample.reward is None else sample.reward,
-        versions_behind=_versions_behind(sample),
-        token_ids=sample.response_ids,
-        has_other_ids=_has_other_ids(sample),
-    )
-
-
-def _versions_behind(sample: DumpedSample) -> float:
-    trainer, engine = sample.proximal_weight_version, sample.behavior_weight_versions
-    if trainer is None or not engine:
-        return math.nan
-    try:
-        return float(trainer) - min(map(float, engine))
-    except ValueError:
-        return float(any(version != str(trainer) for version in engine))
-
-
-def _has_other_ids(sample: DumpedSample) -> bool | None:
-    if sample.response_ids is None or sample.sampled_ids is None:
-        return None
-    return not torch.equal(torch.as_tensor(sample.response_ids), torch.as_tensor(sample.sampled_ids))

@@ -18,7 +18,7 @@ from mis_ext.presets import list_presets, load_config, preset_path
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.indicators import Indicator, indicators
-from mis_ext.report.part import Parts
+from mis_ext.report.parts import Parts
 from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
 from mis_ext.report.summary import Summary
 

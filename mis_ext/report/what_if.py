@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import Values
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
-from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.correction.normalization import SCALE_FORMULAS
+from mis_ext.correction.pipeline import Correction
 from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
+from mis_ext.report.correcting import correct, named_gates
 from mis_ext.report.part import Part
 
 _TOGETHER = "two or more gates"
@@ -213,42 +213,6 @@ class WhatIf:
             "mean_length": self._per(f"{name}_length", f"{name}_sequences"),
             "mean_reward": self._per(f"{name}_reward", f"{name}_rewards"),
         }
-
-
-def correct(part: Part, config: CorrectionConfig) -> Correction:
-    """The correction of a part, before any normalisation: keep masks and weights are those of the hook."""
-    one = torch.ones(())
-    config = config if config.metrics_only else config.replace(metrics=(), scope="rollout")
-    return compute_correction(
-        proximal_logprobs_T=part.streams.proximal_logprobs_T,
-        behavior_logprobs_T=part.streams.behavior_logprobs_T,
-        response_mask_R=part.streams.response_mask_R,
-        layout=part.streams.layout,
-        config=config,
-        rollout_scale=WeightScale(one, one),
-    )
-
-
-def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
-    """Each gate that takes something out of the mask, as a configuration of its own.
-
-    A gate that looks at what another one leaves takes that one with it.
-    """
-    labelled = config.labelled_gates
-    found: dict[str, CorrectionConfig] = {}
-    implied = config.weight.gate if config.weight is not None else None
-    if implied is not None:
-        found[_description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
-    for name, gate in labelled.items():
-        if gate.action == "reject":
-            gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
-            found[_description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
-    return found
-
-
-def _description(name: str, gate: Gate) -> str:
-    low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
 
 
 def _sum(values: Tensor) -> float:
