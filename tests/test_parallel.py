@@ -258,8 +258,10 @@ class Worker:
         # Every setting in one of the four topologies.
         topology = (self.cp_size, self.dp_size)
         cases = grid()[[*TOPOLOGIES.values()].index(topology) :: len(TOPOLOGIES)]
-        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::7], "broken")
-        return failures + self.compare_hook(grid()[::9], "single tokens") + self.compare_hook(grid()[::9], "all masked")
+        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::14], "broken")
+        return (
+            failures + self.compare_hook(grid()[::18], "single tokens") + self.compare_hook(grid()[::18], "all masked")
+        )
 
     def run_bshd(self) -> list[str]:
         return self.compare_hook(grid()[::9], "plain", max_seq_lens=True, qkv_format="bshd")
