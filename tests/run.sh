@@ -2,6 +2,7 @@
 # Lint, types and tests, in a virtual environment of their own with pinned versions.
 #
 #   tests/run.sh [arguments of pytest ...]
+#   tests/run.sh -m whole_run      # what .ci/run runs besides: examples, benchmarks and the wheel, as users run them
 #
 # VENV sets where the environment is; PYTHON the interpreter that makes it.
 set -euo pipefail
@@ -18,4 +19,4 @@ mypy
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file at a time per process: some files start processes of their own, once for all their tests.
-python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not whole_run" "$@"

@@ -258,6 +258,7 @@ def compare_with_whole_responses(rank: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.whole_run
 def test_two_context_parallel_ranks_share_the_baseline_and_a_run(tmp_path: Path) -> None:
     try:
         mp.spawn(work, args=(str(tmp_path),), nprocs=2)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SLOWER = """
 from mis_ext.hosts.slime_miles import hook as _hook
@@ -14,6 +16,7 @@ def compute_mis_weights_with_cp(*args, **kwargs):
 """
 
 
+@pytest.mark.whole_run
 def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     copy = tmp_path / "mis_ext"
     copy.mkdir()

@@ -306,6 +306,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
+@pytest.mark.whole_run
 def test_interrupted_run_leaves_metrics_plot_and_checkpoint(interrupted: Path):
     assert (interrupted / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert (interrupted / "checkpoint.pt").exists()
@@ -317,6 +318,7 @@ def leave_a_run(folder: Path) -> None:
         (folder / name).write_text(content)
 
 
+@pytest.mark.whole_run
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
     done = len(read_metrics(interrupted / "metrics.jsonl"))
@@ -341,6 +343,7 @@ def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: 
         assert row["train/mis_ess_ratio_seq"] < 1
 
 
+@pytest.mark.whole_run
 def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
     settings = json.loads((interrupted / "settings.json").read_text())
     assert settings["arguments"]["hidden_size"] == 32
@@ -352,6 +355,7 @@ def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
     assert settings["ranks"] == 2
 
 
+@pytest.mark.whole_run
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path):
     leave_a_run(tmp_path)
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}

@@ -147,6 +147,7 @@ print(*[name for name in ("megatron", "sglang", "transformers", "triton") if nam
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 def test_an_installed_wheel_holds_every_module_and_the_presets(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
     subprocess.run([*pip, "--target", str(tmp_path), str(REPOSITORY)], check=True, capture_output=True)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole_run]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Their first divergence, with this piece left out; where rounding hides it, no token differs and nobody is to blame.
