@@ -233,6 +233,17 @@ def test_decode_chunked_prefill_and_prefill_have_the_same_bits(length, dtype):
         assert equal_bits(torch.cat(pieces), whole)
 
 
+def test_keys_may_lie_in_the_slots_of_a_paged_cache():
+    query, key, value, bounds = packed([1, 20], [70, 20])
+    slots = torch.randperm(97, generator=torch.Generator().manual_seed(0))
+    table = slots[-1].repeat(2, 72).int()
+    table[0, :70], table[1, :20] = slots[:70], slots[70:90]
+    paged_key, paged_value = (torch.full((97, *x.shape[1:]), math.nan) for x in (key, value))
+    paged_key[slots[:90]], paged_value[slots[:90]] = key, value
+    paged = attention(query, paged_key, paged_value, **{**bounds, "max_seqlen_k": 72}, key_slots=table)
+    assert equal_bits(paged, attention(query, key, value, **bounds))
+
+
 def test_other_sequences_of_the_pack_change_no_bit_even_when_they_are_nan():
     lengths = [3, 70, 20]
     query, key, value, bounds = packed(lengths, lengths)
@@ -252,7 +263,7 @@ def test_rows_after_the_last_sequence_get_zeros():
     torch.use_deterministic_algorithms(True)
     try:
         output, lse = torch.ops.mis_ext.attention_forward(
-            *leaves, bounds["cu_seqlens_q"], bounds["cu_seqlens_k"], 20, 20, 0.25, True, None
+            *leaves, bounds["cu_seqlens_q"], bounds["cu_seqlens_k"], 20, 20, 0.25, True, None, None
         )
         grads = torch.autograd.grad(output.sum(), leaves)
     finally:
@@ -785,6 +796,18 @@ def test_megatrons_own_mode_excludes_ours():
         ({"query": torch.zeros(4, 3, 8)}, ValueError, "3 query heads are no multiple of 2 key heads"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
         ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
+        ({"key_slots": torch.zeros(2, 4).long()}, ValueError, r"key_slots must be .* = \[1, 4\] .*, got \[2, 4\]"),
+        ({"key_slots": torch.zeros(1, 4)}, ValueError, "int32 or int64, got .* torch.float32"),
+        (
+            {"key_slots": torch.zeros(1, 4).long(), "mask": torch.ones(1, 1, 4, 4).bool()},
+            NotImplementedError,
+            "takes no mask: gather the keys first",
+        ),
+        (
+            {"key_slots": torch.zeros(1, 4).long(), "key": torch.zeros(4, 2, 8, requires_grad=True)},
+            NotImplementedError,
+            "no derivative: gather the keys first",
+        ),
     ],
 )
 def test_inputs_of_attention_that_contradict_each_other_are_errors(change, error, message):

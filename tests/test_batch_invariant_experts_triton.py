@@ -7,7 +7,13 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from triton_support import DEVICE, HAS_GPU, OBSTACLE, dot_of_the_interpreter
+from triton_support import (
+    DEVICE,
+    HAS_GPU,
+    MARKS,
+    each_dtype,
+    rows_of_a_dot_do_not_meet,  # noqa: F401
+)
 
 from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.onpolicy.batch_invariant.packing import Packing
@@ -19,24 +25,7 @@ grouped = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_grouped")
 latent_attention = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_latent_attention")
 accumulation = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_accumulation")
 
-pytestmark = [
-    pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
-    # NumPy, in which the interpreter computes, warns of every NaN.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    *([pytest.mark.gpu] if HAS_GPU else []),
-]
-
-
-@pytest.fixture(autouse=True)
-def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
-    """As on a GPU, whose instruction for a tile rounds all of its rows alike."""
-    if not HAS_GPU:
-        interpreter = pytest.importorskip("triton.runtime.interpreter")
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_the_interpreter)
-
-
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+pytestmark = MARKS
 K, N = (520, 1000) if HAS_GPU else (34, 66)
 # No rows, one row more than a tile, a whole tile.
 SIZES = [[0, 3, 129, 0, 1], [128], [0, 0]] + ([[700, 0, 1, 3000] * 16] if HAS_GPU else [])

@@ -1,14 +1,44 @@
 """Where the Triton kernels run in the tests: on a GPU if there is one, else in Triton's interpreter."""
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
 from mis_ext.correction.backend import triton_obstacle
+from mis_ext.onpolicy.bits import same_bits
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 OBSTACLE = triton_obstacle(DEVICE.type)
 """Why they cannot run, or None."""
+MARKS = [
+    pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
+    # NumPy, in which the interpreter computes, warns of every NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([pytest.mark.gpu] if HAS_GPU else []),
+]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""Half the distance between neighbours, relative: what one rounding may cost."""
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(autouse=True)
+def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
+    """As on a GPU, whose instruction for a tile rounds all of its rows alike. For a test module to import."""
+    if not HAS_GPU:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_the_interpreter)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    same = same_bits(actual, expected)
+    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
 
 
 def dot_of_the_interpreter(self, a, b, d, input_precision, max_num_imprecise_acc):

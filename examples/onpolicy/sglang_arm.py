@@ -39,8 +39,9 @@ class SGLang:
         self.names = to_sglang(shape)
         settings = dict(self.settings)
         if pieces and torch.cuda.is_available():
-            # A captured graph calls no Python; with overlap a finished request is decoded once more, and recorded.
-            settings |= {"disable_cuda_graph": True, "disable_overlap_schedule": True}
+            # Attention of a prefill needs lengths on the host. With overlap, a request that has ended is decoded once
+            # more, and recorded.
+            settings |= {"disable_prefill_cuda_graph": True, "disable_overlap_schedule": True}
         self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens, settings)
         # What the cache holds was computed otherwise.
         self._engine.flush_cache()

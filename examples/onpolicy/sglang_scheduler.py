@@ -28,6 +28,10 @@ MODULES = (
 )
 
 
+GRAPH = "decode_cuda_graph_runner"
+"""Where SGLang's ``ModelRunner`` has its CUDA graphs of a decode, or None."""
+
+
 class Alignment(NamedTuple):
     """What is aligned inside of SGLang.
 
@@ -66,13 +70,27 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
             self._model = self._runner.model
             self._alignment, self._recording = ExitStack(), ExitStack()
 
+        def init_all_cuda_graphs(self) -> None:
+            """Leave those of a decode to :meth:`align`: in float32 SGLang's own model has none."""
+            if torch.cuda.is_available():
+                self.tp_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+            else:
+                super().init_all_cuda_graphs()
+
         def align(self, **what: bool) -> None:
             """Align what is True, and nothing else."""
             self._alignment.close()
             align(self._runner, self._alignment, Alignment(**what))
+            if torch.cuda.is_available():
+                # A graph repeats what it has captured.
+                self._runner.init_decode_cuda_graph()
 
         def start_recording(self) -> None:
             """Record every forward from now on; one request at a time."""
+            if torch.cuda.is_available():
+                # A graph calls no Python.
+                self._recording.callback(setattr, self._runner, GRAPH, getattr(self._runner, GRAPH))
+                setattr(self._runner, GRAPH, None)
             call_with_hooks(self._model, self._recording)
             self._recorder = self._recording.enter_context(record(self._model, modules=MODULES, rows_of=rows_of))
 
@@ -115,8 +133,8 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
     if what.products:
         # The logits are a product inside of LogitsProcessor.
         stack.enter_context(batch_invariant_forward(*modules_of(LinearBase, LogitsProcessor)))
-    for layer in modules_of(RadixAttention) if what.attention else ():
-        set_forward(layer, partial(_attention_forward, layer))
+    for place, layer in enumerate(modules_of(RadixAttention) if what.attention else ()):
+        set_forward(layer, partial(_attention_forward, layer, place == 0))
     for norm in modules_of(RMSNorm) if what.norms else ():
         set_forward(norm, partial(_norm_forward, norm))
     if what.norms and torch.cuda.is_available():
@@ -135,25 +153,21 @@ class _Keys(NamedTuple):
     """Where the keys of a batch lie in the paged cache, and whose they are; the same for all layers."""
 
     slots: Tensor
-    arguments: dict[str, Any]
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
 
 
 def _keys_of(batch: Any) -> _Keys:
     from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
-    lengths_k, longest_k = batch.seq_lens, int(batch.seq_lens_cpu.max())
+    # All columns: a graph, which reads these tensors again at every step, has one shape.
+    slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices]
     if batch.forward_mode.is_decode():
-        lengths_q, longest_q = torch.ones_like(lengths_k), 1
+        lengths_q, longest_q = torch.ones_like(batch.seq_lens), 1
     else:
         lengths_q, longest_q = batch.extend_seq_lens, max(batch.extend_seq_lens_cpu)
-    slots = get_req_to_token_pool().req_to_token[batch.req_pool_indices, :longest_k]
-    arguments = {
-        "cu_seqlens_q": _offsets(lengths_q),
-        "cu_seqlens_k": _offsets(lengths_k),
-        "max_seqlen_q": longest_q,
-        "max_seqlen_k": longest_k,
-    }
-    return _Keys(slots[torch.arange(longest_k, device=slots.device) < lengths_k[:, None]], arguments)
+    return _Keys(slots, _offsets(lengths_q), _offsets(batch.seq_lens), longest_q)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -161,7 +175,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _attention_forward(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
+    layer: Any, is_first: bool, query: Tensor, key: Tensor, value: Tensor, batch: Any, save_kv_cache: bool = True
 ) -> Tensor:
     """Attend to the paged cache in the trainer's blocks, whatever attention backend the engine has."""
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
@@ -170,12 +184,21 @@ def _attention_forward(
     heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
     pool = get_token_to_kv_pool()
     pool.set_kv_buffer(layer, batch.out_cache_loc, key.view(-1, kv_heads, dim), value.view(-1, kv_heads, dim))
-    if not hasattr(batch, "keys_in_cache"):
-        # Found once per forward: it reads from the device.
+    if is_first:
+        # Once per forward, also in those that a graph captures: they share a batch with the forwards before.
         batch.keys_in_cache = _keys_of(batch)
-    slots, arguments = batch.keys_in_cache
-    keys, values = (cache(layer.layer_id)[slots] for cache in (pool.get_key_buffer, pool.get_value_buffer))
-    return attention(query.view(-1, heads, dim), keys, values, scale=layer.scaling, **arguments).flatten(1)
+    keys = batch.keys_in_cache
+    return attention(
+        query.view(-1, heads, dim),
+        pool.get_key_buffer(layer.layer_id),
+        pool.get_value_buffer(layer.layer_id),
+        cu_seqlens_q=keys.cu_seqlens_q,
+        cu_seqlens_k=keys.cu_seqlens_k,
+        max_seqlen_q=keys.max_seqlen_q,
+        max_seqlen_k=keys.slots.shape[1],
+        scale=layer.scaling,
+        key_slots=keys.slots,
+    ).flatten(1)
 
 
 def _cos_sin(rotary: Any) -> Tensor:

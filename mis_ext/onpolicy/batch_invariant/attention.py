@@ -25,6 +25,7 @@ def attention(
     scale: float | None = None,
     is_causal: bool = True,
     mask: Tensor | None = None,
+    key_slots: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed sequences whose every output row has the same bits in a prefill, a chunk of it or a decode.
 
@@ -45,6 +46,9 @@ def attention(
         scale: Multiplies the scores; None: ``D ** -0.5``.
         is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
         mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
+        key_slots: ``[S, max_seqlen_k]`` int32 or int64, for the paged cache of an engine: which rows of ``key`` and
+            ``value`` the keys of each sequence are, and ``cu_seqlens_k`` says how many there are; None: they lie one
+            sequence after the other. On CUDA the host reads nothing, so that a graph can capture a decode.
 
     Returns:
         ``[T, H, D]``; 0 where a query may attend to nothing, and after the end of the last sequence.
@@ -52,13 +56,16 @@ def attention(
     Raises:
         ValueError: Shapes contradict each other.
         TypeError: The mask is not boolean, or the tensors have several dtypes.
-        NotImplementedError: Differentiation in forward mode, by ``torch.func``, or twice.
+        NotImplementedError: Differentiation in forward mode, by ``torch.func``, or twice; with ``key_slots`` any, and a
+            mask.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k, mask)
+    if key_slots is not None:
+        _check_slots(key_slots, (len(cu_seqlens_k) - 1, max_seqlen_k), mask, (query, key, value))
     if any(unpack_dual(x).tangent is not None for x in (query, key, value)):  # type: ignore[no-untyped-call]
         raise NotImplementedError("batch-invariant attention has no derivative in forward mode")
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_gradtrackingtensor, (query, key, value))):
@@ -75,6 +82,7 @@ def attention(
         1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
         mask,
+        key_slots,
     )
     return output
 
@@ -93,8 +101,9 @@ def _attention_forward(
     scale: float,
     is_causal: bool,
     mask: Tensor | None,
+    key_slots: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, key_slots)
     with torch.autocast(query.device.type, enabled=False):
         return kernels.of(query).attention_forward(query, key, value, packing)
 
@@ -137,7 +146,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, *ctx.settings, mask = inputs
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *ctx.settings, mask, _ = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, mask)
 
 
@@ -145,7 +154,7 @@ def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tu
     del grad_lse
     *tensors, cu_seqlens_q, cu_seqlens_k, mask = ctx.saved_tensors
     grads = _attention_backward(grad_output, *tensors, cu_seqlens_q, cu_seqlens_k, *ctx.settings, mask)
-    return (*grads, *[None] * 7)
+    return (*grads, *[None] * 8)
 
 
 def _refuse_second(ctx: Any, *grads: Tensor) -> None:
@@ -179,3 +188,17 @@ def _check(
         )
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}")
+
+
+def _check_slots(
+    key_slots: Tensor, shape: tuple[int, int], mask: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    if (*key_slots.shape,) != shape or key_slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"key_slots must be [sequences, max_seqlen_k] = {[*shape]} of int32 or int64, got {[*key_slots.shape]} of "
+            f"{key_slots.dtype}"
+        )
+    if mask is not None:
+        raise NotImplementedError("batch-invariant attention with key_slots takes no mask: gather the keys first")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError("batch-invariant attention with key_slots has no derivative: gather the keys first")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.packing import Packing, Runs, runs_of
+from mis_ext.onpolicy.batch_invariant.packing import Packing, Runs, gather_keys, runs_of
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128
@@ -104,6 +104,7 @@ def attention_forward(
     Blocks start at the first key that a query sees. One of which it sees nothing changes no bit of its running maximum,
     sum and output. So neither what was cached before, nor what follows, matters.
     """
+    key, value, packing = gather_keys(key, value, packing)
     scale, is_causal, mask = packing.scale, packing.is_causal, packing.mask
     num_heads, dtype = query.shape[1], _compute_dtype(query)
     runs = runs_of(packing)
@@ -158,7 +159,7 @@ def attention_backward(
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention_forward`, one sequence after the other, from the exact weights of the forward."""
-    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask = packing
+    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask, _ = packing
     dtype, group = _compute_dtype(query), query.shape[1] // key.shape[1]
     grads = [x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value)]
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -19,6 +19,7 @@ class Packing(NamedTuple):
         scale: Multiplies the scores.
         is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
         mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
+        key_slots: ``[S, max_seqlen_k]`` integers, where each sequence's keys lie among all; None: one after the other.
     """
 
     cu_seqlens_q: Tensor
@@ -28,6 +29,7 @@ class Packing(NamedTuple):
     scale: float
     is_causal: bool
     mask: Tensor | None = None
+    key_slots: Tensor | None = None
 
 
 class Runs(NamedTuple):
@@ -55,12 +57,12 @@ class Runs(NamedTuple):
 
 def runs_of(packing: Packing) -> Runs:
     """Without a mask every sequence is a run."""
-    cu_seqlens_q, cu_seqlens_k, _, _, _, is_causal, mask = packing
+    cu_seqlens_q, cu_seqlens_k, _, _, _, is_causal, mask, _ = packing
     starts_S, ends_S = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     sequence_S = torch.arange(len(starts_S), device=starts_S.device)
     if mask is None or mask.numel() == 0:
         zero_S = torch.zeros_like(sequence_S)
-        return Runs(cu_seqlens_q, starts_S, ends_S.clone(), sequence_S, zero_S, zero_S)
+        return Runs(cu_seqlens_q, starts_S, ends_S, sequence_S, zero_S, zero_S)
     origin_SQ, end_SQ = seen_keys(mask)
     num_q_S = cu_seqlens_q.diff().long()
     sequence_T = torch.repeat_interleave(sequence_S, num_q_S)
@@ -94,3 +96,13 @@ def seen_keys(mask: Tensor) -> tuple[Tensor, Tensor]:
     first, num_after_last = any_head.argmax(-1), any_head.flip(-1).argmax(-1)
     sees = any_head.amax(-1).bool()
     return first * sees, (mask.shape[-1] - num_after_last) * sees
+
+
+def gather_keys(key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Packing]:
+    """Keys and values of a paged cache one sequence after the other, without slots."""
+    if packing.key_slots is None:
+        return key, value, packing
+    num_keys_S = packing.cu_seqlens_k.diff()
+    is_key_SK = torch.arange(packing.key_slots.shape[1], device=num_keys_S.device) < num_keys_S[:, None]
+    slots_U = packing.key_slots[is_key_SK]
+    return key[slots_U], value[slots_U], packing._replace(key_slots=None)

@@ -21,6 +21,11 @@ from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     check_tensors,
     launching_on,
 )
+from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
+
+_launch_forward = Launcher(forward_kernel)
+_launch_query_gradient = Launcher(query_gradient_kernel)
+_launch_key_gradient = Launcher(key_gradient_kernel)
 
 MAX_HEAD_DIM = 256
 # Heads above this need other tiles to fit.
@@ -47,7 +52,7 @@ def tiles_of(dtype: torch.dtype, head_dim: int) -> Tiles:
     is_wide = head_dim > _WIDE
     if dtype == torch.float32:
         # Both operands of a product pass through registers, which are the limit.
-        forward, gradient = (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(128, 8, 1), Tile(32, 4, 1))
+        forward, gradient = (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(32, 4, 1), Tile(32, 4, 1))
     elif IS_HIP:
         forward, gradient = Tile(64, 8, 1), Tile(64, 8, 1)
     else:
@@ -80,12 +85,30 @@ def attention_forward(
         TypeError: A dtype has no kernel, or the dtypes differ.
         RuntimeError: Triton cannot run here.
     """
+    query, packing = _with_positive_scale(query, packing)
     call = _Call.of(query, key, value, packing, in_runs=True)
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.zeros(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = tiles_of(query.dtype, query.shape[2]).forward
-    call.launch(forward_kernel, tile, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1], output, lse)
+    slots = packing.key_slots
+    call.launch(
+        _launch_forward,
+        tile,
+        (packing.max_seqlen_q, tile.BLOCK_M, query.shape[1]),
+        (output, lse, query if slots is None else slots),
+        (0 if slots is None else slots.stride(0),),
+        HAS_SLOTS=slots is not None,
+    )
     return output, lse
+
+
+def _with_positive_scale(query: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
+    """The kernel scales the largest score, which must then be the largest."""
+    if packing.scale > 0:
+        return query, packing
+    if packing.scale < 0:
+        return -query, packing._replace(scale=-packing.scale)
+    return torch.zeros_like(query), packing._replace(scale=1.0)
 
 
 def attention_backward(
@@ -133,24 +156,27 @@ def attention_backward(
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
     tile = tiles_of(query.dtype, query.shape[2]).gradient
-    gradients = output, lse, grad_output, delta, grad_query
-    call.launch(query_gradient_kernel, tile, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1], *gradients)
-    gradients = lse, grad_output, delta, grad_key, grad_value
-    call.launch(key_gradient_kernel, tile, packing.max_seqlen_k, BLOCK_N.value, key.shape[1], *gradients)
+    grid = packing.max_seqlen_q, tile.BLOCK_M, query.shape[1]
+    call.launch(_launch_query_gradient, tile, grid, (output, lse, grad_output, delta, grad_query))
+    grid = packing.max_seqlen_k, BLOCK_N.value, key.shape[1]
+    call.launch(_launch_key_gradient, tile, grid, (lse, grad_output, delta, grad_key, grad_value))
     return grad_query, grad_key, grad_value
 
 
 class _Call(NamedTuple):
-    """What all three kernels get."""
+    """What all three kernels get; ``bounds`` are those of the runs of queries, and where their masks start."""
 
-    tensors: tuple[Tensor, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
     bounds: tuple[Tensor, ...]
     scale: float
     constants: dict[str, Any]
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False) -> _Call:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask = packing
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, _ = packing
         check_tensors({"query": query, "key": key, "value": value})
         check_products(query.dtype, query.device)
         _check_shapes(query, key, value)
@@ -158,14 +184,14 @@ class _Call(NamedTuple):
         num_sequences = cu_seqlens_q.numel() - 1
         if mask is not None:
             _check_mask(mask, query, (num_sequences, query.shape[1], max_seqlen_q, max_seqlen_k))
-        runs = runs_of(packing if in_runs else packing._replace(mask=None))
-        mask_starts = torch.zeros_like(runs.sequence_R)
-        if mask is not None:
+        if mask is None:
+            # Nothing is computed, for which a decode would wait.
+            bounds = cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q
+        else:
+            runs = runs_of(packing if in_runs else packing._replace(mask=None))
             words = _words_of(_from_first_key(mask) if in_runs and mask.numel() else mask)
             mask = words.expand(-1, query.shape[1], -1, -1)
-            mask_starts = runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)
-        # Only the last dimension must be dense.
-        tensors = tuple(x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+            bounds = *runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)
         constants = {
             "QUERIES_PER_KEY": query.shape[1] // key.shape[1],
             "HEAD_DIM": query.shape[2],
@@ -175,32 +201,38 @@ class _Call(NamedTuple):
             "PRECISION": "ieee" if query.shape[2] > _WIDE else FLOAT32_PRODUCTS,
             "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
         }
-        bounds = (*(x.contiguous() for x in runs[:3]), mask_starts)
-        return cls((*tensors, *(() if mask is None else (mask,))), bounds, float(scale), constants)
+        # Only the last dimension must be dense.
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        return cls(query, key, value, mask, tuple(x.contiguous() for x in bounds), float(scale), constants)
 
-    def launch(self, kernel: Any, tile: Tile, longest: int, block: int, num_heads: int, *others: Tensor) -> None:
-        """A program per sequence, head and ``block`` of at most ``longest`` rows."""
-        query, key, value, *masks = self.tensors
+    def launch(
+        self,
+        launcher: Launcher,
+        tile: Tile,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int, ...] = (),
+        **constants: bool,
+    ) -> None:
+        """A program per sequence, head and block; ``grid`` has the most rows, those of a block, and the heads."""
+        longest, block, num_heads = grid
         num_tiles = -(-longest // block)
         num_programs = num_tiles * num_heads * (self.bounds[0].numel() - 1)
         if num_programs == 0:
             return
+        query, key, value, mask = self.query, self.key, self.value, self.mask
         with launching_on(query):
-            kernel[(num_programs,)](
-                query,
-                key,
-                value,
-                masks[0] if masks else query,
-                *others,
-                *self.bounds,
-                num_tiles,
-                query.shape[1],
-                query.shape[0],
-                self.scale,
-                *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-                *(masks[0].stride()[1:3] if masks else (0, 0)),
-                **self.constants,
-                **tile._asdict(),
+            launcher(
+                num_programs,
+                (query, key, value, query if mask is None else mask, *tensors, *self.bounds),
+                (
+                    *(num_tiles, query.shape[1], query.shape[0], self.scale),
+                    *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+                    *((0, 0) if mask is None else mask.stride()[1:3]),
+                    *numbers,
+                ),
+                {**self.constants, **constants, "BLOCK_M": tile.BLOCK_M},
+                {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
             )
 
 

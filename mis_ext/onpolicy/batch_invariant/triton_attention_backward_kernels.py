@@ -6,6 +6,7 @@ import triton.language as tl
 from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
     BLOCK_N,
     LOG2_E,
+    UNALIGNED,
     VARYING,
     load_rows,
     may_attend,
@@ -13,7 +14,7 @@ from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
 )
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def query_gradient_kernel(
     query,
     key,
@@ -45,8 +46,8 @@ def query_gradient_kernel(
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """``grad_query [T, H, D]`` of one tile of queries, and ``delta [H, T]``, the sum of output times its gradient."""
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
@@ -60,7 +61,8 @@ def query_gradient_kernel(
     query += head * query_head_stride
     key += head // QUERIES_PER_KEY * key_head_stride
     value += head // QUERIES_PER_KEY * value_head_stride
-    mask += tl.load(mask_starts + sequence) + head * mask_head_stride
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence) + head * mask_head_stride
     head_dim: tl.constexpr = HEAD_DIM
     out_stride = num_heads * head_dim
 
@@ -93,7 +95,7 @@ def query_gradient_kernel(
     )
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def key_gradient_kernel(
     query,
     key,
@@ -125,8 +127,8 @@ def key_gradient_kernel(
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """``grad_key`` and ``grad_value [U, G, D]`` of one tile of keys, from all query heads of its group in turn."""
     num_groups = num_heads // QUERIES_PER_KEY
@@ -138,7 +140,8 @@ def key_gradient_kernel(
     num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_N >= num_keys:
         return
-    mask += tl.load(mask_starts + sequence)
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence)
     head_dim: tl.constexpr = HEAD_DIM
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = load_rows(key + group * key_head_stride, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)

@@ -16,16 +16,22 @@ BLOCK_N = tl.constexpr(64)
 
 # What differs between a prefill and a decode must not choose other code.
 VARYING = ["mask", "mask_starts", "num_tiles", "num_rows", "mask_head_stride", "mask_query_stride"]
+# Slices of bounds, which lie anywhere.
+UNALIGNED = ["cu_seqlens_q", "key_starts", "key_ends"]
 
 
 @triton.jit
 def load_rows(x, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Rows of one head, ``[rows, BLOCK_D]``; 0 where there are none."""
+    return load_places(x, first + rows, rows < num_rows, row_stride, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def load_places(x, places, is_there, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The rows at ``places``, which need not follow each other."""
     lane = tl.arange(0, BLOCK_D)
-    offset = (first + rows).to(tl.int64) * row_stride
-    return tl.load(
-        x + offset[:, None] + lane[None, :], mask=(rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :], other=0.0
-    )
+    offset = places.to(tl.int64) * row_stride
+    return tl.load(x + offset[:, None] + lane[None, :], mask=is_there[:, None] & (lane < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -62,7 +68,58 @@ def may_attend(
     return allowed
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit
+def attend(
+    q,
+    highest,
+    total,
+    weighted,
+    key,
+    value,
+    slots,
+    mask,
+    queries,
+    first_key,
+    start,
+    num_queries,
+    num_keys,
+    scale_2,
+    key_stride,
+    value_stride,
+    mask_query_stride,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Running maximum, sum and output after the block of keys at ``start``; ``IS_WHOLE``: every query sees all of it.
+
+    A query meets a block as a whole in one tile and in part in another, so both must compute alike: the multiplication
+    by the scale and the subtraction are one operation, which a compiler would merge in one case only.
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    is_key = tl.full([BLOCK_N], True, tl.int1) if IS_WHOLE else keys < num_keys
+    places = tl.load(slots + keys, mask=is_key, other=0) if HAS_SLOTS else first_key + keys
+    k = load_places(key, places, is_key, key_stride, BLOCK_D, HEAD_DIM)
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not IS_WHOLE:
+        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
+        score = tl.where(allowed, score, float("-inf"))
+    higher = tl.maximum(highest, tl.max(score, 1) * scale_2)
+    # Minus infinity until the query has seen a key, of which no difference may be taken.
+    origin = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(tl.fma(score, scale_2, -origin[:, None]))
+    decay = tl.exp2(highest - origin)
+    total = tl.fma(total, decay, tl.sum(weight, 1))
+    v = load_places(value, places, is_key, value_stride, BLOCK_D, HEAD_DIM)
+    weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
+    return higher, total, weighted
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
     query,
     key,
@@ -70,6 +127,7 @@ def forward_kernel(
     mask,
     output,
     lse,
+    slots,
     cu_seqlens_q,
     key_starts,
     key_ends,
@@ -86,15 +144,17 @@ def forward_kernel(
     value_head_stride,
     mask_head_stride,
     mask_query_stride,
+    slot_stride,
     QUERIES_PER_KEY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries."""
+    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive."""
     # Causal: the tiles with the most keys first.
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = tl.program_id(0) // num_tiles % num_heads
@@ -108,33 +168,52 @@ def forward_kernel(
     query += wide_head * query_head_stride
     key += wide_head // QUERIES_PER_KEY * key_head_stride
     value += wide_head // QUERIES_PER_KEY * value_head_stride
-    mask += tl.load(mask_starts + sequence) + wide_head * mask_head_stride
+    slots += sequence.to(tl.int64) * slot_stride
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence) + wide_head * mask_head_stride
 
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = num_keys
+    # The first query of the tile sees the fewest keys, the last one the most.
+    end, num_whole = num_keys, num_keys // BLOCK_N
     if IS_CAUSAL:
         end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
+        num_whole = max(0, num_keys - num_queries + tile * BLOCK_M + 1) // BLOCK_N
+    if HAS_MASK:
+        num_whole = num_whole * 0
     # In units of log 2, of which the hardware takes the exponential.
     scale_2 = scale * LOG2_E
-    for start in range(0, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_2
-        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
-        score = tl.where(allowed, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, 1))
-        # Minus infinity until the query has seen a key, of which no difference may be taken.
-        origin = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - origin[:, None])
-        decay = tl.exp2(highest - origin)
-        total = total * decay + tl.sum(weight, 1)
-        v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
-        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
-        highest = higher
+    for part in tl.static_range(2):
+        for start in range(part * num_whole * BLOCK_N, num_whole * BLOCK_N if part == 0 else end, BLOCK_N):
+            highest, total, weighted = attend(
+                q,
+                highest,
+                total,
+                weighted,
+                key,
+                value,
+                slots,
+                mask,
+                queries,
+                first_key,
+                start,
+                num_queries,
+                num_keys,
+                scale_2,
+                key_stride,
+                value_stride,
+                mask_query_stride,
+                HEAD_DIM,
+                IS_CAUSAL,
+                HAS_MASK,
+                HAS_SLOTS,
+                part == 0,
+                PRECISION,
+                BLOCK_D,
+            )
 
     is_empty = total == 0.0
     # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.

@@ -1,0 +1,353 @@
+"""The Triton kernels of attention: values against float64, and bits that depend on nothing but the row.
+
+On a GPU where there is one; elsewhere Triton's interpreter runs the same kernels on small shapes, without bfloat16.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from triton_support import (
+    DEVICE,
+    DTYPES,
+    HAS_GPU,
+    MARKS,
+    UNIT,
+    assert_same_bits,
+    each_dtype,
+    random,
+    rows_of_a_dot_do_not_meet,  # noqa: F401
+)
+
+from mis_ext.onpolicy.batch_invariant.packing import Packing
+
+pytest.importorskip("triton")
+attention = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_attention")
+
+pytestmark = MARKS
+
+HEADS, GROUPS, HEAD_DIM = (8, 2, 64) if HAS_GPU else (2, 1, 16)
+LONGEST = 1_000 if HAS_GPU else 129
+
+
+def cu_seqlens(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def keywords(lengths_q: list[int], lengths_k: list[int], **more: object) -> dict:
+    return {
+        "cu_seqlens_q": cu_seqlens(lengths_q),
+        "cu_seqlens_k": cu_seqlens(lengths_k),
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+        "scale": 0.3,
+        "is_causal": True,
+        **more,
+    }
+
+
+def streams(tokens_q: int, tokens_k: int, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = (tokens_q, HEADS), (tokens_k, GROUPS), (tokens_k, GROUPS)
+    return [random(*shape, HEAD_DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, settings: dict) -> tuple[Tensor, Tensor]:
+    """In float64, a sequence at a time."""
+    outputs, log_totals = [], []
+    bounds = (settings[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    spans = [list(itertools.pairwise(b)) for b in bounds]
+    for sequence, ((q0, q1), (k0, k1)) in enumerate(zip(*spans, strict=True)):
+        repeats = query.shape[1] // key.shape[1]
+        k, v = (x[k0:k1].repeat_interleave(repeats, 1) for x in (key, value))
+        score = torch.einsum("ihd,jhd->hij", query[q0:q1], k) * settings["scale"]
+        allowed = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device)
+        if settings["is_causal"]:
+            allowed = allowed.tril(k1 - k0 - (q1 - q0))
+        if settings.get("mask") is not None:
+            allowed = allowed & settings["mask"][sequence, :, : q1 - q0, : k1 - k0]
+        score = score.masked_fill(~allowed, float("-inf"))
+        sees_none = score.amax(-1, keepdim=True) == float("-inf")
+        weight = torch.where(sees_none, 0.0, score.masked_fill(sees_none, 0.0).softmax(-1))
+        outputs.append(torch.einsum("hij,jhd->ihd", weight, v))
+        log_totals.append(score.logsumexp(-1))
+    return torch.cat(outputs), torch.cat(log_totals, 1)
+
+
+CASES = {
+    "causal": ([34, 3], [34, 3], {}),
+    "full": ([3, 2], [70, 5], {"is_causal": False}),
+    "longer keys": ([2, 17], [3, 70], {}),
+    "more queries than keys": ([35, 1], [4, 1], {}),
+    "mask": ([17, 2], [66, 2], {"mask": 1}),
+    "mask of each head": ([5, 2], [66, 5], {"mask": HEADS, "is_causal": False}),
+}
+if HAS_GPU:
+    CASES["many"] = ([700, 1, 129], [1500, 1, 129], {"mask": 1})
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def case_of(case: str) -> dict:
+    lengths_q, lengths_k, more = CASES[case]
+    if "mask" in more:
+        shape = (len(lengths_q), more["mask"], max(lengths_q), max(lengths_k))
+        mask = random(*shape, seed=7) > -0.5
+        mask[:, :, 1] = False
+        more = {**more, "mask": mask}
+    return keywords(lengths_q, lengths_k, **more)
+
+
+def tokens_of(settings: dict) -> tuple[int, int]:
+    return int(settings["cu_seqlens_q"][-1]), int(settings["cu_seqlens_k"][-1])
+
+
+@each_case
+@each_dtype
+def test_attention_is_that_of_float64(case, dtype) -> None:
+    settings = case_of(case)
+    qkv = streams(*tokens_of(settings), dtype=dtype)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
+    exact, exact_lse = exact_attention(*(x.double() for x in qkv), settings)
+    # The weights are rounded to the dtype before they meet the values.
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+    sees_none = exact_lse.t() == float("-inf")
+    assert sees_none.any() == case.startswith(("more", "ma"))
+    assert (output[sees_none] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (8, torch.float32),
+        (24, torch.float32),
+        *([(80, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)] if HAS_GPU else []),
+    ],
+)
+def test_head_dimensions_that_are_no_power_of_two_are_padded(dim, dtype) -> None:
+    settings = keywords([20], [20])
+    # Two groups of two heads.
+    qkv = [random(20, heads, dim, dtype=dtype, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
+    exact, _ = exact_attention(*(x.double() for x in qkv), settings)
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
+    grads = attention.attention_backward(output, *qkv, output, lse, Packing(**settings))
+    assert_gradients(grads, output, qkv, settings)
+
+
+def assert_gradients(grads: tuple, slope: Tensor, qkv: list[Tensor], settings: dict) -> None:
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    exact_attention(*wide, settings)[0].backward(slope.double())
+    tolerance = 1e-5 if slope.dtype == torch.float32 else 8 * UNIT[slope.dtype]
+    for actual, exact in zip(grads, wide, strict=True):
+        assert actual.dtype == slope.dtype
+        error = (actual.double() - exact.grad).abs().max() / exact.grad.abs().max()
+        assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in CASES for dtype in DTYPES if HAS_GPU or (dtype == torch.float32) == (case != "mask")],
+)
+def test_the_gradients_of_attention_are_those_of_autograd_in_float64_on_every_run(case, dtype) -> None:
+    settings = case_of(case)
+    qkv = streams(*tokens_of(settings), dtype=dtype)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
+    slope = random(*output.shape, dtype=dtype, seed=9)
+    grads = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
+    assert_gradients(grads, slope, qkv, settings)
+    if HAS_GPU or case == "mask":
+        again = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
+        for first, second in zip(grads, again, strict=True):
+            assert_same_bits(first, second)
+
+
+@each_dtype
+def test_prefill_chunks_and_decode_give_a_position_the_same_bits(dtype) -> None:
+    q, k, v = streams(LONGEST, LONGEST, dtype=dtype)
+    output, lse = attention.attention_forward(q, k, v, Packing(**keywords([LONGEST], [LONGEST])))
+    # The lengths at which a block of keys or a tile of queries begins or ends.
+    borders = [length for block in range(0, LONGEST, 64) for length in (block + 1, block + 63, block + 64)]
+    lengths = sorted({length for length in borders if length <= LONGEST} | {LONGEST})
+    decode, decode_lse = attention.attention_forward(
+        q[[length - 1 for length in lengths]],
+        *(torch.cat([x[:length] for length in lengths]) for x in (k, v)),
+        Packing(**keywords([1] * len(lengths), lengths)),
+    )
+    assert_same_bits(decode, output[[length - 1 for length in lengths]])
+    assert_same_bits(decode_lse, lse[:, [length - 1 for length in lengths]])
+    begin = 0
+    for end in (50, 65, LONGEST):
+        chunk, _ = attention.attention_forward(
+            q[begin:end], k[:end], v[:end], Packing(**keywords([end - begin], [end]))
+        )
+        assert_same_bits(chunk, output[begin:end])
+        begin = end
+
+
+@each_dtype
+def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
+    length = 500 if HAS_GPU else 34
+    q, k, v = streams(length + 5, length + 5, dtype=dtype)
+    settings = keywords([3, length, 2], [3, length, 2])
+    middle = slice(3, -2)
+    q1, k1, v1 = (x[middle].clone() for x in (q, k, v))
+    alone = attention.attention_forward(q1, k1, v1, Packing(**keywords([length], [length], max_seqlen_q=2 * length)))
+    grads_alone = attention.attention_backward(q1, q1, k1, v1, *alone, Packing(**keywords([length], [length])))
+    for x in (q, k, v):
+        x[:3], x[-2:] = float("nan"), torch.finfo(dtype).max
+    packed = attention.attention_forward(q, k, v, Packing(**settings))
+    assert_same_bits(packed[0][middle], alone[0])
+    assert_same_bits(packed[1][:, middle], alone[1])
+    grads = attention.attention_backward(q, q, k, v, *packed, Packing(**settings))
+    for grad, expected in zip(grads, grads_alone, strict=True):
+        assert_same_bits(grad[middle], expected)
+
+
+@each_dtype
+def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> None:
+    q, k, v = streams(34, 70, dtype=dtype)
+    flagged = attention.attention_forward(q, k, v, Packing(**keywords([34], [70])))
+    mask = torch.ones(34, 70, dtype=torch.bool, device=DEVICE).tril(36)
+    for shaped in (mask[None, None], mask.expand(1, HEADS, 34, 70)):
+        masked = attention.attention_forward(q, k, v, Packing(**keywords([34], [70], is_causal=False, mask=shaped)))
+        for actual, expected in zip(masked, flagged, strict=True):
+            assert_same_bits(actual, expected)
+
+
+@each_dtype
+def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype) -> None:
+    first, second, window = (300, 200, 150) if HAS_GPU else (19, 40, 30)
+    total = first + second
+    q, k, v = streams(total, total, dtype=dtype)
+    position = torch.arange(total, device=DEVICE)
+    causal = position >= position[:, None]
+    in_first = position < first
+    packed = causal.T & (in_first == in_first[:, None])
+    settings = {"is_causal": False}
+    output, _ = attention.attention_forward(
+        q, k, v, Packing(**keywords([total], [total], mask=packed[None, None], **settings))
+    )
+    apart, _ = attention.attention_forward(q, k, v, Packing(**keywords([first, second], [first, second])))
+    assert_same_bits(output, apart)
+    # The mask may come on top of causality.
+    mask = (in_first == in_first[:, None])[None, None]
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=mask)))[0], apart)
+    windowed = (causal.T & (position > position[:, None] - window))[None, None].expand(1, HEADS, -1, -1)
+    output, _ = attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=windowed, **settings)))
+    for last in (0, window - 1, window, total - 1):
+        seen = slice(max(0, last - window + 1), last + 1)
+        length = seen.stop - seen.start
+        step, _ = attention.attention_forward(q[last : last + 1], k[seen], v[seen], Packing(**keywords([1], [length])))
+        assert_same_bits(step, output[last : last + 1])
+
+
+@each_dtype
+def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
+    q, k, v = streams(70, 70, dtype=dtype)
+    settings = keywords([70], [70])
+    output, _ = attention.attention_forward(q, k, v, Packing(**settings))
+    q[::2] = float("nan")
+    q[1::4] = torch.finfo(dtype).max
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[0][3::4], output[3::4])
+
+
+@each_dtype
+def test_strides_change_no_bit_of_attention(dtype) -> None:
+    q, k, v = streams(20, 20, dtype=dtype)
+    settings = keywords([20], [20])
+    output, lse = attention.attention_forward(q, k, v, Packing(**settings))
+    fused = torch.cat([q, k, v], 1)
+    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    by_lane = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for strided in (fused.split([HEADS, GROUPS, GROUPS], 1), by_head, by_lane):
+        assert_same_bits(attention.attention_forward(*strided, Packing(**settings))[0], output)
+    grads = attention.attention_backward(q, q, k, v, output, lse, Packing(**settings))
+    strided = attention.attention_backward(by_lane[0], *by_head, by_head[0] * 0 + output, lse, Packing(**settings))
+    for actual, expected in zip(strided, grads, strict=True):
+        assert_same_bits(actual, expected)
+
+
+def test_rows_after_the_last_sequence_get_zeros() -> None:
+    settings = keywords([5, 20], [5, 20])
+    qkv = streams(32, 32)
+    # Fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        output, lse = attention.attention_forward(*qkv, Packing(**settings))
+        grads = attention.attention_backward(qkv[0], *qkv, output, lse, Packing(**settings))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for x in (output, lse.t(), *grads):
+        assert_same_bits(x[25:], torch.zeros_like(x[25:]))
+        assert x[:25].isfinite().all()
+
+
+def test_attention_of_no_tokens_is_empty() -> None:
+    output, lse = attention.attention_forward(*streams(0, 0), Packing(**keywords([0], [0])))
+    assert output.shape == (0, HEADS, HEAD_DIM)
+    assert lse.shape == (HEADS, 0)
+
+
+def test_what_attention_cannot_take_is_named() -> None:
+    q, k, v = streams(6, 6)
+    settings = keywords([6], [6])
+
+    def message(error: type[Exception], match: str, *tensors: Tensor, **more: object) -> None:
+        with pytest.raises(error, match=match):
+            attention.attention_forward(*tensors, Packing(**{**settings, **more}))
+
+    message(ValueError, r"query must be \[T, H, D\]", q[0], k, v)
+    message(ValueError, "last dimensions must be equal", q[..., 1:], k, v)
+    message(ValueError, "no multiple of", q[:, :1].expand(-1, 3, -1), k.expand(-1, 2, -1), v.expand(-1, 2, -1)) if (
+        GROUPS == 1
+    ) else None
+    message(ValueError, r"in \[1, 256\], got 300", *(x.repeat(1, 1, 20)[..., :300] for x in (q, k, v)))
+    message(TypeError, "value is torch.float16, query torch.float32", q, k, v.half())
+    message(TypeError, "cu_seqlens_k must be int32", q, k, v, cu_seqlens_k=settings["cu_seqlens_k"].long())
+    message(ValueError, r"must be \[S \+ 1\], got \[2\] and \[3\]", q, k, v, cu_seqlens_k=cu_seqlens([3, 3]))
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE)
+    message(TypeError, "mask must be bool", q, k, v, mask=mask.int())
+    message(ValueError, r"mask must be \[1, 1, 6, 6\], got \[1, 1, 6, 5\]", q, k, v, mask=mask[..., :5])
+    message(ValueError, r"mask must be \[S, 1 or", q, k, v, mask=mask.expand(1, 5, 6, 6))
+    output, lse = attention.attention_forward(q, k, v, Packing(**settings))
+    with pytest.raises(ValueError, match=r"lse be \[H, T\] float32"):
+        attention.attention_backward(output, q, k, v, output, lse.t(), Packing(**settings))
+
+
+@each_dtype
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), [([1, 1, 1], [1, 130, 64]), ([20, 3], [70, 3])])
+def test_keys_in_the_slots_of_a_paged_cache_give_the_bits_of_keys_in_a_row(lengths_q, lengths_k, dtype) -> None:
+    q, k, v = streams(sum(lengths_q), sum(lengths_k), dtype=dtype)
+    expected, expected_lse = attention.attention_forward(q, k, v, Packing(**keywords(lengths_q, lengths_k)))
+    # Other rows of the cache are NaN, and so are those that the table names after the end of a sequence.
+    num_slots = sum(lengths_k) + 9
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    table = slots[-1].repeat(len(lengths_k), max(lengths_k) + 2)
+    for row, own in zip(table, slots[: sum(lengths_k)].split(lengths_k), strict=True):
+        row[: len(own)] = own
+    paged_k, paged_v = (torch.full((num_slots, *x.shape[1:]), torch.nan, dtype=dtype, device=DEVICE) for x in (k, v))
+    paged_k[slots[: len(k)]], paged_v[slots[: len(v)]] = k, v
+    for key_slots in (table, table.int()):
+        output, lse = attention.attention_forward(
+            q, paged_k, paged_v, Packing(**keywords(lengths_q, lengths_k, key_slots=key_slots))
+        )
+        assert_same_bits(output, expected)
+        assert_same_bits(lse, expected_lse)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_need_not_be_positive(scale) -> None:
+    settings = keywords([5, 20], [70, 20], scale=scale)
+    qkv = streams(25, 90)
+    output, lse = attention.attention_forward(*qkv, Packing(**settings))
+    exact, exact_lse = exact_attention(*(x.double() for x in qkv), settings)
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+    grads = attention.attention_backward(output, *qkv, output, lse, Packing(**settings))
+    if scale:
+        assert_gradients(grads, output, qkv, settings)
+    else:
+        assert not grads[0].any()
