@@ -4,9 +4,10 @@
     python benchmarks/bench_batch_invariant.py --smoke     # tiny shapes, no times; on a CPU in Triton's interpreter
 
 Before a kernel is timed, rows of its result must be those of float64 within the rounding of the dtype, and have the
-bits that they have when computed alone; a kernel that fails ends the run. Times are medians of CUDA events around five
-calls, contenders in turn in the same run, so short calls include what the host needs to launch them. Where
-Megatron-Core imports, its ``matmul_persistent`` is timed too, and its bits are compared with ours. Prints Markdown.
+bits that they have when computed alone; a kernel that fails ends the run. Times are those of the device, which starts
+when the host has handed over ten calls: medians, contenders in turn in the same run. What the host needs for a call
+stands beside them; a decode that no CUDA graph has captured waits for it. Where Megatron-Core imports, its
+``matmul_persistent`` is timed too, and its bits are compared with ours. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from device_time import device_milliseconds
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -38,8 +41,11 @@ from mis_ext.onpolicy.bits import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-CALLS = 5
-COLUMNS = ["kernel", "shape", "dtype", "ours ms", "torch ms", "ours / torch", "Megatron-Core ms", "its bits"]
+HOST_CALLS = 20
+COLUMNS = [
+    *("kernel", "shape", "dtype", "ours ms", "torch ms", "ours / torch", "Megatron-Core ms", "its bits"),
+    *("ours host us", "torch host us"),
+]
 
 
 class Case(NamedTuple):
@@ -65,10 +71,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for case in _cases(smoke=options.smoke):
         _check(case)
-        cells = ["right", "", "", ""] if options.smoke else _times(case, options.repeats)
-        print(
-            f"| {' | '.join([case.name, case.shape, str(case.dtype)[6:], *cells, _megatron_bits(case)])} |", flush=True
+        times, host = (
+            (["right", "", "", ""], ["", ""]) if options.smoke else (_times(case, options.repeats), _host_times(case))
         )
+        cells = [case.name, case.shape, str(case.dtype)[6:], *times, _megatron_bits(case), *host]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -92,26 +99,22 @@ def _check(case: Case) -> None:
 
 def _times(case: Case, repeats: int) -> list[str]:
     contenders = [case.ours, case.torch, *([case.megatron] if case.megatron else [])]
-    times: list[list[float]] = [[] for _ in contenders]
-    for repeat in range(repeats + 2):
-        for contender, seen in zip(contenders, times, strict=True):
-            milliseconds = _milliseconds(contender)
-            # The first two warm up.
-            if repeat > 1:
-                seen.append(milliseconds)
-    ours, plain, *theirs = map(statistics.median, times)
+    # Each in turn; the first round compiles.
+    rounds = [[device_milliseconds(contender) for contender in contenders] for _ in range(repeats + 1)][1:]
+    ours, plain, *theirs = map(statistics.median, zip(*rounds, strict=True))
     return [f"{ours:.3f}", f"{plain:.3f}", f"{ours / plain:.2f}", f"{theirs[0]:.3f}" if theirs else ""]
 
 
-def _milliseconds(call: Callable[[], Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _host_times(case: Case) -> list[str]:
+    return [f"{_host_microseconds(call):.0f}" for call in (case.ours, case.torch)]
+
+
+def _host_microseconds(call: Callable[[], Tensor]) -> float:
     torch.cuda.synchronize()
-    start.record()
-    for _ in range(CALLS):
+    started = time.perf_counter()
+    for _ in range(HOST_CALLS):
         call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / CALLS
+    return (time.perf_counter() - started) / HOST_CALLS * 1e6
 
 
 def _megatron_bits(case: Case) -> str:

@@ -2,7 +2,7 @@
 
     python benchmarks/decode_tiles.py
 
-Each is captured 20 times in a CUDA graph, so that the host has no part in it; medians of 7 replays, in microseconds.
+The host has no part in the times: medians of 7, in microseconds.
 The two of ours must have the same bits.
 """
 
@@ -13,13 +13,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from device_time import device_milliseconds
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
 from mis_ext.onpolicy.bits import same_bits
 
 SHAPES = [(2048, 8192), (8192, 2048), (1024, 1024), (1024, 32768)]
-CALLS, REPLAYS = 20, 7
+REPEATS = 7
 
 
 def main() -> None:
@@ -46,22 +47,7 @@ def main() -> None:
 def microseconds(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
     """Of one call on the device."""
     product(a, b)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            product(a, b)
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+    return statistics.median(device_milliseconds(lambda: product(a, b)) for _ in range(REPEATS)) * 1e3
 
 
 if __name__ == "__main__":

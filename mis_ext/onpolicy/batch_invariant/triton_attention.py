@@ -87,14 +87,15 @@ def attention_forward(
     """
     query, packing = _with_positive_scale(query, packing)
     call = _Call.of(query, key, value, packing, in_runs=True)
-    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.zeros(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = tiles_of(query.dtype, query.shape[2]).forward
     slots = packing.key_slots
     call.launch(
         _launch_forward,
         tile,
-        (packing.max_seqlen_q, tile.BLOCK_M, query.shape[1]),
+        # What is after the last sequence is one more.
+        Grid(call.bounds[0].numel(), max(packing.max_seqlen_q, 1), tile.BLOCK_M, query.shape[1]),
         (output, lse, query if slots is None else slots),
         (0 if slots is None else slots.stride(0),),
         HAS_SLOTS=slots is not None,
@@ -156,11 +157,21 @@ def attention_backward(
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
     tile = tiles_of(query.dtype, query.shape[2]).gradient
-    grid = packing.max_seqlen_q, tile.BLOCK_M, query.shape[1]
+    num_sequences = call.bounds[0].numel() - 1
+    grid = Grid(num_sequences, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1])
     call.launch(_launch_query_gradient, tile, grid, (output, lse, grad_output, delta, grad_query))
-    grid = packing.max_seqlen_k, BLOCK_N.value, key.shape[1]
+    grid = Grid(num_sequences, packing.max_seqlen_k, BLOCK_N.value, key.shape[1])
     call.launch(_launch_key_gradient, tile, grid, (lse, grad_output, delta, grad_key, grad_value))
     return grad_query, grad_key, grad_value
+
+
+class Grid(NamedTuple):
+    """How many programs there are; ``num_rows`` are those of the longest sequence."""
+
+    num_sequences: int
+    num_rows: int
+    num_rows_of_block: int
+    num_heads: int
 
 
 class _Call(NamedTuple):
@@ -209,18 +220,17 @@ class _Call(NamedTuple):
         self,
         launcher: Launcher,
         tile: Tile,
-        grid: tuple[int, int, int],
+        grid: Grid,
         tensors: tuple[Tensor, ...],
         numbers: tuple[int, ...] = (),
         **constants: bool,
     ) -> None:
-        """A program per sequence, head and block; ``grid`` has the most rows, those of a block, and the heads."""
-        longest, block, num_heads = grid
-        num_tiles = -(-longest // block)
-        num_programs = num_tiles * num_heads * (self.bounds[0].numel() - 1)
-        if num_programs == 0:
-            return
+        """A program per sequence, head and block of rows."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
+        num_tiles = -(-grid.num_rows // grid.num_rows_of_block)
+        num_programs = num_tiles * grid.num_heads * grid.num_sequences
+        if num_programs == 0 or len(query) == 0:
+            return
         with launching_on(query):
             launcher(
                 num_programs,

@@ -154,17 +154,30 @@ def forward_kernel(
     HAS_SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive."""
+    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive.
+
+    There is one sequence more than there are: the rows after the last one, which become 0.
+    """
     # Causal: the tiles with the most keys first.
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = tl.program_id(0) // num_tiles % num_heads
     sequence = tl.program_id(0) // (num_tiles * num_heads)
+    head_dim: tl.constexpr = HEAD_DIM
+    wide_head = head.to(tl.int64)
+    output += wide_head * head_dim
+    lse += wide_head * num_rows
+    if sequence == tl.num_programs(0) // (num_tiles * num_heads) - 1:
+        for first in range(tl.load(cu_seqlens_q + sequence) + tile * BLOCK_M, num_rows, num_tiles * BLOCK_M):
+            rows = first + tl.arange(0, BLOCK_M)
+            nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            store_rows(output, nothing, 0, rows, num_rows, num_heads * head_dim, BLOCK_D, HEAD_DIM)
+            tl.store(lse + rows, tl.zeros([BLOCK_M], tl.float32), mask=rows < num_rows)
+        return
     first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
     num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_M >= num_queries:
         return
-    wide_head = head.to(tl.int64)
     query += wide_head * query_head_stride
     key += wide_head // QUERIES_PER_KEY * key_head_stride
     value += wide_head // QUERIES_PER_KEY * value_head_stride
@@ -218,16 +231,6 @@ def forward_kernel(
     is_empty = total == 0.0
     # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
     result = weighted / tl.where(is_empty, 1.0, total)[:, None] + 0.0
-    head_dim: tl.constexpr = HEAD_DIM
-    store_rows(
-        output + wide_head * head_dim,
-        result,
-        first_query,
-        queries,
-        num_queries,
-        num_heads * head_dim,
-        BLOCK_D,
-        HEAD_DIM,
-    )
+    store_rows(output, result, first_query, queries, num_queries, num_heads * head_dim, BLOCK_D, HEAD_DIM)
     log_total = tl.where(is_empty, float("-inf"), highest / LOG2_E + tl.log(tl.where(is_empty, 1.0, total)))
-    tl.store(lse + wide_head * num_rows + first_query + queries, log_total, mask=queries < num_queries)
+    tl.store(lse + first_query + queries, log_total, mask=queries < num_queries)
