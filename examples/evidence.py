@@ -50,11 +50,12 @@ def main() -> None:
     results = Results(options.results)
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
-        from evidence import enumerable, signs, verdicts
+        from evidence import enumerable, front, signs, verdicts
         from evidence.studies import FEW
 
         verdicts.report(studies, results, options.output)
         if not options.studies:
+            front.report(results, options.output)
             signs.report(results, options.output)
             enumerable.report(FEW, options.output)
         return

@@ -20,6 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .group import Method
+from .pictures import save
 
 LENGTH, VOCABULARY = 10, 2
 NOISES = (0.03, 0.1, 0.2, 0.4, 0.8)
@@ -59,8 +60,7 @@ def report(methods: tuple[Method, ...], output: Path) -> None:
         axis.set(title=f"noise {noise}, k3 {k3:.1e}", xlabel="responses", xscale="log", yscale="log")
     axes[0].set_ylabel("error of the gradient, relative")
     axes[0].legend(fontsize=7)
-    figure.savefig(output / "enumerable.png", dpi=110)
-    plt.close(figure)
+    save(figure, output / "enumerable.png")
     lines += ["", "![error](enumerable.png)", *_normalisation(methods)]
     (output / "enumerable.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(output / "enumerable.md")

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .outcomes import pareto_k
+from .pictures import save
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 1.0)
 BANDS = {
@@ -145,8 +146,7 @@ def _plot_where(conditions: dict[str, Steps], path: Path) -> None:
         by_probability.set(xlabel="probability in the engine", ylabel="mean k3, nats", yscale="log")
         by_position.set(xlabel="position in the response", ylabel="mean k3, nats", yscale="log")
         by_probability.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
@@ -179,8 +179,7 @@ def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
             ylim=(0, 1.03),
         )
         axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
     return lines
 
 

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from .outcomes import Condition, last_quarter
+from .pictures import save
 from .results import Results
 from .studies import STUDIES
 from .verdicts import condition_name
@@ -73,8 +74,7 @@ def report(results: Results, output: Path) -> None:
             axis.set_xscale("log")
     axes[0].set_ylabel("shortfall of the reward")
     axes[0].legend(fontsize=7)
-    figure.savefig(output / "signs.png", dpi=110)
-    plt.close(figure)
+    save(figure, output / "signs.png")
     lines += ["", "![signs](signs.png)"]
     (output / "signs.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(output / "signs.md")

@@ -17,6 +17,7 @@ from . import mismatch
 from .ensemble import Row
 from .group import Group
 from .outcomes import Condition, Curve, last_quarter
+from .pictures import save
 from .results import Results
 from .studies import Study
 
@@ -172,8 +173,7 @@ def _plot_rewards(conditions: list[Condition], path: Path) -> None:
         left.legend(fontsize=7, ncols=2)
         _plot_curves(right, condition, "k3")
         right.set(title=condition.name, xlabel="step", ylabel="k3 of engine and trainer, nats", yscale="log")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _plot_curves(axis: Axes, condition: Condition, number: str) -> None:
@@ -184,12 +184,11 @@ def _plot_curves(axis: Axes, condition: Condition, number: str) -> None:
         mean = np.mean([curves[number] for curves in seeds.values()], axis=0)
         color = f"C{index % 10}"
         axis.plot(mean, color=color, linewidth=0.6, alpha=0.35)
-        axis.plot(
-            *_moving_mean(mean), color="black" if method == condition.base else color, label=method, linewidth=1.6
-        )
+        axis.plot(*moving_mean(mean), color="black" if method == condition.base else color, label=method, linewidth=1.6)
 
 
-def _moving_mean(values: Curve) -> tuple[Curve, Curve]:
+def moving_mean(values: Curve) -> tuple[Curve, Curve]:
+    """Steps, and the mean of the values around each."""
     window = min(SMOOTHED_STEPS, len(values))
     smooth = np.convolve(values, np.ones(window) / window, mode="valid")
     return np.arange(len(smooth)) + (window - 1) / 2, smooth
@@ -208,8 +207,7 @@ def _plot_by_condition(conditions: list[Condition], path: Path) -> None:
     axis.set_xticks(range(len(conditions)), [condition.name for condition in conditions], rotation=20)
     axis.set_ylabel("mean reward against no correction")
     axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _log_probs(done: list[Group], results: Results) -> dict[str, mismatch.Steps]:

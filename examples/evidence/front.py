@@ -1,0 +1,78 @@
+"""The picture on the front page: how far SGLang is from its trainer, and what stale weights do to training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from .mismatch import Streams
+from .outcomes import Condition
+from .pictures import save
+from .results import Results
+from .studies import STUDIES
+from .verdicts import condition_name, moving_mean
+
+ENGINES = {
+    "atlas_bf16": "bf16",
+    "atlas_deterministic": "bf16, deterministic",
+    "atlas_int8_products": "int8 products",
+    "atlas_fp8_products": "fp8 products",
+    "atlas_cache_e4m3": "fp8 cache, e4m3",
+    "atlas_cache_e5m2": "fp8 cache, e5m2",
+}
+STALE = "staleness_8"
+METHODS = {"none": "no correction", "token_tis": "token TIS (yaml/mis.yaml)"}
+
+
+def report(results: Results, output: Path) -> None:
+    """Write ``front.png``, once the two studies are complete."""
+    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if condition_name(g) == STALE)]
+    if not all(results.is_done(group) for group in groups):
+        print("front: the studies atlas and staleness are not complete")
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    _draw_mismatch(left, {g.name: results.log_probs(g)["step0"] for g in groups if g.name in ENGINES})
+    stale = [row for group in groups if condition_name(group) == STALE for row in results.rows(group)]
+    _draw_rewards(right, Condition.of_rows(STALE, stale))
+    save(figure, output / "front.png", dpi=120)
+    print(output / "front.png")
+
+
+def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
+    """Quantiles of the ratio's distance from 1, of every sampled token."""
+    for index, (name, label) in enumerate(reversed(ENGINES.items())):
+        streams = Streams(**steps[name])
+        distance = np.sort(np.abs(streams.log_ratio[streams.mask].astype(np.float64)))
+        mean, rare, largest = distance.mean(), np.quantile(distance, 0.99), distance[-1]
+        axis.plot([mean, largest], [index, index], color="0.75", linewidth=3, zorder=0)
+        for value, marker, color in ((mean, "o", "C0"), (rare, "D", "C1"), (largest, "X", "C3")):
+            axis.plot(value, index, marker, color=color, markersize=7)
+        axis.annotate(label, (mean, index), xytext=(-10, -3), textcoords="offset points", ha="right", fontsize=9)
+    for name, marker, color in (("mean", "o", "C0"), ("1 % of tokens beyond", "D", "C1"), ("largest", "X", "C3")):
+        axis.plot([], [], marker, color=color, label=name)
+    axis.legend(fontsize=8, loc="upper center", ncols=3)
+    axis.set(
+        title="SGLang against its trainer: same weights, same tokens",
+        xlabel="difference of the log-probs of a token, nats",
+        xscale="log",
+        xlim=(3e-5, 20),
+        ylim=(-0.7, len(ENGINES) + 0.2),
+        yticks=[],
+    )
+
+
+def _draw_rewards(axis: Axes, condition: Condition) -> None:
+    """Each seed in a thin line, their mean in a thick one."""
+    for (method, label), color in zip(METHODS.items(), ("black", "C1"), strict=True):
+        seeds = [curves["reward"] for curves in condition.curves[method].values()]
+        for curve in seeds:
+            axis.plot(*moving_mean(curve), color=color, linewidth=0.7, alpha=0.5)
+        axis.plot(*moving_mean(np.mean(seeds, axis=0)), color=color, linewidth=2.4, label=label)
+    axis.legend(fontsize=9, loc="center right")
+    axis.set(title="Training on samples that are 8 steps old, 4 seeds", xlabel="step", ylabel="reward", ylim=(0, 1))
