@@ -23,7 +23,7 @@ for cp in 2 4; do
 done
 # Two data-parallel ranks, and two context-parallel ones, which should learn the same.
 for cp in 1 2; do
-    torchrun --standalone --nproc-per-node 2 examples/train_grpo.py --num-rollout 20 --context-parallel-size "${cp}" \
+    torchrun --standalone --nproc-per-node 2 examples/train_grpo.py --num-rollout 20 --lr 6e-4 --context-parallel-size "${cp}" \
         --output-dir "${output}/cp${cp}" --overwrite --use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp \
         --custom-config-path yaml/mis.yaml 2>&1 | tail -40 | tee "${output}/cp${cp}.txt"
 done

@@ -103,7 +103,9 @@ def plot(rows: list[Row], path: Path) -> None:
         if len(measured) > 1:
             axis.legend(frameon=False)
     axes["A"].set_ylim(0, 1.02)
-    axes["D"].set_ylim(top=1 + 0.05 * (1 - axes["D"].get_ylim()[0]))
+    # Where nothing is rejected, rounding is not to be seen.
+    lowest = min(0.9, axes["D"].get_ylim()[0])
+    axes["D"].set_ylim(lowest, 1 + 0.05 * (1 - lowest))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
