@@ -69,7 +69,7 @@ print("torch" in sys.modules)
 
 def rooms() -> list[str]:
     """In the order of the developers' page."""
-    page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "developers.md").read_text(encoding="utf-8")
     listed = page.split("## Rooms")[1].split("```")[1]
     return [line.split("/")[0] for line in listed.strip().splitlines() if line[:1].isalpha()]
 
@@ -148,17 +148,28 @@ print(*[name for name in ("megatron", "sglang", "transformers", "triton") if nam
 
 @pytest.mark.slow
 @pytest.mark.whole_run
-def test_an_installed_wheel_holds_every_module_and_the_presets(tmp_path: Path) -> None:
+def test_a_wheel_of_the_source_distribution_holds_every_module_and_the_presets(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], check=True, capture_output=True, cwd=REPOSITORY)
+    (source,) = tmp_path.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--target", str(tmp_path), str(REPOSITORY)], check=True, capture_output=True)
+    tmp_path = tmp_path / "installed"
+    subprocess.run([*pip, "--target", str(tmp_path), str(source)], check=True, capture_output=True)
     code = f"""
-import sys
+import argparse, sys
 sys.path.insert(0, {str(tmp_path)!r})
-import mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant, mis_ext.rollout
-print(mis_ext.__file__, *mis_ext.list_presets())
+import torch, mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant, mis_ext.rollout
+_, masks, metrics = mis_ext.compute_mis_weights_with_cp(
+    argparse.Namespace(use_tis=True), pg_loss=torch.randn(13), train_log_probs=[-torch.rand(9), -torch.rand(4)],
+    rollout_log_probs=[-torch.rand(9), -torch.rand(4)], loss_masks=[torch.ones(9), torch.ones(4)],
+    total_lengths=[11, 6], response_lengths=[9, 4])
+print(mis_ext.__file__, mis_ext.__version__, len(masks), "mis_k3_kl" in metrics, *mis_ext.list_presets())
 """
-    where, *presets = run(code).split()
+    where, version, num_masks, is_measured, *presets = run(code).split()
     assert where.startswith(str(tmp_path))
+    assert f"-{version}.tar.gz" in source.name
+    assert (num_masks, is_measured) == ("2", "True")
     assert "mis" in presets
     modules, installed = (
         {path.relative_to(root) for path in (root / "mis_ext").rglob("*.py")} for root in (REPOSITORY, tmp_path)
