@@ -28,7 +28,7 @@ def compute_mis_weights(
 
     Returns:
         Per sample the weights (float32, 0 where a token has none) and the keep mask (1.0 or 0.0); and every metric as a
-        0-dim tensor, a mean over what its row in the README's glossary says.
+        0-dim tensor, a mean over what its row in docs/metrics.md says.
     """
     check_samples("loss_masks", loss_masks)
     lengths = [mask.numel() for mask in loss_masks]

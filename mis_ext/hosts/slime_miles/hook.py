@@ -36,7 +36,7 @@ def compute_mis_weights_with_cp(
     restores the right total only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout` over the rollout.
 
     Args:
-        args: The host's arguments with our keys among them, see the README.
+        args: The host's arguments with our keys among them, see docs/configuration.md.
         pg_loss: ``[T]``, this rank's response tokens of the micro-batch; may carry gradient.
         train_log_probs: Per sample, this rank's tokens: nats, scored by the trainer before the update (proximal).
         rollout_log_probs: The same as reported by the inference engine (behavior).

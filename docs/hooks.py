@@ -1,0 +1,97 @@
+"""MkDocs hooks: pages from elsewhere in the repository, formulas without JavaScript, API pages of public names."""
+
+from __future__ import annotations
+
+import ast
+import html
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "../benchmarks/MODELS.md": "zoo.md",
+    "../benchmarks/RESULTS.md": "results.md",
+    "../CHANGELOG.md": "changes.md",
+    "../SECURITY.md": "security.md",
+}
+"""Pages of the repository that are pages of the site too."""
+FOLDERS = {"../benchmarks/evidence/": "evidence/"}
+LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
+API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
+FURTHER = "Correct"
+"""The part of the navigation that a page joins which `nav` does not name."""
+
+
+def on_config(config: Any) -> Any:
+    """Add to the navigation the pages that it does not name."""
+    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
+    (part,) = [part[FURTHER] for part in config.nav if FURTHER in part]
+    part += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the repository's pages, with their pictures."""
+    for path, name in PAGES.items():
+        files.append(File.generated(config, name, abs_src_path=str((ROOT / "docs" / path).resolve())))
+    for folder, name in FOLDERS.items():
+        for path in sorted((ROOT / "docs" / folder).resolve().iterdir()):
+            if path.suffix in (".md", ".png"):
+                files.append(File.generated(config, name + path.name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links between files of the repository at their pages, and fill in the API."""
+    origin = {name: path for path, name in PAGES.items()}.get(page.file.src_uri, page.file.src_uri)
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def to_page(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), found[1]))
+        return f"]({posixpath.relpath(_in_site(target), folder or '.')}"
+
+    return API.sub(lambda found: _public_names(found[1]), LINK.sub(to_page, markdown))
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Turn formulas into MathML, and the roles of docstrings into links."""
+    content = FORMULA.sub(_mathml, content)
+    return SPHINX_ROLE.sub(_reference, content)
+
+
+def _in_site(path: str) -> str:
+    """Where a file is in the site, from where it is relative to `docs/`."""
+    for folder, name in FOLDERS.items():
+        if path.startswith(folder):
+            return name + path.removeprefix(folder)
+    return PAGES.get(path, path.removeprefix("../docs/"))
+
+
+def _mathml(found: re.Match[str]) -> str:
+    formula = convert(html.unescape(found[2]), display="block" if found[1] == "div" else "inline")
+    return f'<{found[1]} class="math">{formula}</{found[1]}>'
+
+
+def _reference(found: re.Match[str]) -> str:
+    name = found[2].rpartition(".")[2] if found[1] else found[2]
+    return f'<autoref identifier="{found[2]}" optional><code>{name}</code></autoref>'
+
+
+def _public_names(package: str) -> str:
+    """A directive of mkdocstrings for each public name of a package, as its `TYPE_CHECKING` branch imports them."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    (public,) = [ast.literal_eval(node.value) for node in tree.body if _is_assignment(node, "__all__")]
+    module_of = {alias.name: node.module for node in imports for alias in node.names}
+    return "\n\n".join(f"::: {module}.{name}" for name, module in module_of.items() if name in public)
+
+
+def _is_assignment(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
