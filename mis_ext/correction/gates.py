@@ -67,7 +67,7 @@ class Gate:
 
     @property
     def row(self) -> Statistic:
-        """The statistic."""
+        """What is compared: formula, unit and legal range."""
         return STATISTICS[self.statistic]
 
     @property

@@ -50,7 +50,12 @@ class PackedLayout:
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
-        """Every rank holds whole responses."""
+        """The layout of a rank that holds whole responses, one after the other.
+
+        Args:
+            response_lengths: Tokens of each response, masked ones too.
+            device: Where index tensors go.
+        """
         return _whole_layout(tuple(response_lengths), torch.device(device))
 
     @classmethod
@@ -127,7 +132,7 @@ class PackedLayout:
 
     @property
     def num_sequences(self) -> int:
-        """``S``."""
+        """``S``, the sequences of this call, also those without a token here."""
         return len(self.response_lengths)
 
     @property

@@ -50,7 +50,7 @@ def compute_log_ratio(
 
 
 def mask_as_float(mask: Tensor) -> Tensor:
-    """1 where ``mask`` is True, else 0."""
+    """A bool mask of any shape as float32: 1 where it is True, else 0."""
     # On a CPU bytes become floats five times as fast as booleans.
     return mask.to(torch.uint8).float()
 

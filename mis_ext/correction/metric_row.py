@@ -39,7 +39,7 @@ class GroupNumber:
     number: Tensor
 
     def value(self) -> Tensor:
-        """The number."""
+        """The number of all data-parallel ranks, 0-dim."""
         return self.number
 
 

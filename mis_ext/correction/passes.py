@@ -22,7 +22,7 @@ class Streams(NamedTuple):
     response_mask_R: Tensor
 
     def token_ratios(self, layout: PackedLayout) -> TokenRatios:
-        """Log-ratios of the local tokens."""
+        """``[T]`` log-ratios of the local tokens in nats, float32, with the masks that say which are valid."""
         return compute_log_ratio(
             proximal_logprobs_T=self.proximal_logprobs_T,
             behavior_logprobs_T=self.behavior_logprobs_T,

@@ -79,7 +79,7 @@ class Correction:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Selected metrics by public name."""
+        """Selected metrics by public name: of this data-parallel rank, but those over G of all of them."""
         plan, names = self.plan, self.plan.metric_index
         scale = scale_of(
             plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
@@ -91,7 +91,7 @@ class Correction:
 
     @property
     def plan(self) -> Plan:
-        """What was computed."""
+        """Which columns, totals and metrics the configuration needs."""
         return self._backend.plan
 
     @property
@@ -106,7 +106,7 @@ class Correction:
 
     @property
     def totals(self) -> dict[str, Tensor]:
-        """:attr:`totals_A` by name, 0-dim."""
+        """:attr:`totals_A` by their names in :mod:`mis_ext.correction.plan`, each 0-dim."""
         return total_values(self._backend.plan, self.totals_A)
 
     @property

@@ -119,7 +119,7 @@ _Reduction = TypeVar("_Reduction", Column, Total)
 
 @functools.lru_cache(maxsize=32)
 def plan_of(config: CorrectionConfig) -> Plan:
-    """The plan of ``config``."""
+    """The columns, totals and metrics that ``config`` needs and no others; kept, so that equal ones share a plan."""
     selected = config.selected_rows
     originals = {row.alias_of or row.name for row in selected}
     metrics = tuple(row for row in config.available_rows if row.name in originals)

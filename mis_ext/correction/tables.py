@@ -20,13 +20,13 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """The table in Markdown, a line per row, with a line break at its end."""
         lines = [self.titles, ("---",) * len(self.titles), *self.rows]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def statistics_table() -> Table:
-    """What a gate can look at."""
+    """The statistics that a gate can look at: bounds, on-policy value, unit and meaning."""
     return Table(
         ("statistic", "bounds", "on-policy", "unit", "meaning"),
         tuple(
@@ -43,7 +43,7 @@ def statistics_table() -> Table:
 
 
 def bounds_table() -> Table:
-    """What ``mode`` of a weight can be."""
+    """The modes of a weight, and what each makes of a ratio."""
     return Table(
         ("mode", "weight"),
         tuple((f"`{row.name}`", row.text) for row in BOUNDS.values()),

@@ -111,7 +111,7 @@ class Weight:
 
     @property
     def bound(self) -> Bound:
-        """The row of ``mode``."""
+        """What ``mode`` does with a ratio outside of the edges."""
         return BOUNDS[self.mode]
 
     @property
@@ -130,7 +130,7 @@ class Weight:
         return reduced("log_ratio", REDUCTIONS[self.level])
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
-        """The weight of a log-ratio."""
+        """The weight of log-ratios (nats, any shape): their ``exp``, bounded as ``mode`` says."""
         return self.bound.weight(log_ratio, self.log_low, self.log_high)
 
     @property

@@ -26,7 +26,7 @@ class PackedStreams(NamedTuple):
 
     @property
     def streams(self) -> Streams:
-        """Without the layout."""
+        """The three tensors without the layout, as the passes take them."""
         return Streams(*self[:3])
 
     @property

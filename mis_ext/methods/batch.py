@@ -76,7 +76,7 @@ class Batch:
         return self._reduced[key]
 
     def when(self, when: When, pair: Pair) -> Tensor:
-        """``[T]`` bool."""
+        """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1."""
         if when == "always":
             return torch.ones_like(self.valid_T)
         if when == "positive":

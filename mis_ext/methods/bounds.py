@@ -19,7 +19,7 @@ class GrowingBound:
     power: float = 0.5
 
     def log_edge(self, batch: Batch, _pair: Pair) -> Tensor:
-        """``[T]``."""
+        """``[T]``: log of the bound of each token, in nats."""
         return self.log_bound * batch.position_T.pow(self.power)
 
 
@@ -36,7 +36,7 @@ class ProbabilityBound:
     cap: float = 10.0
 
     def log_edge(self, batch: Batch, pair: Pair) -> Tensor:
-        """``[T]``."""
+        """``[T]``: log of the bound of each token, in nats."""
         probability_T = batch.log_prob(pair[1]).exp()
         discriminant_T = (1.0 + 4.0 * self.gain / probability_T).clamp_min(0.0)
         return ((1.0 + discriminant_T.sqrt()) * 0.5).clamp_max(self.cap).log()

@@ -31,11 +31,11 @@ class Factor(Protocol):
 
     @property
     def pair(self) -> Pair:
-        """The policies that it compares."""
+        """Numerator and denominator of its ratio."""
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
 
     @property
     def action(self) -> Action | None:
@@ -61,16 +61,16 @@ class Weight:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (REDUCE_OF_LEVEL[self.level],)
 
     @property
     def action(self) -> Action | None:
-        """It is a weight."""
+        """None: a weight drops no token."""
         return None
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``."""
+        """``[T]`` weights, at least 0, without gradient."""
         log_weight_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level]) * self.power
         weight_T = (
             bounded_exp(log_weight_T).clamp(self.low, self.high) if self._is_bounded else bounded_exp(log_weight_T)
@@ -108,11 +108,11 @@ class Keep:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (self.reduce,)
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]`` bool."""
+        """``[T]`` bool: True where the token stays."""
         value_T = batch.statistic(self.statistic, self.pair, self.reduce, of=self.of_tokens)
         edge = METHOD_STATISTICS[self.statistic].edge
         low = -math.inf if self.low is None else edge(self.low)

@@ -32,21 +32,21 @@ class Sigmoid:
 
     @property
     def spread(self) -> Spread:
-        """Each token has its own gradient."""
+        """``token``: each token has its own gradient."""
         return "token"
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("token",)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """Numerator and denominator of its ratio."""
         return (self.pair,)
 
     def of(self, batch: Batch) -> Slope:
-        """Value and slope."""
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         ratio_T = bounded_exp(batch.log_ratio(self.pair))
         tau_T = batch.by_sign(self.positive, self.negative)
         gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0))
@@ -70,16 +70,16 @@ class Gamma:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
     @property
     def action(self) -> Action | None:
-        """It is a weight."""
+        """None: a weight drops no token."""
         return None
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``."""
+        """``[T]`` weights, at least 0, without gradient."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
         shape_T, scale_T = map(batch.by_sign, self.positive, self.negative)
         return (scale_T + shape_T * log_ratio_T - scale_T * bounded_exp(log_ratio_T)).exp()
@@ -94,16 +94,16 @@ class Mixture:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("token",)
 
     @property
     def action(self) -> Action | None:
-        """It is a weight."""
+        """None: a weight drops no token."""
         return None
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``."""
+        """``[T]`` weights, at least 0, without gradient."""
         return 1.0 + self.mix * (bounded_exp(batch.log_ratio(self.pair)) - 1.0)
 
 

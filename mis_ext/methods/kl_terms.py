@@ -54,7 +54,7 @@ class KlTerm:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """Numerator and denominator of each of its ratios."""
         return (self.pair, self.importance) if self.estimator == "unbiased" else (self.pair,)
 
     def of(self, batch: Batch) -> Penalty:

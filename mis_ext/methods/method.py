@@ -69,7 +69,7 @@ class Method:
 
     @property
     def reduces(self) -> frozenset[Reduce]:
-        """Reductions that it uses."""
+        """How surrogate and factors reduce over a sequence."""
         return frozenset(chain(self.surrogate.reduces, *(factor.reduces for factor in self.factors)))
 
     def __call__(

@@ -102,16 +102,16 @@ class ParetoWeight:
 
     @property
     def action(self) -> Action | None:
-        """It is a weight."""
+        """None: a weight drops no token."""
         return None
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``."""
+        """``[T]`` weights, at least 0, without gradient; the same for all tokens of a sequence."""
         reductions = batch.reductions
         if reductions.has_other_sequences:
             raise ValueError(

@@ -43,12 +43,12 @@ class Preset:
 
     @property
     def method(self) -> Method:
-        """The method with its defaults."""
+        """The method with its default parameters."""
         return self.make()
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Its parameters."""
+        """Its parameters by name, with their default values."""
         return {name: parameter.default for name, parameter in inspect.signature(self.make).parameters.items()}
 
 

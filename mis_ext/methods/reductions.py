@@ -67,7 +67,7 @@ class Reductions:
         return group_size(self._dp_group) > 1
 
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        """0-dim: the sum over all ranks."""
+        """0-dim: the sum of the values under the mask over the tokens of all ranks."""
         total = torch.where(mask_T, values_T, 0.0).sum()
         for group in (self._cp_group, self._dp_group):
             total = gather_rows(total, group).sum(0)

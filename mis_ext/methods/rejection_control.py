@@ -47,11 +47,11 @@ class Accept:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]`` bool."""
+        """``[T]`` bool: True for all tokens of an accepted sequence."""
         log_probs_T = batch.log_prob(self.pair[1]).float()
         uniform_T = sequence_uniforms(batch, log_probs_T, self.seed)
         return uniform_T * self.bound < bounded_exp(batch.log_ratio(self.pair, "sum"))

@@ -25,21 +25,21 @@ class ClippedMean:
 
     @property
     def spread(self) -> Spread:
-        """Each token has its own gradient."""
+        """``token``: each token has its own gradient."""
         return "token"
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("mean",)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """Numerator and denominator of its ratio."""
         return (self.pair,)
 
     def of(self, batch: Batch) -> Slope:
-        """Value and slope."""
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair)
         is_above_T = (log_ratio_T > math.log(self.high)) & (batch.advantages_T > 0.0)
         is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)

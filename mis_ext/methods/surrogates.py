@@ -39,14 +39,14 @@ class Surrogate(Protocol):
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """Numerator and denominator of each of its ratios."""
 
     def of(self, batch: Batch) -> Slope:
-        """Value and slope."""
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,21 +55,21 @@ class Score:
 
     @property
     def spread(self) -> Spread:
-        """Each token has its own gradient."""
+        """``token``: each token has its own gradient."""
         return "token"
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ()
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """It compares none."""
+        """None: it is no ratio."""
         return ()
 
     def of(self, batch: Batch) -> Slope:
-        """Value and slope."""
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_prob_T = batch.log_prob("current")
         return Slope(log_prob_T, torch.ones_like(log_prob_T), torch.zeros_like(batch.valid_T))
 
@@ -101,16 +101,16 @@ class Ratio:
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (REDUCE_OF_LEVEL[self.level],)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """Numerator and denominator of each of its ratios."""
         return (self.pair,)
 
     def of(self, batch: Batch) -> Slope:
-        """Value and slope."""
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
         low = log_edge(self.low, batch, self.pair, otherwise=-math.inf)
         high = log_edge(self.high, batch, self.pair, otherwise=math.inf)

@@ -8,7 +8,7 @@ from mis_ext.methods.presets import PRESETS
 
 
 def methods_table() -> Table:
-    """Every preset."""
+    """Every preset with its family, objective and source."""
     return Table(
         ("family", "method", "objective of a token", "source"),
         tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in PRESETS.values()),
@@ -29,7 +29,7 @@ def list_methods() -> str:
 
 
 def describe_method(row: Preset) -> str:
-    """All that is said about a preset."""
+    """When to use a preset, its objective, parameters, log-probs and source, as text."""
     method = row.method
     defaults = ", ".join(
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.defaults.items()

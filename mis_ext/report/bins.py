@@ -24,7 +24,7 @@ def size_bin(magnitude: Tensor) -> Tensor:
 
 
 def size_of_bin(index: int) -> float:
-    """The middle of a bin, in nats."""
+    """The geometric middle of a bin of ``|d|``, in nats."""
     return float(10.0 ** (SMALLEST_EXPONENT + (index + 0.5) / PER_DECADE))
 
 
@@ -52,7 +52,7 @@ def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
 
 
 def probability_bin(log_prob: Tensor) -> Tensor:
-    """Decile of a probability."""
+    """Decile, 0 to 9, of the probability of each log-prob."""
     return (log_prob.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
 
 

@@ -48,7 +48,7 @@ class Collector:
         self._worst: list[WorstToken] = []
 
     def add(self, part: Part) -> None:
-        """Count one more part."""
+        """Add the sums of one more part, and try each configuration on it."""
         counts = [self._count_tokens, self._count_signals, *(each.add for each in self._what_if.values())]
         if self._pool is None:
             for count in counts:
@@ -98,7 +98,7 @@ class Collector:
         return diagnose(Case(self._signals, summary, sequences))
 
     def outcomes(self) -> dict[str, Outcome]:
-        """What each configuration did."""
+        """What each configuration kept, removed and left, by its name."""
         self._finish()
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
 

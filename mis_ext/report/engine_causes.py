@@ -34,7 +34,7 @@ def formula(case: Case) -> Iterator[Diagnosis]:
 
 
 def bf16(case: Case) -> Iterator[Diagnosis]:
-    """Numbers that have been rounded."""
+    """Log-probs of one side that are bfloat16 numbers."""
     shares = [rounded / count if count else 0.0 for count, rounded in case.signals.rounded.tolist()]
     if float(case.signals.rounded[:, 0].min()) < MIN_TOKENS or case.summary.overall.abs_max == 0.0:
         return

@@ -103,5 +103,5 @@ def _ids(token_ids: Any, position: int) -> tuple[tuple[int, ...], int | None, tu
 
 
 def merged(first: list[WorstToken], second: list[WorstToken], limit: int) -> list[WorstToken]:
-    """The worst of both."""
+    """The ``limit`` tokens of both lists with the largest ``|d|``, the worst first."""
     return sorted(first + second, key=lambda token: -abs(token.log_ratio))[:limit]

@@ -219,5 +219,5 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share."""
+    """A share in percent, with one digit; a dash for what was not measured."""
     return "-" if math.isnan(value) else f"{value:.1%}"

@@ -95,12 +95,12 @@ class Part:
 
     @cached_property
     def reward_S(self) -> Tensor:
-        """NaN where it is not known."""
+        """``[S]`` reward of each response, NaN where it is not known."""
         return torch.tensor([origin.reward for origin in self.origins])
 
     @cached_property
     def num_response_S(self) -> Tensor:
-        """Trained tokens of each response."""
+        """``[S]`` trained tokens of each response."""
         return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
 
     @cached_property
@@ -110,7 +110,7 @@ class Part:
 
     @cached_property
     def sequence_T(self) -> Tensor:
-        """Number of each token's sequence."""
+        """``[T]`` number of each token's sequence."""
         return self.streams.layout.index.sequence_T
 
     @cached_property

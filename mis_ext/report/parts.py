@@ -38,7 +38,7 @@ class Parts:
 
     @property
     def unusable(self) -> list[Unusable]:
-        """What the last iteration left out."""
+        """Samples that the last iteration left out: how many, why, and the first of them."""
         return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
 
     def __iter__(self) -> Iterator[Part]:

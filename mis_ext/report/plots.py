@@ -76,7 +76,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def drawn(picture: Picture, *, file_format: str) -> bytes:
-    """The picture as a file."""
+    """The picture as the bytes of a file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def drawn(picture: Picture, *, file_format: str) -> bytes:
 
 
 def write_pictures(report: Report, folder: Path) -> list[Path]:
-    """A PNG of each picture."""
+    """Write a PNG of each picture; the paths."""
     paths = []
     for picture in pictures(report):
         paths.append(folder / f"{picture.name}.png")

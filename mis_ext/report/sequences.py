@@ -41,7 +41,7 @@ class Sequences:
 
     @classmethod
     def of(cls, part: Part) -> Sequences:
-        """Of a part."""
+        """The sequences of a part, with the sums of their tokens."""
         index, tokens = part.streams.layout.index, part.tokens
         rows = token_rows(tokens.log_ratio_T)
         has_advantage_T = tokens.response_mask_T & ~part.advantages_T.isnan()
@@ -71,7 +71,7 @@ class Sequences:
 
     @classmethod
     def joined(cls, parts: Sequence[Sequences]) -> Sequences:
-        """Of all parts."""
+        """The sequences of all parts, in their order."""
         columns = [part.columns for part in parts] or [torch.empty(0, len(COLUMNS), dtype=torch.float64)]
         return cls(
             torch.cat(columns),
@@ -95,7 +95,7 @@ class Sequences:
 
     @property
     def measured(self) -> Tensor:
-        """Which have a valid token."""
+        """``[S]`` bool: sequences with a valid token."""
         return self["num_valid"] > 0
 
     @property

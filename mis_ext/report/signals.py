@@ -70,7 +70,7 @@ class Signals:
 
     @classmethod
     def of(cls, part: Part) -> Signals:
-        """Of a part."""
+        """The sums that the rules need, of the tokens of a part."""
         tokens = part.tokens
         valid_T = tokens.valid_mask_T
         difference, behavior, proximal = (
@@ -96,7 +96,7 @@ class Signals:
         )
 
     def __add__(self, other: Signals) -> Signals:
-        """Of both."""
+        """The same of the tokens of both."""
         names = ("lines", "sizes", "divergences", "places", "ratios", "rounded")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         evidence = added(self.evidence, other.evidence)
@@ -104,7 +104,7 @@ class Signals:
 
     @property
     def guard_evidence(self) -> Evidence:
-        """What the guards of a run look at."""
+        """The sums that the guards of a run judge by."""
         return Evidence(*self.evidence.tolist())
 
     @property

@@ -63,7 +63,7 @@ class TokenTally:
 
     @classmethod
     def of(cls, part: Part) -> TokenTally:
-        """Of a part."""
+        """Counts and sums of the tokens of a part."""
         tokens, valid_T = part.tokens, part.tokens.valid_mask_T
         difference = tokens.log_ratio_T[valid_T]
         behavior, proximal = tokens.behavior_T[valid_T], tokens.proximal_T[valid_T]
@@ -102,7 +102,7 @@ class TokenTally:
         )
 
     def __add__(self, other: TokenTally) -> TokenTally:
-        """Of both."""
+        """Counts and sums of the tokens of both."""
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for name in ("totals", "sizes", "density", "deciles", "positions", "signs")
@@ -128,7 +128,7 @@ def token_rows(difference: Tensor) -> dict[str, Tensor]:
 
 
 def grouped(index: Tensor, num_groups: int, rows: dict[str, Tensor]) -> Tensor:
-    """``[num_groups, len(SUMS)]``."""
+    """``[num_groups, len(SUMS)]``: sums of the tokens of each group."""
     return torch.stack([summed(index, num_groups, rows[name]) for name in SUMS], dim=1)
 
 

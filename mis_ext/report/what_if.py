@@ -152,7 +152,7 @@ class WhatIf:
         self._removed.update({_NO_RATIO: _sum(no_ratio_T & ~kept_T)})
 
     def outcome(self) -> Outcome:
-        """Of all parts until now."""
+        """What the configuration did to all parts until now."""
         sums, per = self._sums, self._per
         weighted, squared = self._normalised()
         has_advantages = sums["squared_advantage"] > 0

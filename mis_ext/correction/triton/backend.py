@@ -202,13 +202,13 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weights: Tensor) -> Tensor:
-        """The product."""
+        """``[T]``: values times weights, in the wider dtype of the two."""
         ctx.save_for_backward(weights)
         return _weighed(values, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The weights themselves have no gradient."""
+        """``[T]``: the gradient of the values is the weights; these have none, as they are detached."""
         (weights,) = ctx.saved_tensors
         return _weighed(grad, weights), None
 

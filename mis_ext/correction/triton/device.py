@@ -10,6 +10,8 @@ NAN = tl.constexpr(float("nan"))
 @triton.jit
 def locate_tile(table, tile, num_tiles, num_pieces, TILE: tl.constexpr):
     """Piece of a tile, its first local token, its first token in the whole responses, and its number of tokens."""
+    # One table for all, so that a layout costs one copy to the device: the piece of each tile, then of each piece its
+    # first tile, its first local token, and its first token in the whole responses.
     first_tile = table + num_tiles
     start = first_tile + num_pieces + 1
     whole_start = start + num_pieces + 1
@@ -25,6 +27,7 @@ def load_log_probs(proximal, behavior, tokens, response):
     """Log-ratio and log-probs, 0 where a token has no ratio, and the mask of the tokens that have one."""
     proximal_T = tl.load(proximal + tokens, mask=response, other=0.0).to(tl.float32)
     behavior_T = tl.load(behavior + tokens, mask=response, other=0.0).to(tl.float32)
+    # In float32 as on the CPU: both backends must agree on which tokens have a ratio.
     log_ratio = proximal_T - behavior_T
     # False for NaN too.
     valid = response & (tl.abs(log_ratio) < INFINITY)
@@ -51,7 +54,7 @@ def join8(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def store1(pointer, reduced, stride, COUNT: tl.constexpr):
-    """Store a reduced value."""
+    """Store one reduced value; the other arguments make it callable as the joined ones are."""
     tl.store(pointer, reduced)
 
 
@@ -64,7 +67,7 @@ def store2(pointer, reduced, stride, COUNT: tl.constexpr):
 
 @triton.jit
 def store4(pointer, reduced, stride, COUNT: tl.constexpr):
-    """The same of four."""
+    """Store the first ``COUNT`` of four joined and reduced values, ``stride`` apart."""
     bit = tl.arange(0, 2)
     number = bit[:, None] + 2 * bit[None, :]
     tl.store(pointer + number * stride, reduced, mask=number < COUNT)
@@ -72,7 +75,7 @@ def store4(pointer, reduced, stride, COUNT: tl.constexpr):
 
 @triton.jit
 def store8(pointer, reduced, stride, COUNT: tl.constexpr):
-    """The same of eight."""
+    """Store the first ``COUNT`` of eight joined and reduced values, ``stride`` apart."""
     bit = tl.arange(0, 2)
     number = bit[:, None, None] + 2 * bit[None, :, None] + 4 * bit[None, None, :]
     tl.store(pointer + number * stride, reduced, mask=number < COUNT)
@@ -80,7 +83,7 @@ def store8(pointer, reduced, stride, COUNT: tl.constexpr):
 
 @triton.jit
 def merged_sum(gathered, mask, stride, NUM_RANKS: tl.constexpr):
-    """Sum over ranks, in their order."""
+    """Sum over ranks in their order, in float64: every rank gets the same bits."""
     total = tl.zeros(mask.shape, tl.float64)
     for rank in tl.static_range(NUM_RANKS):
         total += tl.load(gathered + rank * stride, mask=mask, other=0.0).to(tl.float64)
@@ -89,7 +92,7 @@ def merged_sum(gathered, mask, stride, NUM_RANKS: tl.constexpr):
 
 @triton.jit
 def merged_minimum(gathered, mask, stride, NUM_RANKS: tl.constexpr):
-    """Minimum over ranks."""
+    """Minimum over ranks; a masked lane gets inf."""
     lowest = tl.full(mask.shape, INFINITY, tl.float32)
     for rank in tl.static_range(NUM_RANKS):
         lowest = tl.minimum(lowest, tl.load(gathered + rank * stride, mask=mask, other=INFINITY))

@@ -41,8 +41,10 @@ def sequence_statistics_kernel(
     begin, end = tl.load(first_tile), tl.load(first_tile + pieces_per_sequence)
     row = tl.arange(0, ROWS)[:, None]
     is_sum = row < NUM_SUMS
+    # Sums and minima share one loop: each row starts from what changes neither.
     identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([ROWS, BLOCK], tl.float64)
     total = identity
+    # One program per sequence, in the order of its tiles: no atomics, so the same bits on every run.
     for first in range(begin, end, BLOCK):
         tile = first + tl.arange(0, BLOCK)[None, :]
         is_partial = (row < NUM_COLUMNS) & (tile < end)
@@ -50,6 +52,7 @@ def sequence_statistics_kernel(
         value = tl.where(is_partial, value, identity)
         total = tl.where(is_sum, total + value, tl.minimum(total, value))
     result = tl.where(tl.arange(0, ROWS) < NUM_SUMS, tl.sum(total, 1), tl.min(total, 1))
+    # One row more than columns: the status of the rank. Its identity is inf, which says that nothing failed.
     row = tl.arange(0, ROWS)
     tl.store(statistics + row * num_sequences + sequence, result.to(tl.float32), mask=row < NUM_COLUMNS + 1)
 
@@ -76,6 +79,7 @@ def keep_bits_kernel(
     response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
     start = table + num_tiles + num_pieces + 1
     whole_start = start + num_pieces + 1
+    # A rank holds few pieces of a response, their number is fixed: the loop does not depend on the data.
     keep = lane < 0
     for part in range(pieces_per_sequence):
         piece = sequence * pieces_per_sequence + part
@@ -84,6 +88,7 @@ def keep_bits_kernel(
         local = response & (within >= 0) & (within < tl.load(start + piece + 1) - begin)
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + within, local)
         keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local)
+    # Other ranks need this mask: a bit per token is an eighth of what a byte would send.
     bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
     tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
     first_byte = keep_bits + tl.load(keep_byte + sequence) + tile_in_sequence * (TILE // 8)
@@ -107,6 +112,7 @@ def merge_totals_kernel(
     is_sum = tl.arange(0, COLUMNS)[None, :] < NUM_SUMS
     identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([BLOCK, COLUMNS], tl.float64)
     total = identity
+    # One program for all rows: their order is fixed, and so are the bits of the sums.
     for first in range(0, num_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)[:, None]
         column = tl.arange(0, COLUMNS)[None, :]
@@ -156,6 +162,7 @@ def output_kernel(
     response = tl.load(response_mask + whole_begin + lane, mask=is_token, other=0) != 0
     column = rows + piece // pieces_per_sequence
     mean_weight, denominator_factor = load_scale(totals, over_group, rollout_mean_weight, rollout_denominator_factor)
+    # Every tile reads the scalars and divides: a kernel of its own for that would cost a launch.
     scale_factor = denominator_factor.to(tl.float64) / mean_weight
     token = begin + lane
     if IS_CORRECTED:
@@ -163,6 +170,7 @@ def output_kernel(
         weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response)
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
+        # Chosen, not multiplied by a mask: a token without a weight gets exactly 0.
         scaled = weight * (tl.load(column + WEIGHT_ROW * num_sequences) * scale_factor)
         tl.store(weights + token, tl.where(weighted & in_weighted, scaled, 0.0).to(tl.float32), mask=is_token)
         if IS_WHOLE:
@@ -215,4 +223,5 @@ def weigh_kernel(values, weights, weighed, num_tokens, BLOCK: tl.constexpr):
     mask = token < num_tokens
     weight = tl.load(weights + token, mask=mask, other=0.0)
     value = tl.load(values + token, mask=mask, other=0.0)
+    # A loss that is not finite under the mask must not reach the sum.
     tl.store(weighed + token, tl.where(weight != 0, value * weight, 0.0), mask=mask)

@@ -69,7 +69,7 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """EXACT or EXACT_UP_TO_SIGNED_ZERO."""
+        """Whether the verdict is EXACT or EXACT_UP_TO_SIGNED_ZERO; nothing else is a pass."""
         return self.verdict in (Verdict.EXACT, Verdict.EXACT_UP_TO_SIGNED_ZERO)
 
     def to_dict(self) -> dict[str, Any]:

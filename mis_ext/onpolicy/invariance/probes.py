@@ -57,7 +57,7 @@ class Probing:
         return self._reference is not None
 
     def report(self) -> InvarianceReport:
-        """Everything found so far."""
+        """The report of all probes so far, those not run included."""
         return InvarianceReport(probes=tuple(self._results))
 
     def skip(self, name: str, why: str) -> None:

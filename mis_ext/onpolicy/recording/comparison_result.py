@@ -59,7 +59,7 @@ class ModuleDifference:
         return f"{self.name}: equal" if self.first is None else self._at(self.first)
 
     def blame(self) -> str:
-        """What a culprit did, and where."""
+        """The first row whose inputs are equal and whose output differs, as a sentence; else the first that differs."""
         return str(self) if self.culprit_row is None else self._at(self.culprit_row)
 
     def _at(self, row: Row) -> str:
@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def num_rows(self) -> int:
-        """Rows compared, over all outputs."""
+        """How many rows (tokens of an output) were compared, over all outputs."""
         return sum(module.num_rows for module in self.modules)
 
     @property

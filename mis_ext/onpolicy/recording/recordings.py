@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype in which the engine computed the values."""
         return self.values.dtype
 
 
@@ -112,7 +112,7 @@ class RecordingBuilder:
         self._skipped: dict[str, str] = {}
 
     def begin_forward(self) -> None:
-        """What is added next runs first."""
+        """Say that a forward begins, so that what is added next comes first in the order of execution."""
         self._last = {}
 
     def add(self, kind: Kind, module: str, label: str, placed: PlacedRows) -> None:
@@ -126,7 +126,7 @@ class RecordingBuilder:
         self._last[kind] = key
 
     def skip(self, kind: Kind, module: str, label: str, reason: str) -> None:
-        """Note a tensor that has no rows."""
+        """Note a tensor that cannot be split by tokens, and why."""
         self._skipped[f"{describe(module, label)} {kind}"] = reason
 
     def build(self, *, repeated: Repeated = "error") -> Recording:
@@ -171,7 +171,7 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
 
 
 def describe(module: str, label: str = "") -> str:
-    """What messages call a tensor."""
+    """A tensor's name in messages: its module, and its label in brackets where it has one."""
     name = module or "(model)"
     return f"{name}[{label}]" if label else name
 

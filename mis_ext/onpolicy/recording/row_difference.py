@@ -78,7 +78,7 @@ def row_difference(a: Entry, b: Entry) -> RowDifference:
 
 
 def row_size(entry: Entry) -> int:
-    """Elements of one row."""
+    """How many elements a token has in this tensor."""
     return entry.values.shape[1:].numel()
 
 

@@ -70,12 +70,12 @@ class RoutedExperts:
 
     @property
     def num_tokens(self) -> int:
-        """``T``."""
+        """``T``, tokens of prompt and response."""
         return len(self.experts_TLK)
 
     @property
     def recorded_T(self) -> Tensor:
-        """Which tokens have a choice, bool."""
+        """``[T]`` bool: tokens for which the engine recorded its experts."""
         return self.experts_TLK[:, 0, 0] != NOT_RECORDED
 
     @classmethod
