@@ -23,6 +23,8 @@ PAGES = {
 FOLDERS = {"../benchmarks/evidence/": "evidence/"}
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+LONG_NAME = re.compile(r"(?<=<code>)[\w.-]{14,}(?=</code>)")
 SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
 FURTHER = "Correct"
@@ -61,8 +63,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Turn formulas into MathML, and the roles of docstrings into links."""
+    """Turn formulas into MathML and the roles of docstrings into links, and let long names break in tables."""
     content = FORMULA.sub(_mathml, content)
+    content = CELL.sub(lambda cell: LONG_NAME.sub(_breakable, cell[0]), content)
     return SPHINX_ROLE.sub(_reference, content)
 
 
@@ -77,6 +80,10 @@ def _in_site(path: str) -> str:
 def _mathml(found: re.Match[str]) -> str:
     formula = convert(html.unescape(found[2]), display="block" if found[1] == "div" else "inline")
     return f'<{found[1]} class="math">{formula}</{found[1]}>'
+
+
+def _breakable(name: re.Match[str]) -> str:
+    return re.sub(r"[_.]|(?<=\w)-", r"\g<0><wbr>", name[0])
 
 
 def _reference(found: re.Match[str]) -> str:

@@ -5,7 +5,6 @@ import ast
 import re
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -177,12 +176,11 @@ def test_every_page_of_the_navigation_and_every_launch_line_is_there() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["site_name"] == "mis_ext"
     flags = [line for page in PAGES for line in re.findall(r"^--[a-z].*$", page.read_text(), flags=re.MULTILINE)]
-    for line in flags:
-        words = shlex.split(line)
-        for option, value in pairwise(words):
-            if option == "--custom-config-path":
-                assert (ROOT / value).is_file()
-            if option.endswith("-function-path"):
-                module, _, name = value.rpartition(".")
-                assert hasattr(__import__(module, fromlist=[name]), name)
-    assert len(flags) >= 5
+    options = dict.fromkeys(tuple(line.split()) for line in flags)
+    for option, *values in options:
+        if option == "--custom-config-path":
+            assert (ROOT / values[0]).is_file()
+        if option.endswith("-function-path"):
+            module, _, name = values[0].rpartition(".")
+            assert hasattr(__import__(module, fromlist=[name]), name)
+    assert len(options) >= 6

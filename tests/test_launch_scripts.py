@@ -215,7 +215,7 @@ def test_extra_arguments_of_miles_cannot_replace_ours(hosts: Path, arguments: tu
 def test_the_readme_counts_the_flags_that_it_shows() -> None:
     sections = (REPOSITORY / "README.md").read_text().split("\n## ")
     (section,) = [section for section in sections if section.split("\n")[0].endswith(" flags")]
-    (shown,) = re.findall(r"^--.*$", section, flags=re.MULTILINE)
+    shown = " ".join(re.findall(r"^--.*$", section, flags=re.MULTILINE))
     assert len(re.findall(r"--[a-z]", shown)) == {"Two": 2, "Three": 3}[section.split()[0]]
     assert shlex.split(shown) == [*launch_flags(REPOSITORY / "yaml" / "mis.yaml")[:-1], "yaml/mis.yaml"]
 
