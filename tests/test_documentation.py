@@ -107,6 +107,24 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES_OF_THE_README
 
 
+def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+    """MkDocs checks those of its own pages."""
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+        assert targets
+        for target in targets:
+            path, _, anchor = target.partition("#")
+            assert (ROOT / path).is_file(), target
+            if anchor:
+                page = (ROOT / path).read_text(encoding="utf-8")
+                headings = [
+                    re.sub(r"[^\w\- ]", "", line).strip().lower() for line in re.findall(r"^#+ (.*)$", page, re.M)
+                ]
+                named = re.findall(r"\{ #([\w-]+) \}", page)
+                assert anchor in [*named, *(heading.replace(" ", "-") for heading in headings)], target
+
+
 def test_the_version_and_the_badges_are_true() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == mis_ext.__version__
