@@ -97,7 +97,16 @@ def _public_names(package: str) -> str:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     (public,) = [ast.literal_eval(node.value) for node in tree.body if _is_assignment(node, "__all__")]
     module_of = {alias.name: node.module for node in imports for alias in node.names}
-    return "\n\n".join(f"::: {module}.{name}" for name, module in module_of.items() if name in public)
+    return "\n\n".join(f"::: {_origin(module, name)}.{name}" for name, module in module_of.items() if name in public)
+
+
+def _origin(module: str, name: str) -> str:
+    """The module that defines a name which a package only hands on."""
+    path = ROOT / module.replace(".", "/") / "__init__.py"
+    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.Module([], [])
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    found = [node.module for node in imports if name in {alias.name for alias in node.names}]
+    return _origin(found[0], name) if found else module
 
 
 def _is_assignment(node: ast.stmt, name: str) -> bool:

@@ -100,7 +100,7 @@ def test_what_an_explanation_prints_stands_below_it(capsys) -> None:
 
 def test_no_block_is_of_an_unknown_language() -> None:
     languages = {found for page in PAGES for found in re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)}
-    assert languages <= {"python", "yaml", "bash", "bibtex"}
+    assert languages <= {"python", "yaml", "bash", "bibtex", "json", "text"}
 
 
 def test_the_readme_is_short() -> None:
