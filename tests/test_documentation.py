@@ -107,6 +107,17 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES_OF_THE_README
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"tis_levl": "token"}, {"tis_level": "tokn"}, {"rs_veto_threshold": "1e-4"}, {"rs_level": "token"}]
+)
+def test_the_page_of_errors_shows_the_message(wrong) -> None:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        mis_ext.config_from_mapping(wrong)
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
+    assert [message for message in shown if message in str(raised.value)]
+
+
 def test_links_of_the_readme_lead_to_files_and_headings() -> None:
     """MkDocs checks those of its own pages."""
     for name in ("README.md", "CONTRIBUTING.md"):
