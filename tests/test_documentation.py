@@ -118,6 +118,15 @@ def test_the_page_of_errors_shows_the_message(wrong) -> None:
     assert [message for message in shown if message in str(raised.value)]
 
 
+NAMED = re.compile(r"`((?:tests|mis_ext|examples|benchmarks|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page) -> None:
+    named = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mis_ext" / path).exists()] == []
+
+
 def test_links_of_the_readme_lead_to_files_and_headings() -> None:
     """MkDocs checks those of its own pages."""
     for name in ("README.md", "CONTRIBUTING.md"):
