@@ -172,7 +172,8 @@ def test_whose_gradient_each_kl_estimate_has_in_expectation(estimator, off_polic
     generator = torch.Generator().manual_seed(5)
     policy, reference, behavior = torch.randn(3, 6, generator=generator, dtype=torch.float64).softmax(-1)
     behavior = behavior if off_policy else policy
-    result = Method(surrogate=Score(), terms=(KlTerm(estimator=estimator, scale=1.0),))(
+    weighed = {"estimator": "k3", "importance": TOTAL} if estimator == "unbiased" else {"estimator": estimator}
+    result = Method(surrogate=Score(), terms=(KlTerm(scale=1.0, **weighed),))(
         behavior_logprobs_T=behavior.log(),
         current_logprobs_T=policy.log(),
         reference_logprobs_T=reference.log(),

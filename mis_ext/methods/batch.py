@@ -46,14 +46,14 @@ class Batch:
     ) -> None:
         self.reductions = reductions
         self.response_T = response_mask_T
-        valid_T = response_mask_T & advantages_T.isfinite()
-        for values_T in log_probs.values():
-            valid_T = valid_T & values_T.isfinite()
+        rows = torch.stack([advantages_T, *log_probs.values()])
+        # What is not finite minus itself is NaN: few launches for all rows together.
+        valid_T = response_mask_T & ((rows - rows).sum(0) == 0.0)
         if whole_sequences:
             valid_T = response_mask_T & (reductions.count(response_mask_T & ~valid_T) == 0.0)
         self.valid_T = valid_T
-        self.advantages_T = torch.where(valid_T, advantages_T, 0.0)
-        self._log_probs = {name: torch.where(valid_T, values_T, 0.0) for name, values_T in log_probs.items()}
+        self.advantages_T, *finite = torch.where(valid_T, rows, 0.0).unbind()
+        self._log_probs = dict(zip(log_probs, finite, strict=True))
         self._position_T: Tensor | None = None
         self._statistics: dict[Pair, Values] = {}
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}

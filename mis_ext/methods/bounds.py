@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mis_ext.correction.statistics import STATISTICS
@@ -45,9 +44,8 @@ class ProbabilityBound:
 Bound = float | GrowingBound | ProbabilityBound
 
 
-def log_edge(bound: Bound | None, batch: Batch, pair: Pair, *, otherwise: float) -> Tensor:
-    """The log of a bound, ``[T]`` or 0-dim."""
+def log_edge(bound: Bound, batch: Batch, pair: Pair) -> Tensor | float:
+    """The log of a bound, ``[T]`` where it differs from token to token."""
     if isinstance(bound, (GrowingBound, ProbabilityBound)):
         return bound.log_edge(batch, pair)
-    edge = otherwise if bound is None else STATISTICS["ratio"].edge(bound)
-    return torch.full((), edge, dtype=batch.advantages_T.dtype, device=batch.advantages_T.device)
+    return STATISTICS["ratio"].edge(bound)

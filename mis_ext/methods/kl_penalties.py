@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mis_ext.methods.batch import TOTAL, Pair
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.preset import preset
@@ -10,8 +11,9 @@ from mis_ext.methods.surrogates import Ratio
 _PPO = "min(r A, clip(r, 0.8, 1.2) A)"
 
 
-def _with_kl(estimator: Estimator, beta: float) -> Method:
-    return Method(surrogate=Ratio(low=0.8, high=1.2), terms=(KlTerm(estimator=estimator, scale=beta),))
+def _with_kl(estimator: Estimator, beta: float, importance: Pair | None = None) -> Method:
+    term = KlTerm(estimator=estimator, scale=beta, importance=importance)
+    return Method(surrogate=Ratio(low=0.8, high=1.2), terms=(term,))
 
 
 @preset(
@@ -55,7 +57,7 @@ def grpo_unbiased_kl(*, beta: float = 1e-3) -> Method:
     Counter-claims: with ``r`` instead of ``w``, as some frameworks have it, it is unbiased for data of the proximal
     policy only; without the gradient of ``w`` it is another KL.
     """
-    return _with_kl("unbiased", beta)
+    return _with_kl("k3", beta, importance=TOTAL)
 
 
 FAMILY = (grpo_k3, grpo_k2, grpo_unbiased_kl)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp, bounded_expm1
-from mis_ext.methods.batch import TOTAL, Batch, Pair
+from mis_ext.methods.batch import Batch, Pair
 
-Estimator = Literal["k1", "k2", "k3", "unbiased", "squared"]
+Estimator = Literal["k1", "k2", "k3", "squared"]
 
 
 class Penalty(NamedTuple):
@@ -32,14 +32,18 @@ class KlTerm:
     | ``k1`` | ``d`` | 1 | 0 on-policy: no penalty at all |
     | ``k2`` | ``d^2 / 2`` | ``d`` | that of ``KL(current, other)``, on-policy |
     | ``k3`` | ``exp(-d) - 1 + d`` | ``1 - exp(-d)`` | that of ``KL(other, current)``, on-policy |
-    | ``unbiased`` | ``w`` times that of ``k3``, gradient through ``w`` | ``w d`` | that of ``KL(current, other)`` |
     | ``squared`` | ``d^2`` | ``2 d`` | twice that of ``k2`` |
+
+    With ``importance`` the value is multiplied by that ratio ``w``, with gradient through ``w``: the coefficient is
+    ``w`` times the sum of value and coefficient. Of ``k3`` that is ``w d``, and its expectation is the gradient of
+    ``KL(current, other)``, whatever sampled.
 
     Args:
         estimator: As above.
         scale: What it is multiplied by.
         pair: The current policy, and the other one.
-        importance: The ratio that makes it unbiased: current by what the token was sampled from.
+        importance: The ratio that makes it unbiased: current by what the token was sampled from; or None.
+        cap: Largest absolute value, beyond which the gradient stops; or None.
         on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
 
     References:
@@ -49,25 +53,35 @@ class KlTerm:
     estimator: Estimator
     scale: float
     pair: Pair = ("current", "reference")
-    importance: Pair = TOTAL
+    importance: Pair | None = None
+    cap: float | None = None
     on: Literal["valid", "kept"] = "valid"
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """Numerator and denominator of each of its ratios."""
-        return (self.pair, self.importance) if self.estimator == "unbiased" else (self.pair,)
+        return (self.pair,) if self.importance is None else (self.pair, self.importance)
 
     def of(self, batch: Batch) -> Penalty:
         """Value and slope, without ``scale``."""
         log_ratio_T = batch.log_ratio(self.pair)
+        value_T, slope_T = self._estimate(log_ratio_T)
+        if self.importance is not None:
+            importance_T = bounded_exp(batch.log_ratio(self.importance))
+            # Of k3 the sum is the log-ratio itself, without the digits that the difference of two exponentials loses.
+            through_T = log_ratio_T if self.estimator == "k3" else value_T + slope_T
+            value_T, slope_T = importance_T * value_T, importance_T * through_T
+        if self.cap is not None:
+            slope_T = torch.where(value_T.abs() <= self.cap, slope_T, 0.0)
+            value_T = value_T.clamp(-self.cap, self.cap)
+        return Penalty(value_T, slope_T)
+
+    def _estimate(self, log_ratio_T: Tensor) -> Penalty:
         if self.estimator == "k1":
             return Penalty(log_ratio_T, torch.ones_like(log_ratio_T))
         if self.estimator in ("k2", "squared"):
             factor = 0.5 if self.estimator == "k2" else 1.0
             near_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             return Penalty(factor * near_T.square(), 2.0 * factor * near_T)
-        k3_T = bounded_expm1(-log_ratio_T) + log_ratio_T.clamp(min=-MAX_LOG_RATIO)
-        if self.estimator == "k3":
-            return Penalty(k3_T, -bounded_expm1(-log_ratio_T))
-        importance_T = bounded_exp(batch.log_ratio(self.importance))
-        return Penalty(importance_T * k3_T, importance_T * log_ratio_T)
+        excess_T = bounded_expm1(-log_ratio_T)
+        return Penalty(excess_T + log_ratio_T.clamp(min=-MAX_LOG_RATIO), -excess_T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
@@ -37,6 +38,14 @@ class MethodResult(NamedTuple):
     valid_T: Tensor
     clipped_T: Tensor
     num_invalid: Tensor
+
+
+class Weighed(NamedTuple):
+    """``[T]`` each: the product of all weights; whether no factor drops the token; whether none rejects it."""
+
+    weight_T: Tensor
+    live_T: Tensor
+    kept_T: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +127,11 @@ class Method:
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )
         with torch.no_grad():
-            batch = Batch(
-                {name: _detached(values_T) for name, values_T in log_probs.items() if values_T is not None},
-                advantages_T=_detached(advantages_T),
+            batch = self.batch_of(
+                {name: values_T for name, values_T in log_probs.items() if values_T is not None},
+                advantages_T=advantages_T,
                 response_mask_T=response_mask_T.bool(),
                 reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
-                whole_sequences=not self.reduces.isdisjoint(WHOLE_SEQUENCE),
             )
             value_T, result = self._evaluate(batch)
         valid_T = result.valid_T
@@ -132,9 +140,27 @@ class Method:
         step_T = path_T - path_T.detach()
         return result._replace(loss_T=-(value_T + result.coefficient_T * step_T))
 
-    def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:
-        valid_T, kept_T = batch.valid_T, batch.valid_T
-        live_T, weight_T = valid_T, torch.ones_like(batch.advantages_T)
+    def batch_of(
+        self,
+        log_probs: Mapping[Policy, Tensor],
+        *,
+        advantages_T: Tensor,
+        response_mask_T: Tensor,
+        reductions: Reductions,
+    ) -> Batch:
+        """What the parts of this method look at; arguments as of :class:`~mis_ext.methods.batch.Batch`."""
+        return Batch(
+            {name: _detached(values_T) for name, values_T in log_probs.items()},
+            advantages_T=_detached(advantages_T),
+            response_mask_T=response_mask_T,
+            reductions=reductions,
+            whole_sequences=not self.reduces.isdisjoint(WHOLE_SEQUENCE),
+        )
+
+    def weigh(self, batch: Batch) -> Weighed:
+        """What the factors say, without advantages."""
+        live_T = kept_T = batch.valid_T
+        weight_T = torch.ones_like(batch.advantages_T)
         for factor in self.factors:
             if factor.action is not None:
                 is_kept_T = factor.of(batch)
@@ -146,6 +172,11 @@ class Method:
             share_T = terms_of(batch.reductions, live_T, self.normalize_over, weight_T.dtype)
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, live_T).clamp_min(1.0))
+        return Weighed(weight_T, live_T, kept_T)
+
+    def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:
+        valid_T = batch.valid_T
+        weight_T, live_T, kept_T = self.weigh(batch)
         weight_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
         found = self.surrogate.of(batch)
         value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T

@@ -6,7 +6,7 @@ A bound here stops the gradient of what lies beyond it, as the clamp of a ratio 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -112,16 +112,24 @@ class Ratio:
     def of(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
-        low = log_edge(self.low, batch, self.pair, otherwise=-math.inf)
-        high = log_edge(self.high, batch, self.pair, otherwise=math.inf)
-        dual = log_edge(self.dual, batch, self.pair, otherwise=math.inf)
-        is_above_T, is_below_T = log_ratio_T > high, log_ratio_T < low
-        if self.sides == "outward":
-            is_above_T = is_above_T & (batch.advantages_T > 0.0)
-            is_below_T = is_below_T & (batch.advantages_T < 0.0)
-        is_dual_T = (log_ratio_T > dual) & (batch.advantages_T < 0.0)
-        ratio_T = bounded_exp(log_ratio_T)
-        bounded_T = torch.where(is_below_T, low, torch.where(is_above_T, high, log_ratio_T))
-        value_T = bounded_exp(torch.where(is_dual_T, dual, bounded_T))
-        is_clipped_T = is_above_T | is_below_T | is_dual_T
-        return Slope(value_T, torch.where(is_clipped_T, 0.0, ratio_T), is_clipped_T)
+        bounded_T, is_clipped_T = log_ratio_T, torch.zeros_like(batch.valid_T)
+        for edge, is_beyond_T in self._beyond(batch, log_ratio_T):
+            bounded_T = torch.where(is_beyond_T, edge, bounded_T)
+            is_clipped_T = is_clipped_T | is_beyond_T
+        value_T = bounded_exp(bounded_T)
+        return Slope(value_T, torch.where(is_clipped_T, 0.0, value_T), is_clipped_T)
+
+    def _beyond(self, batch: Batch, log_ratio_T: Tensor) -> Iterator[tuple[Tensor | float, Tensor]]:
+        """Each bound that there is, and the tokens that it stops."""
+        is_outward = self.sides == "outward"
+        if self.high is not None:
+            edge = log_edge(self.high, batch, self.pair)
+            is_above_T = log_ratio_T > edge
+            yield edge, is_above_T & (batch.advantages_T > 0.0) if is_outward else is_above_T
+        if self.low is not None:
+            edge = log_edge(self.low, batch, self.pair)
+            is_below_T = log_ratio_T < edge
+            yield edge, is_below_T & (batch.advantages_T < 0.0) if is_outward else is_below_T
+        if self.dual is not None:
+            edge = log_edge(self.dual, batch, self.pair)
+            yield edge, (log_ratio_T > edge) & (batch.advantages_T < 0.0)
