@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+    from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
     from mis_ext.presets import list_presets, load_config, preset
 else:
@@ -50,6 +51,7 @@ else:
             "hosts.session": ("Session",),
             "hosts.slime_miles.flat_keys": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
+            "hosts.slime_miles.policy_loss": ("policy_loss",),
             "hosts.slime_miles.rollout": ("prepare_rollout",),
             "presets": ("list_presets", "load_config", "preset"),
         },
@@ -77,6 +79,7 @@ __all__ = [
     "correct_padded",
     "list_presets",
     "load_config",
+    "policy_loss",
     "prepare_rollout",
     "preset",
 ]

@@ -12,7 +12,7 @@ import yaml
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, list_presets, load_config, preset
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
+from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS
 
 REPOSITORY = Path(__file__).parents[1]
 PRESETS = sorted((REPOSITORY / "yaml").glob("*.yaml"))
@@ -566,7 +566,7 @@ def test_the_public_names_are_there() -> None:
 
 
 def test_the_pages_explain_every_key_guard_and_preset() -> None:
-    explained = {"configuration": FLAT_KEYS, "errors": GUARD_NAMES, "presets": list_presets()}
+    explained = {"configuration": CORRECTION_KEYS, "errors": GUARD_NAMES, "presets": list_presets()}
     for page, names in explained.items():
         text = (REPOSITORY / "docs" / f"{page}.md").read_text()
         assert [name for name in names if f"`{name}`" not in text] == []

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from mis_ext.correction.token_index import TokenIndex
+from mis_ext.correction.token_index import TokenIndex, to_device
 from mis_ext.correction.zigzag import Partition, owned_chunks
 
 
@@ -129,6 +130,19 @@ class PackedLayout:
             partition,
             torch.device(device),
         )
+
+    def local_part(self, values_R: Tensor) -> Tensor:
+        """``[T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
+        return values_R if self.is_whole else self.index.local_part(values_R)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """``[T]``: give every local token the value of its sequence.
+
+        Cheaper than :meth:`TokenIndex.to_tokens` where nothing else needs the index tensors: a micro-batch has new
+        lengths, and here only they are copied to the device.
+        """
+        lengths_S = to_device(torch.tensor(self.local_lengths, dtype=torch.int64), values_S.device)
+        return values_S.repeat_interleave(lengths_S, output_size=self.num_local_tokens)
 
     @property
     def num_sequences(self) -> int:

@@ -51,7 +51,7 @@ class Correction:
     @property
     def keep_mask_T(self) -> Tensor:
         """``[T]`` bool, local tokens that stay in the loss."""
-        return self._backend.layout.index.local_part(self.keep_mask_R)
+        return self._backend.layout.local_part(self.keep_mask_R)
 
     @property
     def keep_mask_R(self) -> Tensor:

@@ -57,7 +57,7 @@ class TokenIndex:
         else:
             length_P, whole_start_P = torch.tensor([piece_lengths, piece_whole_starts], dtype=torch.int64)
             sequence_T = to_device(_sequence_of(local_S), device)
-            position_T = to_device(_runs(whole_start_P, length_P), device)
+            position_T = to_device(runs(whole_start_P, length_P), device)
         edge_N, tree = _build_tree(local_S)
         return cls(
             sequence_T=sequence_T,
@@ -102,7 +102,7 @@ def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
     return values.sum(-1) if op == "sum" else values.amin(-1)
 
 
-def _runs(first_P: Tensor, length_P: Tensor) -> Tensor:
+def runs(first_P: Tensor, length_P: Tensor) -> Tensor:
     """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run."""
     total = int(length_P.sum())
     shift_P = first_P - (length_P.cumsum(0) - length_P)
@@ -126,18 +126,18 @@ def _build_tree(length_S: Tensor) -> tuple[Tensor, list[Tensor]]:
     head_S = (first_block_S * _BLOCK).minimum(end_S) - begin_S
     tail_S = length_S - head_S - blocks_S * _BLOCK
     edges_S = head_S + tail_S
-    edge_N = _runs(_interleave(begin_S, end_S - tail_S), _interleave(head_S, tail_S))
+    edge_N = runs(_interleave(begin_S, end_S - tail_S), _interleave(head_S, tail_S))
 
     num_blocks = int(length_S.sum()) // _BLOCK
     first_edge_S = num_blocks + edges_S.cumsum(0) - edges_S
-    values = _runs(_interleave(first_block_S, first_edge_S), _interleave(blocks_S, edges_S))
+    values = runs(_interleave(first_block_S, first_edge_S), _interleave(blocks_S, edges_S))
     size, count_S = num_blocks + len(edge_N), blocks_S + edges_S
     tree: list[Tensor] = []
     while not tree or size > len(count_S):
         groups_S = ((count_S + _FAN_IN - 1) // _FAN_IN).clamp_min(1)
         num_groups = int(groups_S.sum())
         index = torch.full((num_groups * _FAN_IN,), size)
-        index[_runs((groups_S.cumsum(0) - groups_S) * _FAN_IN, count_S)] = values
+        index[runs((groups_S.cumsum(0) - groups_S) * _FAN_IN, count_S)] = values
         tree.append(index)
         values, size, count_S = torch.arange(num_groups), num_groups, groups_S
     return edge_N, tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,12 @@ class Groups(NamedTuple):
 
 ALONE = Groups()
 """A single process."""
+
+
+def initialized_megatron() -> Any:
+    """``megatron.core.parallel_state`` if the host has imported and initialised it, else None."""
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None
 
 
 def global_rank() -> int:

@@ -22,6 +22,7 @@ from mis_ext.hosts.slime_miles.native_keys import (
     reporting,
 )
 from mis_ext.hosts.slime_miles.near_misses import refuse_near_misses
+from mis_ext.loss.settings import LOSS_KEYS
 
 PREFIXES = ("tis_", "rs_", "mis_")
 HOST_FLAGS = frozenset({"tis_clip", "tis_clip_low"})
@@ -33,7 +34,8 @@ GATE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
 VETOES = ("rs_veto_threshold", "rs_veto_upper_threshold", "rs_veto_probability")
 NORMALIZE_KEYS = ("tis_batch_normalize", "tis_normalize_scope", "tis_normalize_over", "mis_denominator")
 REPORT_KEYS = ("mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
-FLAT_KEYS = (*SWITCHES, *WEIGHT_KEYS, *GATE_KEYS, *VETOES, "rs_veto_requires_rs", *NORMALIZE_KEYS, *REPORT_KEYS)
+CORRECTION_KEYS = (*SWITCHES, *WEIGHT_KEYS, *GATE_KEYS, *VETOES, "rs_veto_requires_rs", *NORMALIZE_KEYS, *REPORT_KEYS)
+FLAT_KEYS = (*CORRECTION_KEYS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 """Every key that is read; the names of all others are only compared with ours."""
@@ -63,7 +65,7 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
     host = {key: check_bool(key, given.get(key, False)) for key in HOST_SWITCHES}
     per_token_loss = host["calculate_per_token_loss"]
     measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
-    ours = {key: given[key] for key in FLAT_KEYS if key in given}
+    ours = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if NATIVE_KEY in every:
         mixed = sorted(set(ours) - {"use_tis"})
         if mixed:

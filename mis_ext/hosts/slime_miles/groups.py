@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.groups import Groups, initialized_megatron
 
 
 def find_groups(parallel_state: Any = None) -> Groups:
@@ -27,9 +26,3 @@ def find_groups(parallel_state: Any = None) -> Groups:
         megatron.get_data_parallel_world_size(),
         megatron.get_data_parallel_group(),
     )
-
-
-def initialized_megatron() -> Any:
-    """``megatron.core.parallel_state`` if the host has imported and initialised it, else None."""
-    megatron = sys.modules.get("megatron.core.parallel_state")
-    return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None

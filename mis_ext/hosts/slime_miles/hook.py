@@ -11,9 +11,8 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, pack, unpack
-from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.arguments import read_argument
 from mis_ext.hosts.slime_miles.groups import find_groups
+from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
 from mis_ext.hosts.slime_miles.sessions import session_for
 
 
@@ -61,11 +60,11 @@ def compute_mis_weights_with_cp(
     device = device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        layout = _layout(args, groups, total_lengths, response_lengths, kwargs.get("max_seq_lens"), device)
+        layout = layout_of(args, groups, total_lengths, response_lengths, kwargs.get("max_seq_lens"), device)
         _check_loss(pg_loss, layout, groups)
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
-        if layout.num_sequences > 0 and (_is_absent(train_log_probs) or _is_absent(rollout_log_probs)):
-            _report_missing(session, is_rollout_missing=_is_absent(rollout_log_probs))
+        if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):
+            report_missing(session, is_rollout_missing=is_absent(rollout_log_probs))
         else:
             proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=device)
             behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)
@@ -80,11 +79,6 @@ def compute_mis_weights_with_cp(
     return correction.weigh(pg_loss), unpack(correction.loss_mask_R, layout), correction.token_metrics
 
 
-def _is_absent(samples: Sequence[Tensor] | None) -> bool:
-    # Not the truth of a tensor, which would be read from the device.
-    return samples is None or (isinstance(samples, (list, tuple)) and not samples)
-
-
 def _check_loss(pg_loss: Tensor, layout: PackedLayout, groups: Groups) -> None:
     if not isinstance(pg_loss, Tensor):
         raise TypeError(f"pg_loss must be a 1-D tensor, got {type(pg_loss).__name__}")
@@ -93,34 +87,3 @@ def _check_loss(pg_loss: Tensor, layout: PackedLayout, groups: Groups) -> None:
             f"pg_loss has shape {list(pg_loss.shape)} on context-parallel rank {groups.cp_rank} of {groups.cp_size}, "
             f"the lengths say [{layout.num_local_tokens}]"
         )
-
-
-def _layout(
-    args: Any,
-    groups: Groups,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-    device: torch.device,
-) -> PackedLayout:
-    is_padded = read_argument(args, "qkv_format") == "bshd"
-    if is_padded and groups.cp_size > 1 and max_seq_lens is None:
-        raise ValueError("qkv_format: bshd with context parallelism needs max_seq_lens")
-    return PackedLayout.context_parallel(
-        response_lengths,
-        total_lengths=total_lengths,
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-        padded_lengths=max_seq_lens if is_padded else None,
-        device=device,
-    )
-
-
-def _report_missing(session: Session, *, is_rollout_missing: bool) -> None:
-    if session.config.metrics_only:
-        return  # The hosts may measure without log-probs: the metrics then say so by being NaN.
-    if is_rollout_missing:
-        message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
-    else:
-        message = "train_log_probs are missing: the host must score the rollout with the trainer before training"
-    session.report("missing_log_probs", message)

@@ -14,6 +14,7 @@ from typing import Any
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.arguments import all_arguments, fingerprint, read_argument
 from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+from mis_ext.loss.settings import LOSS_KEYS
 
 _MAX_SESSIONS = 64
 
@@ -48,7 +49,10 @@ def session_for(args: Any) -> Session:
 def _new_session(args: Any) -> Session:
     session = Session(config_from_mapping(all_arguments(args)))
     corrects = not session.config.metrics_only
-    if corrects and read_argument(args, "use_rollout_logprobs"):
+    _refuse_idle_loss_keys(args)
+    # The other modes of the whole loss do not count it twice, and say so where they are computed.
+    is_baseline = read_argument(args, "mis_loss_mode") in (None, "baseline")
+    if corrects and is_baseline and read_argument(args, "use_rollout_logprobs"):
         session.report(
             "double_correction",
             "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs "
@@ -65,6 +69,16 @@ def _new_session(args: Any) -> Session:
             "remove mis_denominator"
         )
     return session
+
+
+def _refuse_idle_loss_keys(args: Any) -> None:
+    loss_type = read_argument(args, "loss_type")
+    given = [key for key in LOSS_KEYS if read_argument(args, key) is not None]
+    if given and loss_type not in (None, "custom_loss"):
+        raise ValueError(
+            f"{', '.join(given)}: no effect, because --loss-type is {loss_type}; write --loss-type custom_loss "
+            "--custom-loss-function-path mis_ext.policy_loss"
+        )
 
 
 def _forget_the_dead() -> None:

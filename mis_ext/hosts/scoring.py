@@ -1,0 +1,67 @@
+"""The current policy's log-probs of the response tokens, where no host has a function for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.groups import Groups, initialized_megatron
+from mis_ext.loss.log_probs import response_places, score_tokens
+
+
+class Scores(NamedTuple):
+    """``[T]``, this rank's response tokens, nats: log-probs with gradient, and entropy; None where nobody wants it."""
+
+    current_T: Tensor
+    entropy_T: Tensor | None
+
+
+def tensor_parallel_place() -> tuple[Group | None, int]:
+    """Megatron-Core's tensor-parallel group and this rank in it; None for a group of one."""
+    megatron = initialized_megatron()
+    if megatron is None or megatron.get_tensor_model_parallel_world_size() == 1:
+        return None, 0
+    return megatron.get_tensor_model_parallel_group(), megatron.get_tensor_model_parallel_rank()
+
+
+def score_logits(
+    logits: Tensor,
+    batch: Mapping[str, Any],
+    layout: PackedLayout,
+    *,
+    groups: Groups,
+    is_padded: bool = False,
+    temperature: float = 1.0,
+) -> Scores:
+    """Log-probs and entropy of the response tokens.
+
+    Args:
+        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary.
+        batch: ``unconcat_tokens``, ``total_lengths``, and where logits are padded ``max_seq_lens``.
+        layout: The local response tokens.
+        groups: The ranks that share sequences.
+        is_padded: Whether the logits are ``[B, L, V]``.
+        temperature: Of the rollout, by which the logits are divided.
+
+    Raises:
+        ValueError: There are fewer logits than the lengths say.
+    """
+    places = response_places(
+        layout,
+        total_lengths=batch["total_lengths"],
+        padded_lengths=batch["max_seq_lens"] if is_padded else None,
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+    )
+    tp_group, tp_rank = tensor_parallel_place()
+    token_T = torch.cat([*batch["unconcat_tokens"]]).to(logits.device).index_select(0, places.token_T)
+    chosen_TV = logits.reshape(-1, logits.shape[-1]).index_select(0, places.row_T)
+    chosen_TV = chosen_TV.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        chosen_TV = chosen_TV / temperature
+    return Scores(*score_tokens(chosen_TV, token_T, tp_group=tp_group, tp_rank=tp_rank))

@@ -1,0 +1,130 @@
+"""The hosts' metrics: rows over tokens that share one weighted sum, and two numbers that are made of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.formula import MAX_LOG_RATIO, Values, bounded_exp
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.loss.denominators import num_tokens
+from mis_ext.loss.evaluation import Evaluation
+from mis_ext.loss.objective import LOW_VAR_CAP, pair_of
+from mis_ext.loss.settings import LossSettings
+from mis_ext.loss.tokens import LossTokens
+
+ORDER = (
+    "loss",
+    "pg_loss",
+    "entropy_loss",
+    "pg_clipfrac",
+    "ppo_kl",
+    "ess_ratio",
+    "train_rollout_logprob_abs_diff",
+    "train_rollout_kl",
+    "kl_loss",
+    "ois",
+)
+"""The hosts' names, in their order; behind them those of the correction, then ``LAST``."""
+
+LAST = ("opsm_clipfrac", "opd_reverse_kl")
+
+
+class Row(NamedTuple):
+    """A metric as the sum over tokens of ``values_T`` where ``mask_T`` is True, times the token's share."""
+
+    name: str
+    values_T: Tensor
+    mask_T: Tensor
+
+
+def token_rows(
+    settings: LossSettings, tokens: LossTokens, found: Evaluation, *, is_corrected: bool, with_kl: bool
+) -> list[Row]:
+    """The parts of the loss, and what the hosts report beside them.
+
+    Args:
+        settings: What the loss is.
+        tokens: The micro-batch.
+        found: What is known of its tokens.
+        is_corrected: Whether there is a correction, also one that only measures.
+        with_kl: Whether the host also reports a KL estimate between behavior and proximal policy.
+    """
+    kept_T, valid_T = found.kept_T, found.batch.valid_T
+    rows = [
+        Row("pg_loss", found.policy.value_T, kept_T),
+        Row("pg_clipfrac", found.clipped_T.float(), kept_T),
+        Row("ppo_kl", -found.log_ratio_T, kept_T),
+    ]
+    if tokens.entropy_T is not None:
+        rows.append(Row("entropy_loss", tokens.entropy_T.detach(), found.tokens_of(settings.entropy_tokens)))
+    if settings.kl is not None and found.kl is not None:
+        rows.append(Row("kl_loss", found.kl.value_T, found.tokens_of(settings.kl.tokens)))
+    if "behavior" in tokens.log_probs:
+        rows += _mismatch_rows(settings, tokens, kept_T, with_kl=with_kl)
+    if is_corrected:
+        rows.append(Row("ois", bounded_exp(found.log_ratio_T), valid_T))
+    if tokens.reverse_kl_T is not None:
+        rows.append(Row("opd_reverse_kl", tokens.reverse_kl_T, kept_T))
+    return rows
+
+
+def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *, with_kl: bool) -> list[Row]:
+    """Between the behavior policy and the trainer: the current policy where no other is compared."""
+    trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"].detach()
+    difference_T = trainer_T - tokens.log_probs["behavior"]
+    mask_T = kept_T & (difference_T.abs() < torch.inf)
+    rows = [Row("train_rollout_logprob_abs_diff", difference_T.abs(), mask_T)]
+    if with_kl:
+        near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        k3_T = Values({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
+        rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
+    return rows
+
+
+def totals_of(rows: list[Row], token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
+    """0-dim each: sums over this rank's tokens of value times share.
+
+    Args:
+        rows: The loss's own.
+        token_metrics: ``[T]`` each, those of the correction, 0 outside the response.
+        share_T: ``[T]``, 1 by what the token's sample is divided by.
+    """
+    names, values, masks = zip(*rows, strict=True)
+    values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
+    totals = dict(zip(names, (values_FT * share_T).sum(-1).unbind(), strict=True))
+    if token_metrics:
+        sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
+        totals |= dict(zip(token_metrics, sums.unbind(), strict=True))
+    return totals
+
+
+def effective_samples(settings: LossSettings, tokens: LossTokens, found: Evaluation) -> Tensor:
+    """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
+
+    Summed over samples, or with ``per_token_loss`` over tokens.
+    """
+    ratio_T = torch.where(found.batch.response_T, bounded_exp(found.log_ratio_T), 0.0)
+    local_2S = tokens.layout.index.reduce([ratio_T, ratio_T.square()], "sum")
+    sum_S, squares_S = gather_rows(local_2S, tokens.cp_group).sum(0).unbind()
+    count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)
+    share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))
+    total = (share_S * count_S if settings.per_token_loss else share_S).sum()
+    return total if tokens.cp_rank == 0 else torch.zeros_like(total)
+
+
+def masked_sequences(settings: LossSettings, tokens: LossTokens, found: Evaluation) -> Tensor:
+    """0-dim: the hosts' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
+
+    As there, tokens that the policy did not generate count above the line only, and the host's denominator does not
+    enter.
+    """
+    assert settings.opsm_delta is not None
+    divergence_T = found.batch.statistic("k1", pair_of(settings), "mean")
+    masked_T = (tokens.advantages_T < 0.0) & (divergence_T > settings.opsm_delta)
+    count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)
+    return torch.where(masked_T, tokens.layout.spread(count_S.reciprocal()), 0.0).sum()

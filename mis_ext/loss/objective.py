@@ -1,0 +1,72 @@
+"""The settings as a :class:`~mis_ext.methods.method.Method`, whose parts are the mathematics of the loss."""
+
+from __future__ import annotations
+
+import functools
+
+from mis_ext.loss.settings import KlPenalty, LossSettings
+from mis_ext.methods.batch import STALENESS, TOTAL, Pair
+from mis_ext.methods.factors import Factor, Keep, Weight
+from mis_ext.methods.kl_terms import Estimator, KlTerm
+from mis_ext.methods.method import Method
+from mis_ext.methods.surrogates import Ratio, Score
+
+LOW_VAR_CAP = 10.0
+"""The hosts' bound of ``low_var_kl``, in nats."""
+
+_ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+
+
+def pair_of(settings: LossSettings) -> Pair:
+    """The current policy and the old one."""
+    return TOTAL if settings.old_is_behavior else STALENESS
+
+
+def bounds_of(settings: LossSettings) -> tuple[float | None, float]:
+    """Of the ratio. From 0 on there is no lower bound, which is how CISPO is written."""
+    high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+    return (1.0 - settings.eps_clip if settings.eps_clip < 1.0 else None), 1.0 + high
+
+
+@functools.lru_cache(maxsize=16)
+def method_of(settings: LossSettings) -> Method:
+    """What the policy gradient and the KL penalty are, without the correction and without denominators."""
+    pair = pair_of(settings)
+    low, high = bounds_of(settings)
+    factors: list[Factor] = []
+    surrogate: Score | Ratio
+    if settings.mode == "reinforce":
+        surrogate = Score()
+    elif settings.ratios == "detached":
+        surrogate = Score()
+        factors.append(Weight(pair=pair, low=low, high=high))
+    else:
+        is_whole = settings.ratios == "sequence"
+        surrogate = Ratio(
+            pair=pair,
+            level="geometric" if is_whole else "token",
+            low=low,
+            high=high,
+            dual=settings.eps_clip_c,
+            spread="sequence" if is_whole else "token",
+        )
+    if settings.opsm_delta is not None:
+        factors.append(opsm_gate(settings.opsm_delta, pair))
+    terms = () if settings.kl is None else (_kl_term(settings.kl, pair),)
+    return Method(surrogate=surrogate, factors=tuple(factors), terms=terms)
+
+
+def opsm_gate(delta: float, pair: Pair) -> Keep:
+    """Off-policy sequence masking: the sequence adds nothing, and stays in the denominator."""
+    return Keep(pair=pair, statistic="k1", reduce="mean", high=delta, when="negative", action="zero")
+
+
+def _kl_term(kl: KlPenalty, pair: Pair) -> KlTerm:
+    importance = {"none": None, "old": pair, "behavior": TOTAL}[kl.ratio]
+    return KlTerm(
+        estimator=_ESTIMATORS[kl.type],
+        scale=kl.coefficient,
+        importance=importance,
+        cap=LOW_VAR_CAP if kl.type == "low_var_kl" else None,
+        on="kept" if kl.tokens == "kept" else "valid",
+    )

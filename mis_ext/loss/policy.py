@@ -1,0 +1,175 @@
+"""The loss of a micro-batch: its value, the gradient of each log-prob and entropy, and all metrics, in one pass.
+
+    loss = sum_t share_t (policy_t - entropy_coef entropy_t + kl_coef kl_t)
+
+``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd: the parts of the loss
+say the slope of each token. No loop over samples, and no reading of values on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mis_ext.correction.pipeline import Correction
+from mis_ext.loss.denominators import divisor_of
+from mis_ext.loss.evaluation import Evaluation, evaluate
+from mis_ext.loss.metrics import LAST, ORDER, effective_samples, masked_sequences, token_rows, totals_of
+from mis_ext.loss.settings import LossSettings
+from mis_ext.loss.tokens import LossTokens
+
+Reducer = Callable[[Tensor], Tensor]
+
+MILES_METRICS = frozenset({"ess_ratio", "train_rollout_kl"})
+"""What Miles reports beyond slime."""
+
+
+class PolicyLoss(NamedTuple):
+    """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums of the same kind."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def compute_policy_loss(
+    settings: LossSettings,
+    tokens: LossTokens,
+    *,
+    correction: Correction | None = None,
+    token_metrics: Mapping[str, Tensor] | None = None,
+    reducer: Reducer | None = None,
+    extra_metrics: frozenset[str] = frozenset(),
+) -> PolicyLoss:
+    """Loss and metrics of a micro-batch.
+
+    Args:
+        settings: What the loss is.
+        tokens: The micro-batch.
+        correction: Weights and masks; None, or one that only measures, for none.
+        token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
+        reducer: From the loss of each local token to its sum, in place of ``settings.denominator``.
+        extra_metrics: Of ``MILES_METRICS`` those that are reported too.
+    """
+    with torch.no_grad():
+        found = evaluate(settings, tokens, correction)
+        share_T = _share(settings, tokens, tokens.divisor_S)
+        totals = _totals(settings, tokens, found, token_metrics, share_T, extra_metrics)
+        policy_share_T = share_T
+        if reducer is not None:
+            totals["pg_loss"], policy_share_T = _reduced(reducer, found.policy.value_T)
+        elif settings.denominator != "original":
+            policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
+            totals["pg_loss"] = (found.policy.value_T * policy_share_T).sum()
+        slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
+        totals["loss"] = _loss(settings, totals)
+    current_T = tokens.log_probs["current"]
+    loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
+        totals["loss"], current_T, slope_T, tokens.entropy_T, entropy_slope_T
+    )
+    names = [*ORDER, *(token_metrics or ()), *LAST]
+    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals})
+
+
+def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
+    if settings.per_token_loss:
+        return torch.ones((), dtype=divisor_S.dtype, device=divisor_S.device).expand(tokens.layout.num_local_tokens)
+    return tokens.layout.spread(divisor_S.reciprocal())
+
+
+def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:
+    response_R = tokens.response_mask_R
+    return divisor_of(
+        settings.denominator,
+        constant=settings.constant,
+        host_S=tokens.divisor_S,
+        response_mask_R=response_R,
+        kept_mask_R=response_R if correction is None else correction.loss_mask_R,
+        layout=tokens.layout,
+    )
+
+
+def _totals(
+    settings: LossSettings,
+    tokens: LossTokens,
+    found: Evaluation,
+    token_metrics: Mapping[str, Tensor] | None,
+    share_T: Tensor,
+    extra_metrics: frozenset[str],
+) -> dict[str, Tensor]:
+    rows = token_rows(
+        settings,
+        tokens,
+        found,
+        is_corrected=token_metrics is not None,
+        with_kl="train_rollout_kl" in extra_metrics,
+    )
+    totals = totals_of(rows, token_metrics or {}, share_T)
+    totals.setdefault("entropy_loss", torch.zeros_like(totals["pg_loss"]))
+    if "ess_ratio" in extra_metrics:
+        totals["ess_ratio"] = effective_samples(settings, tokens, found)
+    if settings.opsm_delta is not None:
+        totals["opsm_clipfrac"] = masked_sequences(settings, tokens, found)
+    return totals
+
+
+def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum that a function of the user makes, and what it makes of each token."""
+    with torch.enable_grad():
+        loss_T = loss_T.detach().requires_grad_()
+        total = reducer(loss_T)
+        (share_T,) = torch.autograd.grad(total, loss_T)
+    return total.detach(), share_T
+
+
+def _slopes(
+    settings: LossSettings, found: Evaluation, share_T: Tensor, policy_share_T: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """``[T]`` each: the derivatives of the loss by log-prob and by entropy; None where entropy is no part of it."""
+    slope_T = policy_share_T * found.policy.slope_T
+    if found.is_of_sequences:
+        valid_T = found.batch.valid_T
+        slope_T = torch.where(valid_T, found.batch.reductions.of(slope_T, valid_T, "mean"), 0.0)
+    if settings.kl is not None and found.kl is not None:
+        kl_slope_T = settings.kl.coefficient * share_T * found.kl.slope_T
+        slope_T = slope_T + torch.where(found.tokens_of(settings.kl.tokens), kl_slope_T, 0.0)
+    if settings.entropy_coef == 0.0:
+        return slope_T, None
+    counted_T = found.tokens_of(settings.entropy_tokens)
+    return slope_T, torch.where(counted_T, -settings.entropy_coef * share_T, 0.0)
+
+
+def _loss(settings: LossSettings, totals: dict[str, Tensor]) -> Tensor:
+    loss = totals["pg_loss"]
+    if settings.entropy_coef != 0.0:
+        loss = loss - settings.entropy_coef * totals["entropy_loss"]
+    if settings.kl is not None:
+        loss = loss + settings.kl.coefficient * totals["kl_loss"]
+    return loss
+
+
+class _WithSlopes(torch.autograd.Function):
+    """A number whose derivatives are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        _log_prob_T: Tensor,
+        slope_T: Tensor,
+        _entropy_T: Tensor | None,
+        entropy_slope_T: Tensor | None,
+    ) -> Tensor:
+        """The number; a copy, because Megatron divides it in place."""
+        ctx.save_for_backward(slope_T, entropy_slope_T)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, Tensor | None, None]:
+        """Its derivatives."""
+        slope_T, entropy_slope_T = ctx.saved_tensors
+        return None, grad * slope_T, None, None if entropy_slope_T is None else grad * entropy_slope_T, None

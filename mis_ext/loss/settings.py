@@ -1,0 +1,163 @@
+"""What the loss is. Frozen, checked at construction; errors name the key that the user wrote."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mis_ext.checks import check_bool, check_choice, check_instance, check_number
+
+Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
+Ratios = Literal["token", "sequence", "detached"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+KlRatio = Literal["none", "old", "behavior"]
+LossDenominator = Literal["original", "kept", "sequence", "constant"]
+PenaltyTokens = Literal["kept", "all"]
+
+LOSS_KEYS = (
+    "mis_loss_mode",
+    "mis_loss_denominator",
+    "mis_loss_constant",
+    "mis_loss_kl_tokens",
+    "mis_loss_entropy_tokens",
+    "mis_loss_unbiased_kl",
+)
+"""Flat keys of the loss; what else it reads are flags of the hosts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlPenalty:
+    """``coefficient`` times an estimate of the KL from the current to the reference policy, added to the loss.
+
+    Args:
+        coefficient: ``kl_loss_coef``.
+        type: ``kl_loss_type``; ``low_var_kl`` is ``k3``, at most 10 in absolute value, without gradient beyond.
+        ratio: What the estimate is multiplied by, with gradient: nothing; current / old (the hosts'
+            ``use_unbiased_kl``); current / behavior (``mis_loss_unbiased_kl``), which is unbiased for what was sampled.
+        tokens: Whether it loses the tokens that the correction rejects.
+    """
+
+    coefficient: float
+    type: KlType = "k1"
+    ratio: KlRatio = "none"
+    tokens: PenaltyTokens = "kept"
+
+    def __post_init__(self) -> None:
+        check_number("kl_loss_coef", self.coefficient, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+        check_choice("kl_loss_type", self.type, get_args(KlType))
+        check_choice("ratio", self.ratio, get_args(KlRatio))
+        check_choice("mis_loss_kl_tokens", self.tokens, get_args(PenaltyTokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """One policy loss. ``old`` is the policy whose ratio is clipped: the proximal one, or the behavior policy.
+
+    Args:
+        mode: ``baseline``: PPO as the hosts have it. ``decoupled``: the same, and a correction is required.
+            ``bypass``: PPO whose old policy is the behavior policy. ``reinforce``: ``sg(weight) A log pi``.
+        ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
+        use_behavior: ``baseline`` with the behavior policy as old policy, the hosts' ``use_rollout_logprobs``.
+        eps_clip: The ratio's lower bound is ``1 - eps_clip``.
+        eps_clip_high: Its upper bound is ``1 + eps_clip_high``; ``eps_clip`` by default.
+        eps_clip_c: Dual clip: the largest ratio where the advantage is negative; None for none.
+        opsm_delta: Sequences with a negative advantage and a larger mean of ``log(old / current)`` add nothing; None
+            for all sequences (``use_opsm``).
+        entropy_coef: What the entropy is multiplied by.
+        entropy_tokens: Whether the entropy loses the tokens that the correction rejects.
+        kl: The KL penalty, or None.
+        denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.denominators`.
+        constant: The constant of ``denominator="constant"``, in tokens.
+        per_token_loss: The host divides by the tokens of the whole batch itself.
+
+    References:
+        Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
+        arXiv:1912.09729; Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641 (decoupled);
+        Zheng et al., GSPO, arXiv:2507.18071; MiniMax-M1 (CISPO), arXiv:2506.13585; DeepSeek-V3.2 (off-policy sequence
+        masking, unbiased KL), arXiv:2512.02556; Liu et al., Understanding R1-Zero-Like Training (a constant
+        denominator), arXiv:2503.20783.
+    """
+
+    mode: Mode = "baseline"
+    ratios: Ratios = "token"
+    use_behavior: bool = False
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    eps_clip_c: float | None = None
+    opsm_delta: float | None = None
+    entropy_coef: float = 0.0
+    entropy_tokens: PenaltyTokens = "kept"
+    kl: KlPenalty | None = None
+    denominator: LossDenominator = "original"
+    constant: float | None = None
+    per_token_loss: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("mis_loss_mode", self.mode, get_args(Mode))
+        check_choice("ratios", self.ratios, get_args(Ratios))
+        check_choice("mis_loss_denominator", self.denominator, get_args(LossDenominator))
+        check_choice("mis_loss_entropy_tokens", self.entropy_tokens, get_args(PenaltyTokens))
+        check_bool("use_rollout_logprobs", self.use_behavior)
+        check_bool("calculate_per_token_loss", self.per_token_loss)
+        check_number("eps_clip", self.eps_clip, low=0.0, high=math.inf)
+        check_number("entropy_coef", self.entropy_coef, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+        if self.eps_clip_high is not None:
+            check_number("eps_clip_high", self.eps_clip_high, low=0.0, high=math.inf)
+        if self.eps_clip_c is not None:
+            check_number("eps_clip_c", self.eps_clip_c, low=1.0, high=math.inf, open_low=True)
+        if self.opsm_delta is not None:
+            check_number("opsm_delta", self.opsm_delta, low=-math.inf, high=math.inf)
+        if self.kl is not None:
+            check_instance("kl", self.kl, KlPenalty)
+        self._check_modes()
+        self._check_denominator()
+
+    def _check_modes(self) -> None:
+        if self.mode == "decoupled" and self.use_behavior:
+            raise ValueError(
+                "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
+                "policy the old one: drop the flag, or write mis_loss_mode: bypass"
+            )
+        if self.mode == "reinforce" and self.ratios != "token":
+            raise ValueError(
+                "mis_loss_mode: reinforce has no ratio with gradient: --advantage-estimator gspo and cispo have no "
+                "effect there, write grpo"
+            )
+        if self.eps_clip_c is not None and (self.mode == "reinforce" or self.ratios == "detached"):
+            of = "mis_loss_mode: reinforce" if self.mode == "reinforce" else "--advantage-estimator cispo"
+            raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
+
+    def _check_denominator(self) -> None:
+        if self.denominator == "constant":
+            if self.constant is None:
+                raise ValueError("mis_loss_denominator: constant needs mis_loss_constant, a number of tokens")
+            check_number("mis_loss_constant", self.constant, low=0.0, high=math.inf, open_low=True, open_high=True)
+        elif self.constant is not None:
+            raise ValueError(
+                f"mis_loss_constant={self.constant!r}: no effect, because mis_loss_denominator is {self.denominator}"
+            )
+        if self.per_token_loss and self.denominator != "original":
+            raise ValueError(
+                f"mis_loss_denominator: {self.denominator}: no effect, because --calculate-per-token-loss divides by "
+                "all tokens of the batch outside of the loss; for kept tokens there, write mis_denominator: kept"
+            )
+
+    @property
+    def old_is_behavior(self) -> bool:
+        """Whether the behavior policy is the old one."""
+        return self.use_behavior or self.mode in ("bypass", "reinforce")
+
+    @property
+    def needs_behavior(self) -> str | None:
+        """The key or flag that compares with the behavior policy, or None."""
+        if self.mode in ("bypass", "reinforce"):
+            return f"mis_loss_mode: {self.mode}"
+        if self.use_behavior:
+            return "--use-rollout-logprobs"
+        return "mis_loss_unbiased_kl" if self.kl is not None and self.kl.ratio == "behavior" else None
+
+    @property
+    def needs_correction(self) -> bool:
+        """Whether the mode is meaningless without one."""
+        return self.mode in ("decoupled", "reinforce")

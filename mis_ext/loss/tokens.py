@@ -1,0 +1,33 @@
+"""What the loss of a micro-batch is computed from, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.methods.batch import Policy
+
+
+class LossTokens(NamedTuple):
+    """One micro-batch.
+
+    ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
+    ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None where nobody asks for it.
+    ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
+    divides each sample by, at least 1. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
+    ``layout``, ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences.
+    """
+
+    log_probs: Mapping[Policy, Tensor]
+    advantages_T: Tensor
+    entropy_T: Tensor | None
+    response_mask_R: Tensor
+    divisor_S: Tensor
+    reverse_kl_T: Tensor | None
+    layout: PackedLayout
+    cp_group: Group | None = None
+    cp_rank: int = 0

@@ -1,0 +1,198 @@
+"""One micro-batch and many options of the whole loss: the hosts' own was recorded on them, ours is tested on them."""
+
+import math
+from argparse import Namespace
+
+import torch
+from zigzag import take
+
+VOCABULARY = 8
+LENGTHS = [(3, 9), (5, 2), (4, 1), (2, 13), (6, 3), (3, 4)]
+"""Prompt and response; the last response is masked as a whole."""
+TOTALS = [prompt + response for prompt, response in LENGTHS]
+RESPONSES = [response for _, response in LENGTHS]
+ROLLOUTS = [0, 0, 1, 2, 3, 3]
+"""Which samples share a denominator; two more tokens of the second one's rollout are in another micro-batch."""
+MAX_SEQ_LEN = 18
+
+HOOK = {
+    "use_tis": True,
+    "tis_level": "token",
+    "tis_mode": "truncate",
+    "tis_upper_bound": 1.15,
+    "mis_guard": "warn",
+    "mis_metrics": "all",
+    "mis_max_reject_fraction": 1.0,
+}
+GATES = HOOK | {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
+SEQUENCES = HOOK | {
+    "tis_level": "sequence",
+    "tis_batch_normalize": True,
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": 0.95,
+    "rs_upper_bound": 1.05,
+}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.3}
+CISPO = {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.1}
+
+OPTIONS = {
+    "ppo": {},
+    "dual clip": {"eps_clip_c": 1.2},
+    "entropy": {"entropy_coef": 0.1},
+    "k1": KL | {"kl_loss_type": "k1"},
+    "k2": KL | {"kl_loss_type": "k2"},
+    "k3": KL | {"kl_loss_type": "k3"},
+    "low_var_kl": KL | {"kl_loss_type": "low_var_kl"},
+    "unbiased k3": KL | {"kl_loss_type": "k3", "use_unbiased_kl": True},
+    "unbiased k1": KL | {"kl_loss_type": "k1", "use_unbiased_kl": True},
+    "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.03},
+    "gspo, dual clip, gates": GATES | {"advantage_estimator": "gspo", "eps_clip_c": 1.01},
+    "cispo": CISPO,
+    "cispo, gates": CISPO | GATES,
+    "tokens": {"calculate_per_token_loss": True, "entropy_coef": 0.1},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.01},
+    "rollout log-probs": {"use_rollout_logprobs": True},
+    "no proximal log-probs": {"skip_actor_forward_only": True},
+    "metrics only": {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"},
+    "weights": HOOK,
+    "gates, entropy, kl": GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1},
+    "sequences, tokens": SEQUENCES | {"calculate_per_token_loss": True},
+    "sequences, opsm, gspo": SEQUENCES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.01},
+    "reducer, gates": GATES | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
+    "temperature": {"rollout_temperature": 0.7, "entropy_coef": 0.1},
+}
+OF_SLIME_ONLY = ("cispo", "cispo, gates")
+CONTEXT_PARALLEL = ("gates, entropy, kl", "gspo, dual clip, gates", "sequences, opsm, gspo", "tokens")
+"""Those that are also recorded with two ranks."""
+NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
+"""Where Miles fails with padded sequences and two ranks: it gathers responses as if they were packed."""
+DIFFERENT = {("miles", "rollout log-probs"): ("train_rollout_logprob_abs_diff", "train_rollout_kl")}
+"""Miles compares the behavior log-probs with themselves there, and reports 0; we compare the current ones."""
+
+
+def without_differences(host: str, name: str, found: dict) -> dict:
+    """The numbers that must be equal."""
+    left_out = DIFFERENT.get((host, name), ())
+    return found | {"metrics": {key: value for key, value in found["metrics"].items() if key not in left_out}}
+
+
+def reduce_by_constant(total_lengths, response_lengths, masks, calculate_per_token_loss):
+    """As users write a reducer: sums over kept tokens, by a constant."""
+    assert len(total_lengths) == len(response_lengths) == len(masks)
+    assert not calculate_per_token_loss
+
+    def reduce(loss):
+        parts = loss.split(response_lengths)
+        return sum((part * mask).sum() for part, mask in zip(parts, masks, strict=True)) / 7.0
+
+    return reduce
+
+
+def host_args(**options) -> Namespace:
+    """Arguments as both hosts have them."""
+    defaults = {
+        "advantage_estimator": "grpo",
+        "allgather_cp": False,
+        "calculate_per_token_loss": False,
+        "custom_pg_loss_reducer_function_path": None,
+        "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp",
+        "entropy_coef": 0.0,
+        "eps_clip": 0.1,
+        "eps_clip_c": None,
+        "eps_clip_high": 0.15,
+        "get_mismatch_metrics": False,
+        "kl_loss_coef": 0.0,
+        "kl_loss_type": "k1",
+        "log_probs_chunk_size": -1,
+        "observe_training_entropy": True,
+        "opsm_delta": 1e-4,
+        "qkv_format": "thd",
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "skip_actor_forward_only": False,
+        "tis_clip": 2.0,
+        "tis_clip_low": 0,
+        "true_on_policy_mode": False,
+        "use_kl_loss": False,
+        "use_opsm": False,
+        "use_rollout_logprobs": False,
+        "use_tis": False,
+        "use_unbiased_kl": False,
+    }
+    return Namespace(**defaults | options)
+
+
+def whole_batch(*, dtype=torch.float32) -> dict:
+    """Logits ``[L, V]`` per sample, and a batch of whole samples."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    def noise(samples: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
+        return [sample + scale * normal(len(sample)) for sample in samples]
+
+    logits = [normal(total, VOCABULARY) for total in TOTALS]
+    tokens = [torch.randint(VOCABULARY, (total,), generator=generator) for total in TOTALS]
+    current = [
+        x.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[prompt - 1 : -1, 0]
+        for x, ids, (prompt, _) in zip(logits, tokens, LENGTHS, strict=True)
+    ]
+    old = noise(current, 0.12)
+    masks = [(torch.rand(response, generator=generator) > 0.2).int() for response in RESPONSES]
+    masks[2][0] = 1
+    masks[-1].zero_()
+    own = [int(mask.sum()) for mask in masks]
+    sums = [sum(n for n, other in zip(own, ROLLOUTS, strict=True) if other == rollout) for rollout in ROLLOUTS]
+    sums = [total + 2 * (rollout == 1) for total, rollout in zip(sums, ROLLOUTS, strict=True)]
+    values = {
+        "advantages": noise([torch.full((n,), 1.0 - 2.0 * (i % 2)) for i, n in enumerate(RESPONSES)], 0.3),
+        "log_probs": old,
+        "rollout_log_probs": noise(old, 0.15),
+        "ref_log_probs": noise(current, 0.4),
+        "opd_reverse_kl": noise(old, 0.1),
+    }
+    return {
+        "logits": [x.to(dtype) for x in logits],
+        "unconcat_tokens": tokens,
+        "total_lengths": TOTALS,
+        "response_lengths": RESPONSES,
+        "loss_masks": masks,
+        "rollout_mask_sums": torch.tensor(sums, dtype=torch.float32),
+        **{key: [x.to(dtype) for x in samples] for key, samples in values.items()},
+    }
+
+
+PER_TOKEN = ("advantages", "log_probs", "rollout_log_probs", "ref_log_probs", "opd_reverse_kl")
+
+
+def local_batch(batch: dict, *, cp_rank: int = 0, cp_size: int = 1, is_padded: bool = False) -> dict:
+    """This rank's part, with its logits ``[1, T, V]``, or ``[B, L, V]`` where sequences are padded."""
+    totals = batch["total_lengths"]
+    padded = [MAX_SEQ_LEN] * len(totals) if is_padded else None
+    local = dict(batch)
+    for key in PER_TOKEN:
+        local[key] = take(batch[key], total_lengths=totals, cp_rank=cp_rank, cp_size=cp_size, padded_lengths=padded)
+    rows = [
+        local_rows(x, cp_rank=cp_rank, cp_size=cp_size, length=MAX_SEQ_LEN if is_padded else len(x))
+        for x in batch["logits"]
+    ]
+    local["logits"] = torch.stack(rows) if is_padded else torch.cat(rows).unsqueeze(0)
+    if is_padded:
+        local["max_seq_lens"] = padded
+    return local
+
+
+def local_rows(logits: torch.Tensor, *, cp_rank: int, cp_size: int, length: int) -> torch.Tensor:
+    """A sample's rows on this rank, padded."""
+    if cp_size == 1:
+        return torch.nn.functional.pad(logits, (0, 0, 0, length - len(logits)))
+    chunk = math.ceil(length / (2 * cp_size))
+    chunks = torch.nn.functional.pad(logits, (0, 0, 0, 2 * cp_size * chunk - len(logits))).split(chunk)
+    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+def with_options(batch: dict, args: Namespace) -> dict:
+    """Without what the host would not have."""
+    return batch | {"log_probs": None} if args.skip_actor_forward_only else batch
