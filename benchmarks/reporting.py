@@ -57,7 +57,8 @@ def header(world: World, seed: int) -> dict[str, str]:
 def _revision() -> str:
     """What git calls the source, if git is there to ask."""
     if shutil.which("git") is None:
-        return importlib.metadata.version("mis_ext")
+        found = [each.version for each in importlib.metadata.distributions(name="mis_ext")]
+        return found[0] if found else "of unknown version"
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
 
