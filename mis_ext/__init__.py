@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.weights import Weight
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
+    from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
     from mis_ext.hosts.samples import compute_mis_weights
@@ -46,6 +47,7 @@ else:
             "hosts.groups": ("Groups",),
             "hosts.guards": ("MismatchWarning",),
             "hosts.packing": ("PackedStreams",),
+            "hosts.megatron": ("make_loss_func",),
             "hosts.padded": ("correct_padded",),
             "hosts.samples": ("compute_mis_weights",),
             "hosts.session": ("Session",),
@@ -79,6 +81,7 @@ __all__ = [
     "correct_padded",
     "list_presets",
     "load_config",
+    "make_loss_func",
     "policy_loss",
     "prepare_rollout",
     "preset",

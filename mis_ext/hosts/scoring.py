@@ -42,19 +42,19 @@ def score_logits(
 
     Args:
         logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary.
-        batch: ``unconcat_tokens``, ``total_lengths``, and where logits are padded ``max_seq_lens``.
+        batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
         layout: The local response tokens.
         groups: The ranks that share sequences.
         is_padded: Whether the logits are ``[B, L, V]``.
         temperature: Of the rollout, by which the logits are divided.
-
-    Raises:
-        ValueError: There are fewer logits than the lengths say.
     """
+    padded_lengths = None
+    if is_padded:
+        padded_lengths = batch.get("max_seq_lens") or [logits.shape[1] * groups.cp_size] * len(logits)
     places = response_places(
         layout,
         total_lengths=batch["total_lengths"],
-        padded_lengths=batch["max_seq_lens"] if is_padded else None,
+        padded_lengths=padded_lengths,
         cp_rank=groups.cp_rank,
         cp_size=groups.cp_size,
     )

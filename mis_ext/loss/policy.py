@@ -29,10 +29,14 @@ MILES_METRICS = frozenset({"ess_ratio", "train_rollout_kl"})
 
 
 class PolicyLoss(NamedTuple):
-    """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums of the same kind."""
+    """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums of the same kind.
+
+    ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    response_T: Tensor
 
 
 def compute_policy_loss(
@@ -71,7 +75,7 @@ def compute_policy_loss(
         totals["loss"], current_T, slope_T, tokens.entropy_T, entropy_slope_T
     )
     names = [*ORDER, *(token_metrics or ()), *LAST]
-    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals})
+    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, found.batch.response_T)
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""The whole policy loss for a plain Megatron-Core training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.slime_miles.groups import find_groups
+from mis_ext.hosts.slime_miles.host import Host, plain_scores
+from mis_ext.hosts.slime_miles.loss_keys import loss_settings
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+
+LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None = None) -> LossFunc:
+    """``loss_func(output_tensor)`` of a micro-batch, for a ``forward_step`` to return beside the logits.
+
+    Megatron-Core divides the loss by the number that comes with it, and averages over data- and context-parallel ranks;
+    with ``calculate_per_token_loss`` it sums, and divides by the sum of the numbers. The loss is scaled for that: the
+    gradient is that of the mean over samples of per-sample means, or of the mean over tokens. Log-probs and entropy are
+    computed here, with Megatron-Core's tensor-parallel group where it is initialised.
+
+    Args:
+        args: A namespace or a mapping with the keys of docs/policy_loss.md; the same object for every micro-batch of a
+            run. ``calculate_per_token_loss`` must be what Megatron-Core's configuration says.
+        batch: As of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,
+            ``advantages`` and log-probs, with ``total_lengths`` and ``response_lengths``.
+        groups: The ranks; by default Megatron-Core's.
+
+    Returns:
+        From logits ``[1, T, V / TP]``, packed, or ``[B, L, V / TP]`` with ``qkv_format: bshd``, to the loss, the number
+        of samples or of this rank's response tokens (0-dim, int32), and ``[total, count]`` of every metric, exact under
+        any sum over micro-batches, data- and context-parallel ranks.
+    """
+    host = Host(find_groups() if groups is None else groups, plain_scores)
+    per_token, cp_size = loss_settings(args).per_token_loss, host.groups.cp_size
+
+    def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        found = policy_loss_of(host, args, batch, output_tensor)
+        number = found.response_T.sum()
+        if per_token:
+            loss, count = found.loss, number
+        else:
+            number = torch.full_like(number, len(batch["response_lengths"]))
+            # Every context-parallel rank counts all samples, and Megatron-Core averages over these ranks.
+            loss, count = found.loss * cp_size, number / cp_size
+        values = torch.stack([*found.metrics.values()])
+        pairs = torch.stack([values, count.to(values.dtype).expand_as(values)], dim=1)
+        return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True))
+
+    return loss_func

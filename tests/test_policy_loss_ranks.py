@@ -1,0 +1,200 @@
+"""Context, tensor and data parallelism give the whole loss of one rank: value, metrics, and every rank's gradient."""
+
+import json
+import multiprocessing
+import traceback
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import loss_cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from thread_ranks import Rank, run_ranks
+
+import mis_ext
+from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.slime_miles.host import Host, plain_scores
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.loss.log_probs import score_tokens
+from mis_ext.loss.policy import MILES_METRICS
+
+MODES = {
+    "bypass": {"mis_loss_mode": "bypass", "use_rollout_logprobs": True} | loss_cases.SEQUENCES,
+    "reinforce": {"mis_loss_mode": "reinforce", "use_rollout_logprobs": True} | loss_cases.GATES,
+    "kept": {"mis_loss_denominator": "kept"} | loss_cases.GATES,
+    "sequence": {"mis_loss_denominator": "sequence"} | loss_cases.GATES,
+}
+OPTIONS = {name: keys for name, keys in loss_cases.OPTIONS.items() if "reducer" not in name} | MODES
+
+
+def computed(groups: Groups, keys: dict, batch: dict, *, is_padded: bool = False) -> tuple[torch.Tensor, dict]:
+    """The gradient in this rank's logits, and loss and metrics."""
+    args = loss_cases.host_args(**keys | ({"qkv_format": "bshd"} if is_padded else {}))
+    place = {"cp_rank": groups.cp_rank, "cp_size": groups.cp_size, "is_padded": is_padded}
+    local = loss_cases.with_options(loss_cases.local_batch(batch, **place), args)
+    logits = local.pop("logits").requires_grad_()
+    found = policy_loss_of(Host(groups, plain_scores, MILES_METRICS), args, local, logits)
+    found.loss.backward()
+    return logits.grad, {"sum": found.loss.detach(), **found.metrics}
+
+
+def assert_parts(parts: list, whole: tuple, *, is_padded: bool) -> None:
+    """The ranks' numbers add up to those of one rank, and their gradients are its gradient, cut."""
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    cp_size = len(parts)
+    totals = {name: sum(part[1][name] for part in parts) for name in whole[1]}
+    torch.testing.assert_close(totals, whole[1], rtol=1e-5, atol=1e-6)
+    rows = whole[0][0].split(loss_cases.TOTALS)
+    for rank, (gradient, _) in enumerate(parts):
+        cut = [
+            loss_cases.local_rows(
+                x, cp_rank=rank, cp_size=cp_size, length=loss_cases.MAX_SEQ_LEN if is_padded else len(x)
+            )
+            for x in rows
+        ]
+        wanted = torch.stack(cut) if is_padded else torch.cat(cut)[None]
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
+    batch = loss_cases.whole_batch()
+    whole = computed(Groups(), OPTIONS[name], batch)
+    for cp_size, is_padded in ((1, True), (2, False), (2, True), (4, False)):
+
+        def on_rank(rank: Rank, is_padded=is_padded) -> tuple:
+            return computed(rank.groups, OPTIONS[name], batch, is_padded=is_padded)
+
+        assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
+
+
+def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
+    """One response of one token: one rank owns the logits before it, the other one none that count."""
+    batch = loss_cases.whole_batch()
+    chosen = {
+        key: [values[2]] if isinstance(values, list) else values[2:3] if isinstance(values, torch.Tensor) else values
+        for key, values in batch.items()
+    }
+    for keys in ({}, loss_cases.GATES, {"advantage_estimator": "gspo"}):
+
+        def on_rank(rank: Rank, keys=keys) -> tuple:
+            place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size}
+            local = loss_cases.local_batch(chosen, **place)
+            logits = local.pop("logits").requires_grad_()
+            found = policy_loss_of(Host(rank.groups, plain_scores), loss_cases.host_args(**keys), local, logits)
+            found.loss.backward()
+            return sum(map(len, local["advantages"])), logits.grad, found.loss.detach()
+
+        parts = run_ranks(on_rank, cp_size=2)
+        assert sorted(part[0] for part in parts) == [0, 1]
+        for count, gradient, loss in parts:
+            assert gradient is not None
+            assert bool(gradient.any()) is (count == 1)
+            assert count == 1 or float(loss) == 0.0
+
+
+# --- gloo processes
+
+
+def tensor_parallel(rank: int) -> None:
+    """Each of two ranks has half of the vocabulary, one of whose logits is -inf."""
+    logits = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+    logits[2, 5] = -torch.inf
+    tokens = torch.tensor([0, 3, 4, 7, 5, 1, 6])
+    whole = logits.clone().requires_grad_()
+    log_p = whole.log_softmax(-1)
+    wanted = log_p.gather(-1, tokens[:, None])[:, 0], torch.distributions.Categorical(logits=logits).entropy()
+    weights = torch.linspace(-1.0, 2.0, 14).view(2, 7)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e9)).sum(-1)
+    ((wanted[0] * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    mine = slice(rank % 2 * 4, rank % 2 * 4 + 4)
+    part = logits[:, mine].clone().requires_grad_()
+    log_prob, entropy = score_tokens(part, tokens, tp_group=group, tp_rank=rank % 2)
+    torch.testing.assert_close((log_prob, entropy), wanted, rtol=1e-5, atol=1e-6)
+    ((log_prob * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    torch.testing.assert_close(part.grad, whole.grad[:, mine], rtol=1e-5, atol=1e-6)
+
+
+def context_parallel(rank: int) -> None:
+    """Four ranks share every sequence, over groups of the process's own."""
+    groups = Groups.of_process_groups(cp_group=dist.group.WORLD)
+    batch = loss_cases.whole_batch()
+    for name in ("sequences, opsm, gspo", "gates, entropy, kl", "reinforce"):
+        gradient, numbers = computed(groups, OPTIONS[name], batch)
+        whole = computed(Groups(), OPTIONS[name], batch)
+        totals = torch.stack([*numbers.values()])
+        dist.all_reduce(totals)
+        torch.testing.assert_close(totals, torch.stack([*whole[1].values()]), rtol=1e-5, atol=1e-6)
+        cut = [
+            loss_cases.local_rows(x, cp_rank=rank, cp_size=4, length=len(x))
+            for x in whole[0][0].split(loss_cases.TOTALS)
+        ]
+        torch.testing.assert_close(gradient, torch.cat(cut)[None], rtol=1e-5, atol=1e-6)
+
+
+def megatron(rank: int) -> None:
+    """Megatron-Core says who is who: two ranks share a vocabulary, two share sequences; nobody passes a group."""
+    if find_spec("megatron") is None:
+        return
+    from megatron.core import mpu
+
+    mpu.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
+    keys = loss_cases.GATES | {"entropy_coef": 0.1}
+    batch = loss_cases.whole_batch()
+    place = {"cp_rank": mpu.get_context_parallel_rank(), "cp_size": 2}
+    local = loss_cases.local_batch(batch, **place)
+    half = loss_cases.VOCABULARY // 2
+    mine = slice(mpu.get_tensor_model_parallel_rank() * half, (mpu.get_tensor_model_parallel_rank() + 1) * half)
+    logits = local.pop("logits")[..., mine].clone().requires_grad_()
+    loss, metrics = mis_ext.policy_loss(loss_cases.host_args(**keys), local, logits)
+    loss.backward()
+    mpu.destroy_model_parallel()
+    alone_gradient, alone = computed(Groups(), keys, batch)
+    totals = torch.stack([*metrics.values()])
+    dist.all_reduce(totals)
+    # Both tensor-parallel ranks say the same.
+    wanted = torch.stack([alone[name] for name in metrics])
+    torch.testing.assert_close(totals / 2, wanted, rtol=1e-5, atol=1e-6)
+    cut = [loss_cases.local_rows(x, length=len(x), **place) for x in alone_gradient[0].split(loss_cases.TOTALS)]
+    torch.testing.assert_close(logits.grad, torch.cat(cut)[None, :, mine], rtol=1e-5, atol=1e-6)
+
+
+CHECKS = {check.__name__: check for check in (tensor_parallel, context_parallel, megatron)}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
+    report = {}
+    for name, check in CHECKS.items():
+        try:
+            check(rank)
+            report[name] = ""
+        except BaseException:
+            report[name] = traceback.format_exc()[-2500:]
+        Path(folder, f"{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("gloo")
+    # One process imports what the four need, and forks them.
+    multiprocessing.set_forkserver_preload([__name__, "megatron.core.parallel_state"])
+    mp.start_processes(work, args=(str(folder),), nprocs=4, start_method="forkserver")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_four_processes(reports, check) -> None:
+    for report in reports:
+        assert report[check] == ""
