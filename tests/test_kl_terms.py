@@ -1,0 +1,45 @@
+"""KL terms: every estimator, alone, with an importance ratio that carries gradient, and with a cap."""
+
+import itertools
+
+import pytest
+import torch
+
+from mis_ext import PackedLayout
+from mis_ext.methods import KlTerm
+from mis_ext.methods.batch import STALENESS, TOTAL, Batch
+from mis_ext.methods.reductions import Reductions
+
+ESTIMATES = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: (-d).exp() - 1 + d,
+    "squared": lambda d: d.square(),
+}
+POLICIES = ("behavior", "proximal", "current", "reference")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "importance", "cap"), [*itertools.product(ESTIMATES, (None, TOTAL, STALENESS), (None, 0.4))]
+)
+def test_value_and_slope_are_those_of_the_formula(estimator, importance, cap) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(4, 40, generator=generator, dtype=torch.float64)
+    log_probs = dict(zip(POLICIES, rows, strict=True))
+    current = log_probs["current"].clone().requires_grad_()
+    value = ESTIMATES[estimator](current - log_probs["reference"])
+    if importance is not None:
+        value = value * (current - log_probs[importance[1]]).exp()
+    if cap is not None:
+        assert ((value.abs() > cap).any(), (value.abs() < cap).any()) == (True, True)
+        value = value.clamp(-cap, cap)
+    (slope,) = torch.autograd.grad(value.sum(), current)
+    batch = Batch(
+        log_probs,
+        advantages_T=torch.zeros(40, dtype=torch.float64),
+        response_mask_T=torch.ones(40, dtype=torch.bool),
+        reductions=Reductions(PackedLayout.whole([40])),
+        whole_sequences=False,
+    )
+    found = KlTerm(estimator=estimator, scale=1.0, importance=importance, cap=cap).of(batch)
+    torch.testing.assert_close(tuple(found), (value.detach(), slope))
