@@ -80,6 +80,7 @@ REFUSED = [
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
     ({"use_opsm": "yes"}, "use_opsm must be true or false"),
+    ({"mis_loss_mode": ["bypass"]}, r"mis_loss_mode must be a single value, got \['bypass'\]"),
     ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
     (
         {"mis_loss_mode": "bypass", "loss_type": "policy_loss"},

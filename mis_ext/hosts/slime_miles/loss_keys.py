@@ -46,10 +46,15 @@ def loss_settings(args: Any) -> LossSettings:
         ValueError: A flag or key is out of range, without effect, or contradicts another one.
         TypeError: One has the wrong type, as ``1e-4`` has in YAML.
     """
-    return _settings_of(*(read_argument(args, key) for key in _KEYS))
+    values = [read_argument(args, key) for key in _KEYS]
+    for key, value in zip(_KEYS, values, strict=True):
+        if isinstance(value, (list, dict)):
+            raise TypeError(f"{key} must be a single value, got {value!r}")
+    return _settings_of(*values)
 
 
-@functools.lru_cache(maxsize=8)
+# Typed, because True is 1 elsewhere. Called for every micro-batch.
+@functools.lru_cache(maxsize=8, typed=True)
 def _settings_of(*values: Any) -> LossSettings:
     given = {key: value for key, value in zip(_KEYS, values, strict=True) if value is not None}
     corrects = check_bool("use_tis", given.get("use_tis", False))
