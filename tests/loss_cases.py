@@ -48,7 +48,9 @@ OPTIONS = {
     "unbiased k1": KL | {"kl_loss_type": "k1", "use_unbiased_kl": True},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.03},
     "gspo, dual clip, gates": GATES | {"advantage_estimator": "gspo", "eps_clip_c": 1.01},
+    "unbiased low_var_kl": KL | {"kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
     "cispo": CISPO,
+    "cispo, low bound": CISPO | {"eps_clip": 0.1},
     "cispo, gates": CISPO | GATES,
     "tokens": {"calculate_per_token_loss": True, "entropy_coef": 0.1},
     "opsm": {"use_opsm": True, "opsm_delta": 0.01},
@@ -59,10 +61,10 @@ OPTIONS = {
     "gates, entropy, kl": GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1},
     "sequences, tokens": SEQUENCES | {"calculate_per_token_loss": True},
     "sequences, opsm, gspo": SEQUENCES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.01},
-    "reducer, gates": GATES | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
+    "reducer, gates": GATES | KL | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
     "temperature": {"rollout_temperature": 0.7, "entropy_coef": 0.1},
 }
-OF_SLIME_ONLY = ("cispo", "cispo, gates")
+OF_SLIME_ONLY = ("cispo", "cispo, low bound", "cispo, gates")
 CONTEXT_PARALLEL = ("gates, entropy, kl", "gspo, dual clip, gates", "sequences, opsm, gspo", "tokens")
 """Those that are also recorded with two ranks."""
 NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
@@ -141,7 +143,7 @@ def whole_batch(*, dtype=torch.float32) -> dict:
     ]
     old = noise(current, 0.12)
     masks = [(torch.rand(response, generator=generator) > 0.2).int() for response in RESPONSES]
-    masks[2][0] = 1
+    masks[2][0] = masks[0][4] = 1
     masks[-1].zero_()
     own = [int(mask.sum()) for mask in masks]
     sums = [sum(n for n, other in zip(own, ROLLOUTS, strict=True) if other == rollout) for rollout in ROLLOUTS]
@@ -153,6 +155,8 @@ def whole_batch(*, dtype=torch.float32) -> dict:
         "ref_log_probs": noise(current, 0.4),
         "opd_reverse_kl": noise(old, 0.1),
     }
+    # Beyond the cap of low_var_kl.
+    values["ref_log_probs"][0][4] = current[0][4] + 3.0
     return {
         "logits": [x.to(dtype) for x in logits],
         "unconcat_tokens": tokens,

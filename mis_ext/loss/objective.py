@@ -68,5 +68,4 @@ def _kl_term(kl: KlPenalty, pair: Pair) -> KlTerm:
         scale=kl.coefficient,
         importance=importance,
         cap=LOW_VAR_CAP if kl.type == "low_var_kl" else None,
-        on="kept" if kl.tokens == "kept" else "valid",
     )
