@@ -1,8 +1,10 @@
 """The whole loss as it is called: what it refuses, recomputation, synchronisations, and a plain Megatron-Core loop."""
 
+import re
 import sys
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import loss_cases
@@ -333,3 +335,31 @@ def test_every_flag_that_is_read_is_a_flag_of_the_hosts_or_a_key_of_ours() -> No
 def test_unset_flags_have_the_hosts_defaults() -> None:
     assert loss_settings(SimpleNamespace()) == LossSettings()
     assert loss_settings({"use_opsm": True}).opsm_delta == 1e-4
+
+
+# --- the page
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "policy_loss.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_explains_every_key_and_flag() -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in HOST_KEYS if name != "mis_denominator"]
+    assert [name for name in (*LOSS_KEYS, *flags) if name not in PAGE] == []
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_every_yaml_of_the_page_is_a_loss(block) -> None:
+    import yaml
+
+    keys = yaml.safe_load(block) | {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+    called(keys | (BEHAVIOR if keys["mis_loss_mode"] == "reinforce" else {}))
+
+
+def test_the_python_of_the_page_runs() -> None:
+    for block in blocks("python"):
+        exec(block, {})
