@@ -60,7 +60,7 @@ OPTIONS = {
     "weights": HOOK,
     "gates, entropy, kl": GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1},
     "sequences, tokens": SEQUENCES | {"calculate_per_token_loss": True},
-    "sequences, opsm, gspo": SEQUENCES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 0.01},
+    "sequences, opsm, gspo": SEQUENCES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": -1.0},
     "reducer, gates": GATES | KL | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
     "temperature": {"rollout_temperature": 0.7, "entropy_coef": 0.1},
 }

@@ -154,8 +154,18 @@ def megatron(rank: int) -> None:
     logits = local.pop("logits")[..., mine].clone().requires_grad_()
     loss, metrics = mis_ext.policy_loss(loss_cases.host_args(**keys), local, logits)
     loss.backward()
+    scaled, number, reported = mis_ext.make_loss_func(loss_cases.host_args(**keys), local)(logits)
     mpu.destroy_model_parallel()
     alone_gradient, alone = computed(Groups(), keys, batch)
+    # Megatron-Core's schedule divides by the number, and averages over the ranks.
+    assert int(number) == len(loss_cases.TOTALS)
+    mean = scaled.detach() / number
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean / 4, alone["sum"] / number, rtol=1e-5, atol=1e-6)
+    total, count = reported["entropy_loss"].clone().unbind()
+    pair = torch.stack([total, count])
+    dist.all_reduce(pair)
+    torch.testing.assert_close(pair[0] / pair[1], alone["entropy_loss"] / number, rtol=1e-5, atol=1e-6)
     totals = torch.stack([*metrics.values()])
     dist.all_reduce(totals)
     # Both tensor-parallel ranks say the same.

@@ -87,8 +87,6 @@ def evaluate(settings: LossSettings, tokens: LossTokens, correction: Correction 
 
 def _weights(settings: LossSettings, correction: Correction, log_ratio_T: Tensor) -> Tensor:
     """``[T]``: the correction's weights, without what the surrogate's own ratio has of them already."""
-    weights_T = correction.weights_T
-    is_counted_by_ratio = settings.old_is_behavior and settings.mode != "reinforce"
-    if not is_counted_by_ratio or correction.plan.config.weight is None:
-        return weights_T
-    return weights_T / bounded_exp(log_ratio_T)
+    if settings.mode != "bypass" or correction.plan.config.weight is None:
+        return correction.weights_T
+    return correction.weights_T / bounded_exp(log_ratio_T)
