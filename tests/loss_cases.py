@@ -61,7 +61,7 @@ OPTIONS = {
     "gates, entropy, kl": GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1},
     "sequences, tokens": SEQUENCES | {"calculate_per_token_loss": True},
     "sequences, opsm, gspo": SEQUENCES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": -1.0},
-    "reducer, gates": GATES | KL | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
+    "reducer, gates": GATES | KL | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
     "temperature": {"rollout_temperature": 0.7, "entropy_coef": 0.1},
 }
 OF_SLIME_ONLY = ("cispo", "cispo, low bound", "cispo, gates")
@@ -79,14 +79,14 @@ def without_differences(host: str, name: str, found: dict) -> dict:
     return found | {"metrics": {key: value for key, value in found["metrics"].items() if key not in left_out}}
 
 
-def reduce_by_constant(total_lengths, response_lengths, masks, calculate_per_token_loss):
-    """As users write a reducer: sums over kept tokens, by a constant."""
+def reduce_by_kept(total_lengths, response_lengths, masks, calculate_per_token_loss):
+    """As users write a reducer: the mean over all tokens that it is told to count."""
     assert len(total_lengths) == len(response_lengths) == len(masks)
     assert not calculate_per_token_loss
 
     def reduce(loss):
         parts = loss.split(response_lengths)
-        return sum((part * mask).sum() for part, mask in zip(parts, masks, strict=True)) / 7.0
+        return sum((part * mask).sum() for part, mask in zip(parts, masks, strict=True)) / sum(map(torch.sum, masks))
 
     return reduce
 

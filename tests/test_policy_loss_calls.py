@@ -74,7 +74,7 @@ REFUSED = [
     ({"mis_loss_denominator": "kept", "calculate_per_token_loss": True}, "write mis_denominator: kept"),
     ({"mis_loss_denominator": "kept", "mis_denominator": "kept"} | HOOK, "are two denominators: drop one of them"),
     (
-        {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_constant"},
+        {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
         "mis_loss_denominator: sequence: no effect, because --custom-pg-loss-reducer",
     ),
     (HOOK | {"custom_tis_function_path": "others.hook"}, "--custom-tis-function-path others.hook: this loss applies"),

@@ -16,6 +16,7 @@ from thread_ranks import Rank, run_ranks
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.scoring import Scores
 from mis_ext.hosts.slime_miles.host import Host, plain_scores
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.loss.log_probs import score_tokens
@@ -73,6 +74,10 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
 
 
+def no_scores(*_) -> Scores:
+    return Scores(torch.zeros(0), torch.zeros(0))
+
+
 def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
     """One response of one token: one rank owns the logits before it, the other one none that count."""
     batch = loss_cases.whole_batch()
@@ -86,7 +91,9 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size}
             local = loss_cases.local_batch(chosen, **place)
             logits = local.pop("logits").requires_grad_()
-            found = policy_loss_of(Host(rank.groups, plain_scores), loss_cases.host_args(**keys), local, logits)
+            # Miles' log-probs of no tokens do not come from the logits.
+            score = plain_scores if sum(map(len, local["advantages"])) else no_scores
+            found = policy_loss_of(Host(rank.groups, score), loss_cases.host_args(**keys), local, logits)
             found.loss.backward()
             return sum(map(len, local["advantages"])), logits.grad, found.loss.detach()
 

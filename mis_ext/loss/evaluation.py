@@ -63,7 +63,7 @@ def evaluate(settings: LossSettings, tokens: LossTokens, correction: Correction 
         kept_T = kept_T & correction.keep_mask_T
         live_T = live_T & kept_T
         weight_T = weight_T * _weights(settings, correction, log_ratio_T)
-    gain_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
+    cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
     found = surrogate.of(batch)
     if settings.ratios == "detached":
         low, high = bounds_of(settings)
@@ -79,7 +79,7 @@ def evaluate(settings: LossSettings, tokens: LossTokens, correction: Correction 
         log_ratio_T=log_ratio_T,
         kept_T=kept_T,
         clipped_T=clipped_T,
-        policy=Penalty(-gain_T * found.value_T, -gain_T * found.slope_T),
+        policy=Penalty(cost_T * found.value_T, cost_T * found.slope_T),
         is_of_sequences=surrogate.spread == "sequence",
         kl=method.terms[0].of(batch) if method.terms else None,
     )

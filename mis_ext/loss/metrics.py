@@ -77,8 +77,9 @@ def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *
     """Between the behavior policy and the trainer: the current policy where no other is compared."""
     trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"].detach()
     difference_T = trainer_T - tokens.log_probs["behavior"]
-    mask_T = kept_T & (difference_T.abs() < torch.inf)
-    rows = [Row("train_rollout_logprob_abs_diff", difference_T.abs(), mask_T)]
+    gap_T = difference_T.abs()
+    mask_T = kept_T & (gap_T < torch.inf)
+    rows = [Row("train_rollout_logprob_abs_diff", gap_T, mask_T)]
     if with_kl:
         near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         k3_T = Values({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]

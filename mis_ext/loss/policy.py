@@ -112,7 +112,8 @@ def _totals(
         with_kl="train_rollout_kl" in extra_metrics,
     )
     totals = totals_of(rows, token_metrics or {}, share_T)
-    totals.setdefault("entropy_loss", torch.zeros_like(totals["pg_loss"]))
+    if tokens.entropy_T is None:
+        totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
     if "ess_ratio" in extra_metrics:
         totals["ess_ratio"] = effective_samples(settings, tokens, found)
     if settings.opsm_delta is not None:
@@ -138,20 +139,20 @@ def _slopes(
         valid_T = found.batch.valid_T
         slope_T = torch.where(valid_T, found.batch.reductions.of(slope_T, valid_T, "mean"), 0.0)
     if settings.kl is not None and found.kl is not None:
-        kl_slope_T = settings.kl.coefficient * share_T * found.kl.slope_T
-        slope_T = slope_T + torch.where(found.tokens_of(settings.kl.tokens), kl_slope_T, 0.0)
+        counted_T = torch.where(found.tokens_of(settings.kl.tokens), share_T, 0.0)
+        slope_T = slope_T.addcmul(counted_T, found.kl.slope_T, value=settings.kl.coefficient)
     if settings.entropy_coef == 0.0:
         return slope_T, None
-    counted_T = found.tokens_of(settings.entropy_tokens)
-    return slope_T, torch.where(counted_T, -settings.entropy_coef * share_T, 0.0)
+    counted_T = torch.where(found.tokens_of(settings.entropy_tokens), share_T, 0.0)
+    return slope_T, -settings.entropy_coef * counted_T
 
 
 def _loss(settings: LossSettings, totals: dict[str, Tensor]) -> Tensor:
     loss = totals["pg_loss"]
     if settings.entropy_coef != 0.0:
-        loss = loss - settings.entropy_coef * totals["entropy_loss"]
+        loss = loss.sub(totals["entropy_loss"], alpha=settings.entropy_coef)
     if settings.kl is not None:
-        loss = loss + settings.kl.coefficient * totals["kl_loss"]
+        loss = loss.add(totals["kl_loss"], alpha=settings.kl.coefficient)
     return loss
 
 

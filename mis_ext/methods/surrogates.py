@@ -6,7 +6,6 @@ A bound here stops the gradient of what lies beyond it, as the clamp of a ratio 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -112,24 +111,25 @@ class Ratio:
     def of(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
-        bounded_T, is_clipped_T = log_ratio_T, torch.zeros_like(batch.valid_T)
-        for edge, is_beyond_T in self._beyond(batch, log_ratio_T):
-            bounded_T = torch.where(is_beyond_T, edge, bounded_T)
-            is_clipped_T = is_clipped_T | is_beyond_T
-        value_T = bounded_exp(bounded_T)
+        bounded_T = log_ratio_T
+        low, high, dual = (
+            None if bound is None else log_edge(bound, batch, self.pair) for bound in (self.low, self.high, self.dual)
+        )
+        if self.sides == "both":
+            bounded_T = _clamped(bounded_T, low, high)
+            low = high = None
+        if high is not None:
+            bounded_T = torch.where(batch.advantages_T > 0.0, _clamped(bounded_T, None, high), bounded_T)
+        if low is not None or dual is not None:
+            bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
+        value_T, is_clipped_T = bounded_exp(bounded_T), bounded_T != log_ratio_T
         return Slope(value_T, torch.where(is_clipped_T, 0.0, value_T), is_clipped_T)
 
-    def _beyond(self, batch: Batch, log_ratio_T: Tensor) -> Iterator[tuple[Tensor | float, Tensor]]:
-        """Each bound that there is, and the tokens that it stops."""
-        is_outward = self.sides == "outward"
-        if self.high is not None:
-            edge = log_edge(self.high, batch, self.pair)
-            is_above_T = log_ratio_T > edge
-            yield edge, is_above_T & (batch.advantages_T > 0.0) if is_outward else is_above_T
-        if self.low is not None:
-            edge = log_edge(self.low, batch, self.pair)
-            is_below_T = log_ratio_T < edge
-            yield edge, is_below_T & (batch.advantages_T < 0.0) if is_outward else is_below_T
-        if self.dual is not None:
-            edge = log_edge(self.dual, batch, self.pair)
-            yield edge, (log_ratio_T > edge) & (batch.advantages_T < 0.0)
+
+def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor:
+    # One after the other: clamp takes no tensor beside a number.
+    if low is not None:
+        values_T = values_T.clamp(min=low)
+    if high is not None:
+        values_T = values_T.clamp(max=high)
+    return values_T
