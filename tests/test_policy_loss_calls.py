@@ -129,6 +129,13 @@ def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
     assert all(value.isnan() for name, value in measured[1].items() if name.startswith("mis_"))
 
 
+def test_a_host_that_skips_its_pass_has_the_current_policy_as_proximal_one() -> None:
+    skipped = called({"skip_actor_forward_only": True})
+    absent = called({}, local(log_probs=None))
+    assert torch.equal(skipped[2], absent[2])
+    assert float(skipped[1]["ppo_kl"]) == 0.0 != float(called({})[1]["ppo_kl"])
+
+
 def test_lengths_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match="advantages has samples of"):
         called({}, local(advantages=[torch.ones(3)] * len(loss_cases.RESPONSES)))
