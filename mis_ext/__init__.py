@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
+    from mis_ext.hosts.slime_miles.sessions import session_for
     from mis_ext.presets import list_presets, load_config, preset
 else:
     __getattr__, __dir__ = lazy_names(
@@ -55,6 +56,7 @@ else:
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),
             "hosts.slime_miles.rollout": ("prepare_rollout",),
+            "hosts.slime_miles.sessions": ("session_for",),
             "presets": ("list_presets", "load_config", "preset"),
         },
     )
@@ -85,4 +87,5 @@ __all__ = [
     "policy_loss",
     "prepare_rollout",
     "preset",
+    "session_for",
 ]

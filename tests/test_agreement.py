@@ -206,10 +206,10 @@ def test_a_scale_that_one_rank_lacks_is_named_on_all_others(layout) -> None:
 @layouts
 def test_a_backend_that_one_rank_cannot_have_is_named_on_all_others(layout, monkeypatch) -> None:
     def choose(device: torch.device) -> Callable:
-        def make(streams, tokens_of, plan) -> EagerBackend:
+        def make(streams, *rest) -> EagerBackend:
             if streams.proximal_logprobs_T.dtype == torch.float64:
                 raise ValueError("the tensors are on cuda:1")
-            return EagerBackend(streams, tokens_of, plan)
+            return EagerBackend(streams, *rest)
 
         return make
 

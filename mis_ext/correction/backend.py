@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from mis_ext.checks import check_choice
 from mis_ext.correction.eager import EagerBackend
@@ -21,7 +22,7 @@ VARIABLE = "MIS_EXT_BACKEND"
 BACKENDS = ("eager", "triton")
 OLDEST_TRITON = (3, 4)
 
-MakeBackend = Callable[[Streams, PackedLayout, Plan], Backend]
+MakeBackend = Callable[[Streams, PackedLayout, Plan, Tensor], Backend]
 
 
 def choose_backend(device: torch.device) -> MakeBackend:

@@ -64,7 +64,12 @@ class CorrectionConfig:
             check_instance("each of gates", gate, Gate)
         for guard in self.warn_only:
             check_instance("each of warn_only", guard, str)
-        object.__setattr__(self, "gates", tuple(self.gates))
+        # A band that a target moves has a name, by which its scale is known.
+        named = label_gates(tuple(self.gates)).items()
+        gates = tuple(
+            gate if gate.target_accept is None else dataclasses.replace(gate, name=name) for name, gate in named
+        )
+        object.__setattr__(self, "gates", gates)
         object.__setattr__(self, "warn_only", frozenset(self.warn_only))
         if self.normalize_over is not None:
             check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
@@ -99,6 +104,11 @@ class CorrectionConfig:
     def labelled_gates(self) -> dict[str, Gate]:
         """``gates`` by the stem of their metrics."""
         return label_gates(self.gates)
+
+    @property
+    def adapted_gates(self) -> dict[str, Gate]:
+        """The gates whose band follows a target, by the name of its scale."""
+        return {gate.scale_name: gate for gate in self.gates if gate.target_accept is not None}
 
     @property
     def all_gates(self) -> tuple[Gate, ...]:

@@ -14,7 +14,15 @@ from mis_ext.correction.formula import Values
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import mask_as_float, zero_outside
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.passes import Outputs, Sequences, Streams, scale_of, scale_values, total_values
+from mis_ext.correction.passes import (
+    Outputs,
+    Sequences,
+    Streams,
+    named_band_scales,
+    scale_of,
+    scale_values,
+    total_values,
+)
 from mis_ext.correction.plan import Column, Plan
 
 _BITS = 8
@@ -30,8 +38,9 @@ class EagerSequences(NamedTuple):
 class EagerBackend:
     """See :class:`~mis_ext.correction.passes.Backend`."""
 
-    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan) -> None:
-        self.streams, self.layout, self.plan = streams, layout, plan
+    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
+        self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
+        self._band_scales = named_band_scales(plan, band_scales_N)
         tokens = streams.token_ratios(layout)
         given = {
             "log_ratio": tokens.log_ratio_T,
@@ -40,7 +49,7 @@ class EagerBackend:
             "valid": tokens.valid_mask_T,
             "response": tokens.response_mask_T,
         }
-        self._tokens = Values(given, plan.token)
+        self._tokens = Values(given | self._band_scales, plan.token)
         self._masks: dict[str, Tensor] = {}
 
     def token_statistics(self) -> Tensor:
@@ -70,7 +79,7 @@ class EagerBackend:
             column.name: -row if column.operation == "max" else row
             for column, row in zip(columns, rows[:-1], strict=True)
         }
-        values = Values(given, self.plan.sequence)
+        values = Values(given | self._band_scales, self.plan.sequence)
         return EagerSequences(values, self._totals(values, failed_S=rows[-1]))
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
@@ -146,7 +155,7 @@ class EagerBackend:
         plan = self.plan
         scales = scale_values(scale)
         of_sequences = Values(scales, {}, others=values)
-        of_group = Values(total_values(plan, over_group_A) | scales, {})
+        of_group = Values(total_values(plan, over_group_A) | scales | self._band_scales, {})
         # One at a time: on a CPU a tensor of all of them would leave the cache.
         spread = [
             of_group.of(row.formula)

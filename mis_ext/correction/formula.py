@@ -109,6 +109,6 @@ def bounded_expm1(log_value: Tensor) -> Tensor:
     return log_value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
 
 
-def inside(value: Tensor, low: float, high: float) -> Tensor:
+def inside(value: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     """Whether the closed interval contains a value."""
     return (value >= low) & (value <= high)

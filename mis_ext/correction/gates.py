@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,6 +34,10 @@ class Gate:
         after: Name of a gate on tokens. The statistic then is that of the tokens which this gate leaves; no longer a
             likelihood ratio of the sequence.
         name: Stem of its metrics; by default ``rs_...`` after its place among the gates.
+        target_accept: Share of the tokens or sequences that shall pass. ``low`` and ``high`` then are where the band
+            begins; once per rollout it is scaled about the on-policy value, see
+            :mod:`mis_ext.hosts.acceptance`.
+        target_gain: How far one rollout moves the scale towards the one that meets the target: 1 is all the way.
     """
 
     statistic: str = "ratio"
@@ -43,6 +47,8 @@ class Gate:
     action: Action = "reject"
     after: str | None = None
     name: str | None = None
+    target_accept: float | None = None
+    target_gain: float = 0.5
 
     def __post_init__(self) -> None:
         check_choice("statistic", self.statistic, STATISTICS)
@@ -63,6 +69,7 @@ class Gate:
             isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
         ):
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
+        self._check_target()
         self._warn_unusual_bounds()
 
     @property
@@ -95,9 +102,27 @@ class Gate:
         """Name of the mask of the tokens that it looks at."""
         return "valid" if self.after is None else f"kept_by_{self.after}"
 
-    def passes(self, value: Tensor) -> Tensor:
-        """Whether a value lies between the bounds."""
-        return inside(value, self.log_low, self.log_high)
+    @property
+    def passes(self) -> Formula:
+        """Whether the value lies between the bounds."""
+        return self.compared(inside)
+
+    @property
+    def scale_name(self) -> str:
+        """Name of the factor of both edges, where a target sets it."""
+        return f"band_scale_of_{self.name}"
+
+    def compared(self, compare: Callable[..., Tensor], *, value: Formula | None = None) -> Formula:
+        """What ``compare(value, low, high)`` says of a value, by default the gate's own, and the edges of the band."""
+        value = self.value if value is None else value
+        if self.target_accept is None:
+            return Formula(lambda *values: compare(value.function(*values), self.log_low, self.log_high), value.needs)
+
+        def compare_scaled(*values: Tensor) -> Tensor:
+            *of_value, scale = values
+            return compare(value.function(*of_value), scale * self.log_low, scale * self.log_high)
+
+        return Formula(compare_scaled, (*value.needs, self.scale_name))
 
     @property
     def _largest_bound(self) -> float:
@@ -110,6 +135,26 @@ class Gate:
             object.__setattr__(self, "low", None)
         if self.high in (self._largest_bound, math.inf):
             object.__setattr__(self, "high", None)
+
+    def _check_target(self) -> None:
+        check_number("target_gain", self.target_gain, low=0.0, high=1.0, open_low=True)
+        if self.target_accept is None:
+            if self.target_gain != Gate.__dataclass_fields__["target_gain"].default:
+                raise ValueError(f"target_gain={self.target_gain:g} has no effect without target_accept")
+            return
+        check_number("target_accept", self.target_accept, low=0.0, high=1.0, open_low=True, open_high=True)
+        if self.after is not None:
+            raise ValueError(
+                "target_accept does not go with after: the band would follow the tokens another one leaves"
+            )
+        if self.row.on_policy is None:
+            raise ValueError(f"target_accept needs a statistic with an on-policy value, {self.statistic} has none")
+        # On the scale of the edges that value is 0 for every statistic that has one.
+        if not self.log_low < 0.0 < self.log_high:
+            raise ValueError(
+                f"target_accept scales the band about the on-policy value {self.row.on_policy:g}, which must lie "
+                f"inside: got low={self.low} and high={self.high}"
+            )
 
     def _warn_unusual_bounds(self) -> None:
         low, high = self.low, self.high

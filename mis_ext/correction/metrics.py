@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, inside, where
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import MetricRow, Population, row
 from mis_ext.correction.weights import Weight
@@ -194,16 +194,18 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     """What a gate finds outside its bounds, whatever other gates do."""
-    value = gate.value
     over: Population = "T" if gate.reduce == "token" else "S"
     stage: Any = "token" if gate.reduce == "token" else "sequence"
 
-    def flagged(formula: Formula, flag: Callable[[Tensor], Tensor]) -> Formula:
-        return Formula(lambda *values: _as_number(flag(formula.function(*values))), formula.needs)
+    def flagged(flag: Callable[..., Tensor]) -> Formula:
+        return gate.compared(lambda *values: _as_number(flag(*values)))
 
     if gate.is_veto:
+        alone = gate.compared(inside, value=Formula.named(gate.row.token))
         # A token that the gate does not look at vetoes nothing.
-        vetoes = Formula(lambda x, looked_at: _as_number(looked_at & ~gate.passes(x)), (gate.row.token, gate.over))
+        vetoes = Formula(
+            lambda looked_at, *values: _as_number(looked_at & ~alone.function(*values)), (gate.over, *alone.needs)
+        )
         yield row(
             f"{name}_token_fraction",
             "T",
@@ -214,15 +216,24 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
         yield row(
             f"{name}_seq_fraction",
             "S",
-            flagged(value, lambda x: ~gate.passes(x)),
+            flagged(lambda x, low, high: ~inside(x, low, high)),
             "sequences with such a token",
             stage="sequence",
         )
     else:
-        low, high = gate.log_low, gate.log_high
-        yield row(f"{name}_fraction_low", over, flagged(value, lambda x: x < low), "below the band", stage=stage)
-        yield row(f"{name}_fraction_high", over, flagged(value, lambda x: x > high), "above the band", stage=stage)
+        below, above = flagged(lambda x, low, _high: x < low), flagged(lambda x, _low, high: x > high)
+        yield row(f"{name}_fraction_low", over, below, "below the band", stage=stage)
+        yield row(f"{name}_fraction_high", over, above, "above the band", stage=stage)
     yield row(f"{name}_value", over, _shown(gate), "the statistic itself", stage=stage)
+    if gate.target_accept is not None:
+        for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
+            if math.isfinite(edge):
+                yield row(f"{name}_bound_{side}", "G", _bound(gate, edge), f"the {side} bound of today", stage="group")
+
+
+def _bound(gate: Gate, edge: float) -> Formula:
+    """A bound that a target has moved, on the scale in which it is written."""
+    return Formula(lambda scale: bounded_exp(scale * edge) if gate.row.is_log else scale * edge, (gate.scale_name,))
 
 
 def _shown(gate: Gate) -> Formula:

@@ -60,6 +60,7 @@ class Backend(Protocol):
     streams: Streams
     layout: PackedLayout
     plan: Plan
+    band_scales_N: Tensor
 
     def token_statistics(self) -> Tensor:
         """``[F + 1, S]``, this rank's share of the plan's columns, and a row for the status: ``inf``, no failure."""
@@ -94,6 +95,11 @@ def total_values(plan: Plan, totals_A: Tensor) -> dict[str, Tensor]:
         total.name: -value if total.operation == "max" else value
         for total, value in zip(plan.totals, totals_A.unbind()[:-1], strict=True)
     }
+
+
+def named_band_scales(plan: Plan, band_scales_N: Tensor) -> dict[str, Tensor]:
+    """Scales of the bands that have a target, by the names that formulas use."""
+    return dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
 
 
 def scale_of(plan: Plan, *, totals_A: Tensor, over_group_A: Tensor, rollout_scale: WeightScale | None) -> WeightScale:

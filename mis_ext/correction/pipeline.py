@@ -19,6 +19,7 @@ from mis_ext.correction.passes import (
     Outputs,
     Sequences,
     Streams,
+    named_band_scales,
     scale_of,
     scale_values,
     total_values,
@@ -85,7 +86,8 @@ class Correction:
             plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
         )
         of_sequences = Values(scale_values(scale), {}, others=self._sequences.values)
-        of_group = Values(total_values(plan, self._over_group_A) | scale_values(scale), {})
+        bands = named_band_scales(plan, self._backend.band_scales_N)
+        of_group = Values(total_values(plan, self._over_group_A) | scale_values(scale) | bands, {})
         kept = [_kept(row, of_sequences, of_group) for row in plan.metrics]
         return {name: kept[index] for name, index in names.items()}
 
@@ -130,6 +132,7 @@ def compute_correction(
     cp_group: Group | None = None,
     dp_group: Group | None = None,
     rollout_scale: WeightScale | None = None,
+    band_scales_N: Tensor | None = None,
     token_metrics: bool = False,
     failed_rank: int | None = None,
 ) -> Correction:
@@ -145,16 +148,19 @@ def compute_correction(
         cp_group: Ranks that hold other parts of the same sequences; None for one rank.
         dp_group: Ranks that hold other sequences, without context parallelism; None for one rank.
         rollout_scale: The factors of the whole rollout; needed, and used, with ``scope: rollout`` only.
+        band_scales_N: ``[N]``, one for each gate with a ``target_accept``, in their order; needed with such gates only.
         token_metrics: Also write the selected metrics per token.
         failed_rank: This rank's global number, if it has no data because of a local error: every rank then learns of it
             from :attr:`Correction.status`.
 
     Raises:
-        ValueError: Lengths disagree, the layout is of other ranks than ``cp_group``, a rollout scale is missing, or
-            ``MIS_EXT_BACKEND`` cannot be had.
+        ValueError: Lengths disagree, the layout is of other ranks than ``cp_group``, a rollout scale or the scales of
+            bands are missing, or ``MIS_EXT_BACKEND`` cannot be had.
     """
     streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
-    backend = prepare(streams, layout, config, cp_group=cp_group, rollout_scale=rollout_scale)
+    backend = prepare(
+        streams, layout, config, cp_group=cp_group, rollout_scale=rollout_scale, band_scales_N=band_scales_N
+    )
     return run_passes(
         backend,
         cp_group=cp_group,
@@ -172,6 +178,7 @@ def prepare(
     *,
     cp_group: Group | None = None,
     rollout_scale: WeightScale | None = None,
+    band_scales_N: Tensor | None = None,
 ) -> Backend:
     """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates.
 
@@ -183,7 +190,11 @@ def prepare(
     # A rank without tokens takes part without it.
     if layout.num_local_tokens > 0:
         _check_scale(plan.config, rollout_scale)
-    return choose_backend(streams.proximal_logprobs_T.device)(streams, layout, plan)
+        _check_bands(plan, band_scales_N)
+    device = streams.proximal_logprobs_T.device
+    if band_scales_N is None:
+        band_scales_N = torch.ones(len(plan.band_scales), device=device)
+    return choose_backend(device)(streams, layout, plan, band_scales_N)
 
 
 def run_passes(
@@ -247,6 +258,17 @@ def _check_ranks(layout: PackedLayout, cp_group: Group | None) -> None:
         )
     if not layout.is_whole and num_ranks == 1:
         raise ValueError("the layout says that other ranks hold parts of the responses: pass their cp_group")
+
+
+def _check_bands(plan: Plan, band_scales_N: Tensor | None) -> None:
+    expected = (len(plan.band_scales),)
+    if plan.band_scales and band_scales_N is None:
+        raise ValueError(
+            "target_accept: no rollout has set the bounds. In slime --rollout-data-postprocess-path "
+            "mis_ext.prepare_rollout does, in other loops Session.adapt; Miles gives none: write fixed bounds"
+        )
+    if band_scales_N is not None and band_scales_N.shape != expected:
+        raise ValueError(f"band_scales_N has the shape {tuple(band_scales_N.shape)}, the gates say {expected}")
 
 
 def _check_scale(config: CorrectionConfig, rollout_scale: WeightScale | None) -> None:

@@ -15,6 +15,8 @@ Of all sequences of this call, or of the data-parallel group (0-dim):
 ``lowest_...``, ``highest_...``    extremes over sequences with a valid token
 =================================  =====================================================================
 
+``band_scale_of_<gate>`` is given for a rollout.
+
 Whatever is none of these is a formula. So what a configuration must reduce follows from the parameters of the formulas
 that it uses; nothing else is computed or communicated.
 """
@@ -100,6 +102,7 @@ class Plan:
         metrics: Rows whose values are computed, without aliases.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
+        band_scales: Names of the numbers that each rollout gives: the scales of the bands that have a target.
     """
 
     config: CorrectionConfig
@@ -112,6 +115,7 @@ class Plan:
     metrics: tuple[MetricRow, ...]
     metric_index: Mapping[str, int]
     needs_group_totals: bool
+    band_scales: tuple[str, ...]
 
 
 _Reduction = TypeVar("_Reduction", Column, Total)
@@ -125,12 +129,13 @@ def plan_of(config: CorrectionConfig) -> Plan:
     metrics = tuple(row for row in config.available_rows if row.name in originals)
     place = {row.name: index for index, row in enumerate(metrics)}
     token, sequence = _token_formulas(config, metrics), _sequence_formulas(config)
-    of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in SCALES]
+    given = {*SCALES, *config.adapted_gates}
+    of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
     totals = _sums_first(Total.of(name) for name in dict.fromkeys([*WATCHED_TOTALS, *of_scale, *of_group]))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
     wanted += [name for row in metrics if row.over != "G" for name in row.sequence_formula.needs]
-    leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in SCALES]
+    leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
     columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(
         config=config,
@@ -143,6 +148,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
         metrics=metrics,
         metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
+        band_scales=tuple(config.adapted_gates),
     )
 
 
@@ -209,12 +215,12 @@ def _finite(mean: Formula) -> Formula:
 
 def _all_pass(mask: str, gates: Iterable[Gate]) -> Formula:
     """A mask without what a gate rejects."""
-    tests = [(gate, gate.value) for gate in gates]
+    tests = [gate.passes for gate in gates]
 
     def passes(kept: Tensor, *values: Tensor) -> Tensor:
         rest = iter(values)
-        for gate, value in tests:
-            kept = kept & gate.passes(value.function(*[next(rest) for _ in value.needs]))
+        for test in tests:
+            kept = kept & test.function(*[next(rest) for _ in test.needs])
         return kept
 
-    return Formula(passes, (mask, *(name for _, value in tests for name in value.needs)))
+    return Formula(passes, (mask, *(name for test in tests for name in test.needs)))

@@ -95,9 +95,10 @@ class Weight:
             raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
         if not self.bound.has_high or self.bound.rejects:
             raise ValueError(f"only_outside has no effect with mode: {self.mode}")
-        if (condition.action, condition.after, condition.name) != ("reject", None, None):
+        if (condition.action, condition.after, condition.name, condition.target_accept) != ("reject", None, None, None):
             raise ValueError(
-                "only_outside takes statistic, reduce, low and high; action, after and name have no effect"
+                "only_outside takes statistic, reduce, low and high; target_accept, action, after and name have no "
+                "effect"
             )
 
     def _warn_unusual_bounds(self, bound: Bound) -> None:
@@ -140,15 +141,14 @@ class Weight:
         condition = self.only_outside
         if condition is None:
             return Formula(lambda *values: self.bounded(ratio.function(*values)), ratio.needs)
-        statistic = condition.value
+        is_inside = condition.passes
         split = len(ratio.needs)
 
         def weight(*values: Tensor) -> Tensor:
             log_ratio = ratio.function(*values[:split])
-            is_inside = condition.passes(statistic.function(*values[split:]))
-            return where(is_inside, bounded_exp(log_ratio), self.bounded(log_ratio))
+            return where(is_inside.function(*values[split:]), bounded_exp(log_ratio), self.bounded(log_ratio))
 
-        return Formula(weight, ratio.needs + statistic.needs)
+        return Formula(weight, ratio.needs + is_inside.needs)
 
     @property
     def token_formulas(self) -> dict[str, Formula]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
@@ -18,7 +20,7 @@ def compute_mis_weights(
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope.
+    """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
 
     Args:
         config: What to compute.
@@ -40,6 +42,10 @@ def compute_mis_weights(
         response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
         layout=layout,
     )
-    correction = Session(config.replace(scope="micro_batch")).compute(streams, groups=ALONE)
+    # All the way in one step: there is no earlier rollout.
+    gates = tuple(gate if gate.target_accept is None else replace(gate, target_gain=1.0) for gate in config.gates)
+    session = Session(config.replace(scope="micro_batch", gates=gates))
+    session.adapt(streams)
+    correction = session.compute(streams, groups=ALONE)
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
+from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import DataGuards, MismatchWarning
-from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor
+from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
 from mis_ext.hosts.packing import PackedStreams
 
 
@@ -38,11 +41,13 @@ class Session:
     Attributes:
         config: What is computed.
         rollout_scale: The scale of the current rollout, for ``scope: rollout``; whoever has seen the rollout sets it.
+        acceptance: The bounds that follow a target; :meth:`adapt` moves them once per rollout.
     """
 
     def __init__(self, config: CorrectionConfig) -> None:
         self.config = config
         self.rollout_scale: WeightScale | None = None
+        self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
@@ -57,7 +62,14 @@ class Session:
         """
         layout, scale = streams.layout, self.rollout_scale
         with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
-            backend = prepare(streams.streams, layout, self.config, cp_group=groups.cp_group, rollout_scale=scale)
+            backend = prepare(
+                streams.streams,
+                layout,
+                self.config,
+                cp_group=groups.cp_group,
+                rollout_scale=scale,
+                band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
+            )
             if self._guards.are_armed:
                 self._inspect(streams, groups)
         correction = run_passes(
@@ -71,6 +83,64 @@ class Session:
         if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
         return correction
+
+    def adapt(self, streams: PackedStreams, *, groups: Groups = ALONE) -> None:
+        """Move the bounds of gates with a ``target_accept``: once per rollout, before its first micro-batch.
+
+        Not within a micro-batch, which a host may compute twice. Without such gates it does nothing.
+
+        Args:
+            streams: This rank's samples of the whole rollout.
+            groups: Ranks that share the rollout; every one of them must call.
+
+        Raises:
+            ValueError: An argument is wrong.
+            RuntimeError: Another rank failed.
+        """
+        layout = streams.layout
+        self.adapt_to(lambda: streams, layout.response_lengths, groups=groups, device=streams.response_mask_R.device)
+
+    @torch.no_grad()
+    def adapt_to(
+        self,
+        make_streams: Callable[[], PackedStreams],
+        response_lengths: Sequence[int],
+        *,
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        """:meth:`adapt`, where an error in making the samples is raised after the other ranks know of it."""
+        if not self.acceptance.is_needed:
+            return
+        measuring = Session(self.config.replace(scope="micro_batch", metrics=()))
+        scales_N = torch.ones(len(self.config.adapted_gates), device=device)
+        try:
+            streams = make_streams()
+            backend = prepare(
+                streams.streams, streams.layout, measuring.config, cp_group=groups.cp_group, band_scales_N=scales_N
+            )
+        except Exception:
+            alone = groups.without_data_parallelism
+            failed = measuring.neutral(response_lengths, groups=alone, device=device, fails=True)
+            gather_rows(failed.status, groups.dp_group)
+            raise
+        correction = run_passes(
+            backend, cp_group=groups.cp_group, dp_group=None, rollout_scale=None, token_metrics=False
+        )
+        raise_if_failed(float(gather_rows(correction.status, groups.dp_group).amin()))
+        self.acceptance.move(self.acceptance.needed_scales(correction, streams, groups=groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run must go on with: plain numbers, equal on all ranks."""
+        return self.acceptance.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: The state is of another configuration.
+        """
+        self.acceptance.load_state_dict(state)
 
     def measure_nothing(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
         """Take part in a call without data: no token of this rank counts anywhere.
@@ -107,6 +177,7 @@ class Session:
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             rollout_scale=self.rollout_scale,
+            band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
             token_metrics=token_metrics,
             failed_rank=global_rank() if fails else None,
         )

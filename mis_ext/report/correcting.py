@@ -12,7 +12,10 @@ from mis_ext.report.part import Part
 
 
 def correct(part: Part, config: CorrectionConfig) -> Correction:
-    """The correction of a part, before any normalisation: keep masks and weights are those of the hook."""
+    """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
+
+    A band that follows a target is as it is written: where it went in a run depends on the rollouts before.
+    """
     one = torch.ones(())
     config = config if config.metrics_only else config.replace(metrics=(), scope="rollout")
     return compute_correction(
@@ -22,6 +25,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         layout=part.streams.layout,
         config=config,
         rollout_scale=WeightScale(one, one),
+        band_scales_N=torch.ones(len(config.adapted_gates)),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mis_ext.correction.formula import Formula, Values
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.passes import Outputs, Sequences, Streams
+from mis_ext.correction.passes import Outputs, Sequences, Streams, named_band_scales
 from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.kernels import weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
@@ -26,9 +26,11 @@ _weigh = BoundKernel(kernel(weigh_kernel), BLOCK=TILE)
 class FusedSequences:
     """:class:`~mis_ext.correction.passes.Sequences` in two buffers."""
 
-    def __init__(self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor) -> None:
+    def __init__(
+        self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor, band_scales_N: Tensor
+    ) -> None:
         self.plan, self.rows, self.rows_FS = plan, rows, rows_FS
-        self.totals_A = totals_A
+        self.totals_A, self.band_scales_N = totals_A, band_scales_N
 
     @property
     def values(self) -> Values:
@@ -36,7 +38,8 @@ class FusedSequences:
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
         masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "keep_sequence")}
-        return Values(given, {**self.plan.sequence, **masks})
+        bands = named_band_scales(self.plan, self.band_scales_N)
+        return Values(given | bands, {**self.plan.sequence, **masks})
 
 
 def _nonzero(row_S: Tensor) -> Formula:
@@ -46,9 +49,9 @@ def _nonzero(row_S: Tensor) -> Formula:
 class TritonBackend:
     """See :class:`~mis_ext.correction.passes.Backend`."""
 
-    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan) -> None:
+    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams = Streams._make([stream.contiguous() for stream in streams])
-        self.layout, self.plan = layout, plan
+        self.layout, self.plan, self.band_scales_N = layout, plan, band_scales_N
         self._device = streams.proximal_logprobs_T.device
         if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
             raise ValueError(
@@ -68,6 +71,7 @@ class TritonBackend:
             local.num_tiles,
             *self.streams,
             local.table,
+            self.band_scales_N,
             partials,
             local.num_tiles,
             local.num_pieces,
@@ -96,6 +100,7 @@ class TritonBackend:
             local.table,
             whole.table,
             self._tiles.keep_byte_S,
+            self.band_scales_N,
             keep_bits,
             local.num_tiles,
             local.num_pieces,
@@ -113,10 +118,10 @@ class TritonBackend:
         rows = self._empty(len(self._programs.rows), num_sequences)
         block_totals = self._empty(num_blocks, len(self.plan.totals) + 1)
         decide = self._programs.decisions(gathered_WFS.shape[0])
-        decide(num_blocks, gathered_WFS, rows, block_totals, num_sequences)
+        decide(num_blocks, gathered_WFS, self.band_scales_N, rows, block_totals, num_sequences)
         # The totals of the only block are those of the call.
         totals_A = block_totals.view(-1) if num_blocks == 1 else self.merge_totals(block_totals)
-        return FusedSequences(self.plan, self._programs.rows, rows, totals_A)
+        return FusedSequences(self.plan, self._programs.rows, rows, totals_A, self.band_scales_N)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -152,6 +157,7 @@ class TritonBackend:
             over_group_A,
             scale.mean_weight,
             scale.denominator_factor,
+            self.band_scales_N,
             weights_T,
             loss_mask_R,
             metrics_MT,

@@ -15,7 +15,7 @@ from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
 from mis_ext.correction.triton import device, kernels
 from mis_ext.correction.triton.symbols import Program, Symbol
 
-_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response"
+_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, band_scales"
 _TOKEN_SYMBOLS = {
     "log_ratio": Symbol("log_ratio", "float32"),
     "proximal": Symbol("proximal", "float32"),
@@ -73,7 +73,7 @@ def _function(name: str, arguments: str, lines: Iterable[str]) -> str:
 
 
 def _store_columns(plan: Plan) -> str:
-    program = Program(_TOKEN_SYMBOLS, plan.token)
+    program = _token_program(plan)
     sums, minima = plan.columns[: plan.num_sum_columns], plan.columns[plan.num_sum_columns :]
     summed = [f"tl.where({_mask(program, column)}, {program[column.token].wide}, 0.0)" for column in sums]
     least = [
@@ -104,14 +104,14 @@ def _reduce(reduction: str, values: Sequence[str], padding: str, *, first: int, 
 
 
 def _token_outputs(plan: Plan) -> str:
-    program = Program(_TOKEN_SYMBOLS, plan.token)
+    program = _token_program(plan)
     weight = program["token_weight"].wide if "token_weight" in plan.token else "tl.full(valid.shape, 1.0, tl.float64)"
     weighted, kept = program["weighted"].text, program["kept"].text
     return _function("token_outputs", _TOKEN_ARGUMENTS, [*program.lines, f"return {weight}, {weighted}, {kept}"])
 
 
 def _token_kept(plan: Plan) -> str:
-    program = Program(_TOKEN_SYMBOLS, plan.token)
+    program = _token_program(plan)
     kept = program["kept"].text
     return _function("token_kept", _TOKEN_ARGUMENTS, [*program.lines, f"return {kept}"])
 
@@ -126,7 +126,8 @@ def _decide(plan: Plan) -> str:
             f"{column.name} = {sign}{merge}(gathered + {index} * num_sequences, valid, rank_stride, NUM_RANKS)"
         )
     lines.append(f"failed = merged_minimum(gathered + {len(columns)} * num_sequences, valid, rank_stride, NUM_RANKS)")
-    program = Program({column.name: Symbol(column.name, "float32") for column in columns}, plan.sequence)
+    given = {column.name: Symbol(column.name, "float32") for column in columns}
+    program = Program(given | _band_symbols(plan), plan.sequence)
     stored = [(name, program[name]) for name in row_names(plan)]
     sums = [total for total in totals if total.operation == "sum"]
     # Places behind the last sequence count for nothing.
@@ -144,7 +145,7 @@ def _decide(plan: Plan) -> str:
     lines.append(f"out = block_totals + block * {len(totals) + 1}")
     lines += _reduce("tl.sum", summed, "0.0", first=0, stride="1")
     lines += _reduce("tl.min", least, "INFINITY", first=len(sums), stride="1")
-    arguments = "gathered, rows, block_totals, block, valid, num_sequences, NUM_RANKS: tl.constexpr"
+    arguments = "gathered, band_scales, rows, block_totals, block, valid, num_sequences, NUM_RANKS: tl.constexpr"
     return _function("decide", arguments, lines)
 
 
@@ -167,8 +168,8 @@ def _store_metrics(plan: Plan) -> str:
         for index, name in enumerate(row_names(plan))
     }
     masks = {name: Symbol(f"({loads[name].text} != 0)", "bool") for name in ("weighted_sequence", "keep_sequence")}
-    of_sequences = Program(loads | masks | scales, plan.sequence)
-    of_group = Program(_total_symbols(plan, "over_group") | scales, {})
+    of_sequences = Program(loads | masks | scales | _band_symbols(plan), plan.sequence)
+    of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), {})
     lines = []
     for index, row in enumerate(plan.metrics):
         value = of_group.of(row.formula) if row.over == "G" else of_sequences.of(row.sequence_formula)
@@ -178,9 +179,17 @@ def _store_metrics(plan: Plan) -> str:
         )
     arguments = (
         "metrics, num_tokens, is_token, response, column, num_sequences, over_group, "
-        "mean_weight, denominator_factor, scale_factor"
+        "mean_weight, denominator_factor, scale_factor, band_scales"
     )
     return _function("store_metrics", arguments, [*of_sequences.lines, *lines])
+
+
+def _token_program(plan: Plan) -> Program:
+    return Program(_TOKEN_SYMBOLS | _band_symbols(plan), plan.token)
+
+
+def _band_symbols(plan: Plan) -> dict[str, Symbol]:
+    return {name: Symbol(f"tl.load(band_scales + {index})", "float32") for index, name in enumerate(plan.band_scales)}
 
 
 def _total_symbols(plan: Plan, pointer: str) -> dict[str, Symbol]:

@@ -12,7 +12,7 @@ store_columns = token_outputs = token_kept = decide = load_scale = store_metrics
 
 
 def token_statistics_kernel(
-    proximal, behavior, response_mask, table, partials, num_tiles, num_pieces, TILE: tl.constexpr
+    proximal, behavior, response_mask, table, band_scales, partials, num_tiles, num_pieces, TILE: tl.constexpr
 ):
     """Sums and minima of one tile: a column of ``partials``, ``[F, num_tiles]`` float64."""
     tile = tl.program_id(0)
@@ -20,7 +20,7 @@ def token_statistics_kernel(
     lane = tl.arange(0, TILE)
     response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
     log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + lane, response)
-    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response)
+    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, band_scales)
 
 
 def sequence_statistics_kernel(
@@ -64,6 +64,7 @@ def keep_bits_kernel(
     table,
     whole_table,
     keep_byte,
+    band_scales,
     keep_bits,
     num_tiles,
     num_pieces,
@@ -87,7 +88,7 @@ def keep_bits_kernel(
         within = whole_begin + lane - tl.load(whole_start + piece)
         local = response & (within >= 0) & (within < tl.load(start + piece + 1) - begin)
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + within, local)
-        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local)
+        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, band_scales)
     # Other ranks need this mask: a bit per token is an eighth of what a byte would send.
     bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
     tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
@@ -96,12 +97,21 @@ def keep_bits_kernel(
     tl.store(first_byte + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < length)
 
 
-def decisions_kernel(gathered, rows, block_totals, num_sequences, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def decisions_kernel(
+    gathered, band_scales, rows, block_totals, num_sequences, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Columns of all ranks ``[W, F + 1, S]`` to columns and decisions ``[F, S]``, and a row of ``block_totals``."""
     block = tl.program_id(0)
     sequence = block * BLOCK + tl.arange(0, BLOCK)
     decide(
-        gathered + sequence, rows + sequence, block_totals, block, sequence < num_sequences, num_sequences, NUM_RANKS
+        gathered + sequence,
+        band_scales,
+        rows + sequence,
+        block_totals,
+        block,
+        sequence < num_sequences,
+        num_sequences,
+        NUM_RANKS,
     )
 
 
@@ -135,6 +145,7 @@ def output_kernel(
     over_group,
     rollout_mean_weight,
     rollout_denominator_factor,
+    band_scales,
     weights,
     loss_mask,
     metrics,
@@ -167,7 +178,7 @@ def output_kernel(
     token = begin + lane
     if IS_CORRECTED:
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
-        weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response)
+        weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response, band_scales)
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
         # Chosen, not multiplied by a mask: a token without a weight gets exactly 0.
@@ -187,6 +198,7 @@ def output_kernel(
         mean_weight,
         denominator_factor,
         scale_factor,
+        band_scales,
     )
 
 

@@ -21,7 +21,7 @@ LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max"
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
 _REPORTING_KEYS = ("metrics", "metric_max", "guard", "max_reject_fraction")
 _WEIGHT_KEYS = ("level", "mode", "low", "high", "only_outside")
-_GATE_KEYS = ("statistic", "reduce", "level", "low", "high", "action", "after", "name")
+_GATE_KEYS = ("statistic", "reduce", "level", "low", "high", "action", "after", "name", "target_accept", "target_gain")
 
 _Mapping = Mapping[str, Any]
 

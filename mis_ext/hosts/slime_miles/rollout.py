@@ -22,11 +22,12 @@ _STREAMS = ("log_probs", "rollout_log_probs")
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute the normaliser of the whole rollout over all ranks, for ``tis_normalize_scope: rollout``.
+    """Compute what belongs to the whole rollout on all ranks: bounds that follow a target, and the normaliser.
 
-    For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. Every micro-batch of the rollout is then scaled by
-    the same two numbers, however the rollout is cut into micro-batches and ranks. With ``mis_denominator: kept``,
-    samples that share a rollout share its denominator, as in the host's reducer.
+    For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. Gates with a ``target_accept`` get the bounds of
+    this rollout, see :mod:`mis_ext.hosts.acceptance`. With ``tis_normalize_scope: rollout`` every micro-batch is then
+    scaled by the same two numbers, however the rollout is cut into micro-batches and ranks. With ``mis_denominator:
+    kept``, samples that share a rollout share its denominator, as in the host's reducer.
 
     Args:
         args: The host's arguments.
@@ -42,20 +43,33 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     session = session_for(args)
     session.rollout_scale = None
     config = session.config
-    is_over_rollout = config.scope == "rollout"
-    if config.metrics_only or not config.is_scaled or not (is_over_rollout or config.denominator == "kept"):
+    is_over_rollout = config.scope == "rollout" and config.is_scaled
+    has_targets = bool(config.adapted_gates)
+    if config.metrics_only or not (is_over_rollout or has_targets or config.denominator == "kept"):
         return
     if rollout_data is None:
+        if has_targets:
+            raise ValueError("target_accept: this host passes no rollout data; write fixed bounds")
         if is_over_rollout:
             raise ValueError("tis_normalize_scope: rollout: this host passes no rollout data; use data_parallel")
         return
     megatron = initialized_megatron()
     if megatron is not None and not megatron.is_pipeline_last_stage():
         return
-    over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
     groups = find_groups()
     of_sequences = groups.without_data_parallelism
     lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
+    if has_targets:
+        session.adapt_to(
+            lambda: _pack(rollout_data, groups, rollout_id, device, key="target_accept"),
+            lengths,
+            groups=groups,
+            device=device,
+        )
+    if not (is_over_rollout or config.denominator == "kept"):
+        return
+    over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
+    over_rollout.acceptance = session.acceptance
     denominator_S = streams = None
     try:
         if config.denominator == "kept" and not config.per_token_loss:
@@ -66,7 +80,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
                 "tis_normalize_scope: rollout only; use that, or mis_denominator: fixed"
             )
         if is_over_rollout:
-            streams = _pack(rollout_data, groups, rollout_id, device)
+            streams = _pack(rollout_data, groups, rollout_id, device, key="tis_normalize_scope: rollout")
     except Exception:
         gather_rows(
             _terms(over_rollout.neutral(lengths, groups=of_sequences, device=device, fails=True)), groups.dp_group
@@ -86,12 +100,14 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         )
 
 
-def _pack(rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None, device: torch.device) -> PackedStreams:
-    missing = [key for key in _STREAMS if not rollout_data.get(key)]
+def _pack(
+    rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None, device: torch.device, *, key: str
+) -> PackedStreams:
+    missing = [name for name in _STREAMS if not rollout_data.get(name)]
     if missing and rollout_data["response_lengths"]:
         raise ValueError(
-            f"tis_normalize_scope: rollout: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the "
-            "separate scoring pass with one optimiser step per rollout: use tis_normalize_scope: data_parallel there"
+            f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
+            "with one optimiser step per rollout: use tis_normalize_scope: data_parallel and fixed bounds there"
         )
     layout = PackedLayout.context_parallel(
         rollout_data["response_lengths"],
