@@ -445,6 +445,8 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     products = [bounded_exp(math.fsum(response.valid_d)) for response in group if response.valid_d]
     record.constant("ess_ratio_token", effective_share(ratios))
     record.constant("ess_ratio_seq", effective_share(products))
+    record.constant("lr_multiplier_token", math.sqrt(effective_share(ratios)))
+    record.constant("lr_multiplier_seq", math.sqrt(effective_share(products)))
     record.constant("ratio_max", max(ratios, default=math.nan))
     record.constant("ratio_min", min(ratios, default=math.nan))
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]

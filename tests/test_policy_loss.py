@@ -41,7 +41,7 @@ def test_the_loss_its_gradient_and_all_metrics_are_those_of_the_host(recorded, h
         pytest.skip("Miles has no CISPO")
     place = hosts.Host(Groups(), hosts.plain_scores, HOSTS[host])
     ours, theirs = computed(place, loss_cases.OPTIONS[name]), recorded[f"{host}-cp1-thd"][0][name]
-    assert [*ours["metrics"]] == [*theirs["metrics"]]
+    assert [key for key in ours["metrics"] if key not in loss_cases.YOUNGER] == [*theirs["metrics"]]
     ours, theirs = (loss_cases.without_differences(host, name, found) for found in (ours, theirs))
     gradients = ours.pop("gradient"), theirs.pop("gradient")
     torch.testing.assert_close(*gradients, **GRADIENT_TOLERANCE[host])

@@ -206,6 +206,8 @@ def test_metrics_of_an_exhaustive_rollout_are_the_divergences_themselves():
         "mis_chi2_seq": chi2,
         "mis_ess_ratio_token": 1 / (1 + chi2),
         "mis_ess_ratio_seq": 1 / (1 + chi2),
+        "mis_lr_multiplier_token": (1 + chi2) ** -0.5,
+        "mis_lr_multiplier_seq": (1 + chi2) ** -0.5,
         "mis_ratio_max": 3.0,
         "mis_ratio_min": 0.625,
         "mis_ratio_above_2_fraction": 1 / 16,

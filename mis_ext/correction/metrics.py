@@ -38,7 +38,8 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
 
     References:
         ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling,
-        1965.
+        1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
+        arXiv:2602.17616; of tokens: ours.
     """
 
     def sequence(name: str, function: Callable[..., Tensor], text: str) -> MetricRow:
@@ -107,6 +108,20 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
         ),
         "the same of the products of ratios of sequences",
         core=True,
+    )
+    yield group(
+        "lr_multiplier_token",
+        lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(
+            total_sum_ratio, total_sum_squared_ratio, total_num_valid
+        ).sqrt(),
+        "root of `ess_ratio_token`: what to multiply the learning rate by, see docs",
+    )
+    yield group(
+        "lr_multiplier_seq",
+        lambda total_sequence_ratio, total_squared_sequence_ratio, total_measured: effective_share(
+            total_sequence_ratio, total_squared_sequence_ratio, total_measured
+        ).sqrt(),
+        "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
     )
     yield group(
         "ratio_max",
