@@ -21,6 +21,7 @@ class Data:
     reference: torch.Tensor
     advantages: torch.Tensor
     sequences: list[torch.Tensor]
+    values: torch.Tensor | None = None
 
     @property
     def valid(self):
@@ -248,6 +249,11 @@ def cispo(x, d, low, high):
     return score(x, d, (d.x - d.proximal).exp().clamp(low, high))
 
 
+def dispo(x, d, positive, negative):
+    r = (d.x - d.proximal).exp()
+    return score(x, d, torch.where(d.advantages > 0, r.clamp(*positive), r.clamp(*negative)))
+
+
 def outward_outside(d, low, high):
     r = (d.x - d.proximal).exp()
     return ((d.advantages > 0) & (r > 1 + high)) | ((d.advantages < 0) & (r < 1 - low))
@@ -347,6 +353,15 @@ def gspo_token(x, d, low, high):
     return d.total(clip_objective(s, d.advantages, 1 - low, 1 + high))
 
 
+def luspo(x, d, low, high):
+    total = 0.0
+    for tokens in d.sequences:
+        s = (x - d.proximal)[..., tokens].mean(-1).exp()
+        a = d.advantages[tokens[0]]
+        total = total - len(tokens) * clip_objective(s, a, 1 - low, 1 + high)
+    return total
+
+
 def gmpo(x, d, low, high):
     log_ratio = x - d.proximal
     sign = d.advantages.sign()
@@ -367,6 +382,17 @@ def sapo(x, d, positive, negative):
     is_positive = (d.advantages > 0).double()
     tau = is_positive * positive + (1 - is_positive) * negative
     return d.total(4 / tau * torch.sigmoid(tau * ((x - d.proximal).exp() - 1)) * d.advantages)
+
+
+def maspo(x, d, scale, power, high, positive, negative):
+    r = (d.x - d.proximal).exp()
+    q = d.proximal.exp()
+    mass = (scale / q**power).clamp(scale, high)
+    a = d.advantages
+    sigma = mass * torch.where(a > 0, (1 + positive * a).clamp(0.1, 10), (1 / (1 - negative * a)).clamp(0.1, 10))
+    outward = ((a > 0) & (r > 1)) | ((a < 0) & (r < 1))
+    gate = torch.where(outward, (-((r - 1) ** 2) / 2 / sigma**2).exp(), torch.ones_like(r))
+    return d.total(gate * (x - d.proximal).exp() * a)
 
 
 def m2po(x, d, budget):
@@ -398,3 +424,7 @@ def grpo_unbiased_kl(x, d, beta):
     log_inverse = d.reference - x
     importance = (x - d.behavior).exp()
     return d.total(ppo_objective(x, d) - beta * importance * (log_inverse.exp() - 1 - log_inverse))
+
+
+def drift_control(x, d):
+    return score(x, d) + d.total((omega(d) - 1) * d.values * x)

@@ -42,6 +42,9 @@ PARAMETERS = {
     "ipo": {"tau": 0.1},
     "gspo": {"low": 0.05, "high": 0.1},
     "gspo_token": {"low": 0.05, "high": 0.1},
+    "luspo": {"low": 0.05, "high": 0.1},
+    "dispo": {"positive": (0.8, 1.2), "negative": (0.7, 1.3)},
+    "maspo": {"scale": 0.3, "power": 0.5, "high": 0.6, "positive": 8.0, "negative": 9.0},
     "m2po": {"budget": 0.1},
     "vaco": {"delta": 0.15},
     "grpo_k3": {"beta": 0.1},
@@ -76,7 +79,7 @@ def make_data(*, seed: int = 0, token_advantages: bool = True, num_sequences: in
         for s, n in zip(starts, lengths, strict=True):
             advantages[s : s + n] = normal(1.0, 1)
     sequences = [tokens for tokens in sequences if len(tokens)]
-    data = Data(current, behavior, proximal, behavior + normal(0.5), advantages, sequences)
+    data = Data(current, behavior, proximal, behavior + normal(0.5), advantages, sequences, values=normal(0.5))
     return data, mask, PackedLayout.whole(lengths)
 
 
@@ -87,6 +90,7 @@ def apply(method: Method, data: Data, mask, layout, **more):
         "proximal_logprobs_T": data.proximal,
         "reference_logprobs_T": data.reference,
         "advantages_T": data.advantages,
+        "state_values_T": data.values,
         "response_mask_T": mask,
     }
     return method(**given | more, layout=layout)
@@ -101,7 +105,7 @@ def finite_difference(name: str, data: Data) -> torch.Tensor:
 
 
 def needs_one_advantage(name: str) -> bool:
-    return name == "gmpo"
+    return name in ("gmpo", "luspo")
 
 
 @each_preset

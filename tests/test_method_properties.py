@@ -14,7 +14,7 @@ from mis_ext.methods.batch import MISMATCH, STALENESS, TOTAL
 from mis_ext.methods.denominators import mean_weights
 from mis_ext.methods.reductions import WHOLE_SEQUENCE
 
-STREAMS = ("behavior", "proximal", "x", "reference", "advantages")
+STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
 
 
 def given(name: str, **more):
@@ -77,7 +77,7 @@ def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_s
     sequence_T = layout.index.sequence_T
     victim = data.sequences[4]
     at = int(victim[len(victim) // 2])
-    for policy in (*method.policies, "advantages"):
+    for policy in (*method.policies, "advantages", *(["values"] if method.needs_state_values else [])):
         stream = "x" if policy == "current" else policy
         values = getattr(data, stream).clone()
         values[at] = broken
@@ -447,6 +447,8 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
     layout = PackedLayout.whole([3])
     with pytest.raises(ValueError, match="pass proximal_logprobs_T"):
         PRESETS["ppo"].method(**streams, layout=layout)
+    with pytest.raises(ValueError, match="pass state_values_T"):
+        PRESETS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
     with pytest.raises(ValueError, match=r"current has the shape \(3,\), the layout 2 tokens"):
         PRESETS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])

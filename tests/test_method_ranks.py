@@ -90,7 +90,7 @@ def test_what_needs_all_tokens_of_the_batch_refuses_to_be_split() -> None:
 def test_a_split_layout_needs_its_group() -> None:
     split = PackedLayout.context_parallel([4], total_lengths=[6], cp_rank=0, cp_size=2)
     values = torch.zeros(split.num_local_tokens)
-    data = method_losses.Data(values, values, values, values, values, [])
+    data = method_losses.Data(values, values, values, values, values, [], values)
     with pytest.raises(ValueError, match="needs its cp_group"):
         apply(PRESETS["ppo"].method, data, values, split)
 

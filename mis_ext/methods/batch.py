@@ -31,6 +31,7 @@ class Batch:
         log_probs: ``[T]`` per policy that the method uses, nats, detached.
         advantages_T: ``[T]``.
         response_mask_T: ``[T]`` bool, the tokens that the policy generated.
+        state_values_T: ``[T]``, what the advantage is on average in the token's state; None if nothing asks for it.
         reductions: How tokens become sequences.
         whole_sequences: Whether a token without a value takes its sequence with it.
     """
@@ -43,16 +44,19 @@ class Batch:
         response_mask_T: Tensor,
         reductions: Reductions,
         whole_sequences: bool,
+        state_values_T: Tensor | None = None,
     ) -> None:
         self.reductions = reductions
         self.response_T = response_mask_T
-        rows = torch.stack([advantages_T, *log_probs.values()])
+        values = () if state_values_T is None else (state_values_T,)
+        rows = torch.stack([advantages_T, *values, *log_probs.values()])
         # What is not finite minus itself is NaN: few launches for all rows together.
         valid_T = response_mask_T & ((rows - rows).sum(0) == 0.0)
         if whole_sequences:
             valid_T = response_mask_T & (reductions.count(response_mask_T & ~valid_T) == 0.0)
         self.valid_T = valid_T
         self.advantages_T, *finite = torch.where(valid_T, rows, 0.0).unbind()
+        self._state_values_T = finite.pop(0) if values else None
         self._log_probs = dict(zip(log_probs, finite, strict=True))
         self._position_T: Tensor | None = None
         self._statistics: dict[Pair, Values] = {}
@@ -61,6 +65,12 @@ class Batch:
     def log_prob(self, policy: Policy) -> Tensor:
         """``[T]``, 0 where a token is not valid."""
         return self._log_probs[policy]
+
+    @property
+    def state_values_T(self) -> Tensor:
+        """``[T]``, 0 where a token is not valid."""
+        assert self._state_values_T is not None
+        return self._state_values_T
 
     def log_ratio(self, pair: Pair, reduce: Reduce = "token") -> Tensor:
         """``[T]`` log of numerator / denominator, or what a reduction makes of it."""

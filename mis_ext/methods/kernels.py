@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,9 @@ from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
 from mis_ext.methods.method import Method
 from mis_ext.methods.preset import preset
 from mis_ext.methods.reductions import Reduce
-from mis_ext.methods.surrogates import Score, Slope, Spread
+from mis_ext.methods.surrogates import Ratio, Score, Slope, Spread
+
+_TRUST = (0.1, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +110,53 @@ class Mixture:
         return 1.0 + self.mix * (bounded_exp(batch.log_ratio(self.pair)) - 1.0)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaussianGate:
+    """``exp(-(ratio - 1)^2 / (2 sigma^2))`` where the update moves the ratio away from 1, elsewhere 1.
+
+    ``sigma`` is ``scale / q ** power``, ``q`` the denominator's probability, within ``[scale, high]``; times
+    ``1 + positive A`` where the advantage ``A`` is positive, over ``1 + negative abs(A)`` where it is negative, that
+    factor within [0.1, 10].
+
+    Args:
+        pair: Numerator, the current policy, and denominator.
+        scale: Smallest ``sigma``, that of a certain token.
+        power: How fast it widens where a token is rare.
+        high: Where that ends.
+        positive: How much it widens per unit of positive advantage.
+        negative: How much it narrows per unit of negative advantage.
+    """
+
+    scale: float
+    power: float
+    high: float
+    positive: float
+    negative: float
+    pair: Pair = STALENESS
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it needs to know of a sequence."""
+        return ("token",)
+
+    @property
+    def action(self) -> Action | None:
+        """It is a weight."""
+        return None
+
+    def of(self, batch: Batch) -> Tensor:
+        """``[T]``."""
+        # In the log, where no power of a tiny probability overflows.
+        widening_T = (-self.power * batch.log_prob(self.pair[1])).clamp(0.0, math.log(self.high / self.scale))
+        size_T = batch.advantages_T.abs()
+        trust_T = torch.where(
+            batch.advantages_T > 0.0, 1.0 + self.positive * size_T, (1.0 + self.negative * size_T).reciprocal()
+        )
+        sigma_T = self.scale * widening_T.exp() * trust_T.clamp(*_TRUST)
+        gate_T = ((bounded_exp(batch.log_ratio(self.pair)) - 1.0) / sigma_T).square().mul(-0.5).exp()
+        return torch.where(batch.when("outward", self.pair), gate_T, 1.0)
+
+
 @preset(
     formula="sg(phi(w_1..T)) A log pi, phi(W) = exp(scale) W^shape exp(-scale W)",
     paper="Shen et al., VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693",
@@ -135,4 +185,24 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
     return Method(surrogate=Sigmoid(positive=positive, negative=negative))
 
 
-FAMILY = (vespo, sapo)
+@preset(
+    formula="r A sg(exp(-(r - 1)^2 / (2 sigma^2)) where the update moves r away from 1), sigma = clip(scale / "
+    "proximal^power, scale, high) clip(A > 0: 1 + positive A; A < 0: 1 / (1 - negative A), 0.1, 10)",
+    paper="Fu et al., MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability, arXiv:2602.17550 "
+    "(code)",
+)
+def maspo(
+    *, scale: float = 1.0, power: float = 0.3, high: float = 10.0, positive: float = 0.03, negative: float = 0.03
+) -> Method:
+    """A soft gate that is wide for rare tokens and for good answers, narrow for bad ones.
+
+    When: hard clips throw away gradients, and rare tokens are what is to be learnt.
+    Claims: up to 3 points over GRPO at 1.5B to 14B, with more entropy.
+    Counter-claims: with the authors' numbers a ratio of 2 still keeps 0.6 of its gradient: nothing else bounds it. The
+    formula is that of the authors' code.
+    """
+    gate = GaussianGate(scale=scale, power=power, high=high, positive=positive, negative=negative)
+    return Method(surrogate=Ratio(), factors=(gate,))
+
+
+FAMILY = (vespo, sapo, maspo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,29 @@ class Penalty(NamedTuple):
 
     value_T: Tensor
     slope_T: Tensor
+
+
+class Term(Protocol):
+    """What a method asks of a term."""
+
+    @property
+    def scale(self) -> float:
+        """What it is multiplied by."""
+
+    @property
+    def on(self) -> Literal["valid", "kept"]:
+        """Whether tokens that a factor rejects have it too."""
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The policies that it compares."""
+
+    @property
+    def needs_state_values(self) -> bool:
+        """Whether it looks at the value of the token's state."""
+
+    def of(self, batch: Batch) -> Penalty:
+        """Value and slope, without ``scale``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +84,11 @@ class KlTerm:
     def pairs(self) -> tuple[Pair, ...]:
         """Numerator and denominator of each of its ratios."""
         return (self.pair,) if self.importance is None else (self.pair, self.importance)
+
+    @property
+    def needs_state_values(self) -> bool:
+        """It compares policies only."""
+        return False
 
     def of(self, batch: Batch) -> Penalty:
         """Value and slope, without ``scale``."""

@@ -15,7 +15,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import Batch, Policy
 from mis_ext.methods.denominators import terms_of
 from mis_ext.methods.factors import Factor
-from mis_ext.methods.kl_terms import KlTerm
+from mis_ext.methods.kl_terms import Term
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
 from mis_ext.methods.surrogates import Surrogate
 
@@ -62,7 +62,7 @@ class Method:
 
     surrogate: Surrogate
     factors: tuple[Factor, ...] = ()
-    terms: tuple[KlTerm, ...] = ()
+    terms: tuple[Term, ...] = ()
     normalize_over: Literal["tokens", "sequences"] | None = None
 
     @property
@@ -77,6 +77,11 @@ class Method:
         return tuple(policy for policy in _POLICIES if policy in used)
 
     @property
+    def needs_state_values(self) -> bool:
+        """Whether it needs ``state_values_T``."""
+        return any(term.needs_state_values for term in self.terms)
+
+    @property
     def reduces(self) -> frozenset[Reduce]:
         """How surrogate and factors reduce over a sequence."""
         return frozenset(chain(self.surrogate.reduces, *(factor.reduces for factor in self.factors)))
@@ -89,6 +94,7 @@ class Method:
         proximal_logprobs_T: Tensor | None = None,
         reference_logprobs_T: Tensor | None = None,
         advantages_T: Tensor,
+        state_values_T: Tensor | None = None,
         response_mask_T: Tensor,
         layout: PackedLayout,
         cp_group: Group | None = None,
@@ -102,13 +108,16 @@ class Method:
             proximal_logprobs_T: ``[T]``, nats, the trainer's scoring before the update; likewise.
             reference_logprobs_T: ``[T]``, nats; likewise.
             advantages_T: ``[T]``.
+            state_values_T: ``[T]``, what the advantage is on average in the token's state; needed if
+                :attr:`needs_state_values`.
             response_mask_T: ``[T]``, nonzero on tokens that the policy generated.
             layout: Lengths, and where the local tokens lie.
             cp_group: Ranks that hold other parts of the same sequences; None for one rank.
             dp_group: Ranks that hold other sequences, for statistics of the batch; None for one rank.
 
         Raises:
-            ValueError: The log-probs of a policy are missing, or a tensor has another length than the layout says.
+            ValueError: The log-probs of a policy or the values of states are missing, or a tensor has another length
+                than the layout says.
         """
         given = {
             "behavior": behavior_logprobs_T,
@@ -117,7 +126,11 @@ class Method:
             "reference": reference_logprobs_T,
         }
         log_probs = {policy: given[policy] for policy in self.policies}
+        if self.needs_state_values and state_values_T is None:
+            raise ValueError("this method weighs the value of the token's state: pass state_values_T")
         tensors: dict[str, Tensor | None] = {"advantages": advantages_T, "response_mask": response_mask_T}
+        if state_values_T is not None:
+            tensors["state_values"] = state_values_T
         tensors.update(log_probs.items())
         for name, values_T in tensors.items():
             if values_T is None:
@@ -132,6 +145,7 @@ class Method:
                 advantages_T=advantages_T,
                 response_mask_T=response_mask_T.bool(),
                 reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
+                state_values_T=state_values_T,
             )
             value_T, result = self._evaluate(batch)
         valid_T = result.valid_T
@@ -147,6 +161,7 @@ class Method:
         advantages_T: Tensor,
         response_mask_T: Tensor,
         reductions: Reductions,
+        state_values_T: Tensor | None = None,
     ) -> Batch:
         """What the parts of this method look at; arguments as of :class:`~mis_ext.methods.batch.Batch`."""
         return Batch(
@@ -155,6 +170,9 @@ class Method:
             response_mask_T=response_mask_T,
             reductions=reductions,
             whole_sequences=not self.reduces.isdisjoint(WHOLE_SEQUENCE),
+            state_values_T=_detached(state_values_T)
+            if self.needs_state_values and state_values_T is not None
+            else None,
         )
 
     def weigh(self, batch: Batch) -> Weighed:

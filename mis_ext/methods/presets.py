@@ -6,6 +6,7 @@ from itertools import chain
 
 from mis_ext.checks import did_you_mean
 from mis_ext.methods import (
+    control_variates,
     decoupled,
     kernels,
     kl_penalties,
@@ -18,7 +19,18 @@ from mis_ext.methods import (
 )
 from mis_ext.methods.preset import Preset
 
-_FAMILIES = (ppo, decoupled, masks, reinforce, trust_region, sequence_ratio, kernels, second_moment, kl_penalties)
+_FAMILIES = (
+    ppo,
+    decoupled,
+    masks,
+    reinforce,
+    trust_region,
+    sequence_ratio,
+    kernels,
+    second_moment,
+    kl_penalties,
+    control_variates,
+)
 
 PRESETS: dict[str, Preset] = {row.name: row for row in chain.from_iterable(family.FAMILY for family in _FAMILIES)}
 """By name, family after family."""

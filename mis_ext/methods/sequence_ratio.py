@@ -91,4 +91,19 @@ def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
     return Method(surrogate=ClippedMean(low=low, high=high))
 
 
-FAMILY = (gspo, gspo_token, gmpo)
+@preset(
+    formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), sum over tokens, then mean over sequences",
+    paper="Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261 (formula of TRL's luspo loss)",
+)
+def luspo(*, low: float = 2e-3, high: float = 2.5e-3) -> Method:
+    """GSPO whose sequences count with their length: sum over tokens, not their mean, then the mean over sequences.
+
+    When: responses become shorter and shorter under GSPO.
+    Claims: no length bias; longer responses and better results than GSPO.
+    Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A token has the
+    coefficient of ``gspo``: what differs are the bounds and the denominator.
+    """
+    return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
+
+
+FAMILY = (gspo, gspo_token, gmpo, luspo)

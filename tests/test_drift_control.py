@@ -1,0 +1,129 @@
+"""The drift control variate, by enumerating a small policy: what it takes away, and what it leaves as it was."""
+
+import pytest
+import torch
+from test_method_toy import each_seed
+from test_toy_policy import Toy
+
+from mis_ext import PackedLayout
+from mis_ext.methods import PRESETS, Method
+
+VOCABULARY = 3
+
+
+def gradient(toy: Toy, method: Method, advantage, value) -> dict[tuple, torch.Tensor]:
+    """The expected gradient under the behavior policy in the logits of every state; arguments are of a prefix."""
+    tokens = [(y, t) for y in toy.responses for t in range(len(y))]
+    current = torch.cat([toy.log_probs(toy.proximal, y) for y in toy.responses])
+    result = method(
+        behavior_logprobs_T=torch.cat([toy.log_probs(toy.behavior, y) for y in toy.responses]),
+        current_logprobs_T=current,
+        advantages_T=torch.tensor([advantage(y, t) for y, t in tokens], dtype=torch.float64),
+        state_values_T=torch.tensor([value(y[:t]) for y, t in tokens], dtype=torch.float64),
+        response_mask_T=torch.ones_like(current),
+        layout=PackedLayout.whole([len(y) for y in toy.responses]),
+    )
+    coefficients: dict[tuple, torch.Tensor] = {}
+    for (y, t), c in zip(tokens, result.coefficient_T.tolist(), strict=True):
+        of_actions = coefficients.setdefault(y[:t], torch.zeros(VOCABULARY, dtype=torch.float64))
+        of_actions[y[t]] += toy.probability(toy.behavior, y) * c
+    # d log pi(a) / d logits = 1[a] - pi.
+    return {s: c - toy.proximal[s] * c.sum() for s, c in coefficients.items()}
+
+
+def of_response(toy: Toy):
+    return lambda y, _t: toy.value[y]
+
+
+def mean_value(toy: Toy):
+    return lambda state: toy.value_after(toy.behavior, state)
+
+
+def some_number(state: tuple) -> float:
+    return 0.7 - 0.4 * len(state) + 0.3 * sum(state)
+
+
+def assert_same(found: dict, wanted: dict) -> None:
+    assert found.keys() == wanted.keys()
+    for state, numbers in found.items():
+        torch.testing.assert_close(numbers, wanted[state], rtol=1e-9, atol=1e-12)
+
+
+def drift(toy: Toy, state: tuple) -> torch.Tensor:
+    """What a common advantage of 1 in a state pushes the logits by."""
+    return toy.prefix_probability(toy.behavior, state) * (toy.behavior[state] - toy.proximal[state])
+
+
+@each_seed
+def test_with_the_mean_of_the_advantage_only_what_depends_on_the_action_is_left(seed) -> None:
+    toy = Toy(seed=seed)
+    v = mean_value(toy)
+    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), v)
+    wanted = {}
+    for s in found:
+        excess = [toy.value_after(toy.behavior, (*s, a)) - v(s) for a in range(VOCABULARY)]
+        wanted[s] = (
+            toy.prefix_probability(toy.behavior, s) * toy.behavior[s] * torch.tensor(excess, dtype=torch.float64)
+        )
+    assert_same(found, wanted)
+    naive = gradient(toy, PRESETS["reinforce"].method, of_response(toy), v)
+    assert_same(naive, {s: wanted[s] + v(s) * drift(toy, s) for s in wanted})
+    assert any(float((v(s) * drift(toy, s)).abs().max()) > 0.01 for s in wanted)
+
+
+@each_seed
+def test_any_number_of_the_state_takes_away_its_own_drift_and_nothing_else(seed) -> None:
+    toy = Toy(seed=seed)
+    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), some_number)
+    naive = gradient(toy, PRESETS["reinforce"].method, of_response(toy), some_number)
+    assert_same(found, {s: naive[s] - some_number(s) * drift(toy, s) for s in naive})
+
+
+@each_seed
+def test_a_shift_of_advantages_and_values_by_a_number_of_the_state_changes_no_expectation(seed) -> None:
+    toy = Toy(seed=seed)
+    v = mean_value(toy)
+
+    def shifted_advantage(y, t):
+        return toy.value[y] + some_number(y[:t])
+
+    plain = gradient(toy, PRESETS["drift_control"].method, of_response(toy), v)
+    shifted = gradient(toy, PRESETS["drift_control"].method, shifted_advantage, lambda s: v(s) + some_number(s))
+    assert_same(shifted, plain)
+    naive = [gradient(toy, PRESETS["reinforce"].method, a, v) for a in (of_response(toy), shifted_advantage)]
+    assert any(float((naive[1][s] - naive[0][s]).abs().max()) > 0.01 for s in plain)
+
+
+@each_seed
+def test_the_mean_of_the_coefficient_in_a_state_stays_what_it_was(seed) -> None:
+    toy = Toy(seed=seed, max_length=1)
+    log_pi, log_mu = toy.proximal[()].log(), toy.behavior[()].log()
+    advantages = torch.tensor([toy.value[y] for y in toy.responses], dtype=torch.float64)
+    order = torch.tensor([y[0] for y in toy.responses])
+    result = PRESETS["drift_control"].method(
+        behavior_logprobs_T=log_mu[order],
+        current_logprobs_T=log_pi[order],
+        advantages_T=advantages,
+        state_values_T=torch.full_like(advantages, 1.7),
+        response_mask_T=torch.ones_like(advantages),
+        layout=PackedLayout.whole([1] * len(order)),
+    )
+    probability = toy.behavior[()][order]
+    assert float((probability * result.coefficient_T).sum()) == pytest.approx(float((probability * advantages).sum()))
+    assert not torch.allclose(result.coefficient_T, advantages)
+
+
+@each_seed
+def test_between_no_correction_and_the_token_ratio(seed) -> None:
+    toy = Toy(seed=seed)
+
+    def zero(_state):
+        return 0.0
+
+    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), zero)
+    assert_same(found, gradient(toy, PRESETS["reinforce"].method, of_response(toy), zero))
+    # An advantage that is a number of the state, as value too, is the token's importance ratio.
+    both = gradient(toy, PRESETS["drift_control"].method, lambda y, t: some_number(y[:t]), some_number)
+    assert_same(both, gradient(toy, PRESETS["reinforce_token_is"].method, lambda y, t: some_number(y[:t]), zero))
+    for numbers in both.values():
+        torch.testing.assert_close(numbers, torch.zeros_like(numbers), rtol=0.0, atol=1e-12)
