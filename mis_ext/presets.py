@@ -1,15 +1,20 @@
-"""Configurations from files: a YAML of the user's, or one of the presets that ship with the package."""
+"""Configurations from files: a YAML of the user's, one of the presets that ship, or that of a method's row."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mis_ext.checks import did_you_mean
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+
+if TYPE_CHECKING:
+    from mis_ext.methods import Preset
 
 _PRESETS = Path(__file__).parent / "_presets"
 
@@ -57,3 +62,32 @@ def preset_path(name: str) -> Path:
     if name not in names:
         raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
     return _PRESETS / f"{name}.yaml"
+
+
+def method_yaml(row: Preset) -> str:
+    """The file with which the hook does a method, with its defaults.
+
+    Raises:
+        ValueError: The hook alone cannot do it; the message says why.
+    """
+    from mis_ext.methods.as_correction import as_correction
+
+    try:
+        method = as_correction(row.method)
+    except ValueError as error:
+        raise ValueError(f"{row.name}: {error}. mis_ext.methods computes it in any loop") from None
+    clip = [f"--eps-clip {method.low:g}", f"--eps-clip-high {method.high:g}"]
+    if method.dual is not None:
+        clip.append(f"--eps-clip-c {method.dual:g}")
+    remarks = {
+        "What": " ".join(row.text.partition("\n\n")[0].split()),
+        "Formula": row.formula,
+        "Source": row.paper,
+        "Flags": f"--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp {' '.join(clip)}",
+    }
+    if any(gate.action == "reject" for gate in method.config.gates):
+        remarks["Denominator"] = "rejected terms stay in the host's; denominator: kept under mis: takes them out."
+    comment = "\n".join(textwrap.fill(f"{title}: {text}", 118) for title, text in remarks.items())
+    keys = {"use_tis": True, NATIVE_KEY: native_keys_of(method.config)}
+    content = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120)
+    return f"{textwrap.indent(comment, '# ')}\n{content}"

@@ -13,6 +13,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description="List the methods, or say what is known about one.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of the list")
+    parser.add_argument(
+        "--yaml", action="store_true", help="print the file with which the hook does NAME, or why it cannot"
+    )
     parser.set_defaults(run=run)
 
 
@@ -21,5 +24,12 @@ def run(arguments: argparse.Namespace) -> int:
     from mis_ext.methods import find_preset
     from mis_ext.methods.table import describe_method, list_methods
 
-    print(list_methods() if arguments.name is None else describe_method(find_preset(arguments.name)))
+    if arguments.yaml:
+        from mis_ext.presets import method_yaml
+
+        if arguments.name is None:
+            raise ValueError("--yaml needs the NAME of a method")
+        print(method_yaml(find_preset(arguments.name)), end="")
+    else:
+        print(list_methods() if arguments.name is None else describe_method(find_preset(arguments.name)))
     return 0

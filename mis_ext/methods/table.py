@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mis_ext.correction.tables import Table
+from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.preset import SYMBOLS, Preset
 from mis_ext.methods.presets import PRESETS
 
@@ -34,10 +35,16 @@ def describe_method(row: Preset) -> str:
     defaults = ", ".join(
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.defaults.items()
     )
+    try:
+        as_correction(method)
+        hook = f"yes: mis-ext methods {row.name} --yaml"
+    except ValueError as error:
+        hook = f"no: {error}"
     parts = {
         "objective": row.formula,
         "parameters": defaults or "none",
         "log-probs": ", ".join(method.policies),
+        "hook alone": hook,
         "source": row.paper,
     }
     facts = "\n".join(f"{title + ':':12}{text}" for title, text in parts.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,42 @@ def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss:
         reporting={**reporting(keys, prefix=""), "per_token_loss": per_token_loss},
         measure_only=measure_only,
     )
+
+
+def native_keys_of(config: CorrectionConfig) -> dict[str, Any]:
+    """The mapping under ``mis:`` that spells ``config``; what is at its default is left out.
+
+    Raises:
+        ValueError: It measures only, which is said by the host's switches.
+    """
+    if config.metrics_only:
+        raise ValueError("metrics_only is spelled use_tis: false, outside of the mapping")
+    default = CorrectionConfig()
+    changed = {
+        key: getattr(config, key)
+        for key in (*_SCALING_CHOICES, "metrics", "metric_max", "max_reject_fraction")
+        if getattr(config, key) != getattr(default, key)
+    }
+    keys: dict[str, Any] = {}
+    if config.weight is not None:
+        keys["weight"] = {"level": config.weight.level, "mode": config.weight.mode}
+        keys["weight"] |= _changed_fields(config.weight, _WEIGHT_KEYS)
+    if config.gates:
+        keys["gates"] = [_changed_fields(gate, _GATE_KEYS) for gate in config.gates]
+    if isinstance(config.metrics, tuple):
+        changed["metrics"] = list(config.metrics)
+    if config.warn_only:
+        changed["guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
+    return keys | changed
+
+
+def _changed_fields(part: Weight | Gate, names: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.name in names and value != field.default:
+            found[field.name] = _changed_fields(value, names=_GATE_KEYS) if isinstance(value, Gate) else value
+    return found
 
 
 def checked_config(

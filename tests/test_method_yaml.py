@@ -1,0 +1,174 @@
+"""A method's file: the hook does with it what the row says, and refuses what it cannot do alone."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import yaml
+from drawn_configs import draw_point
+from test_method_gradients import apply, make_data
+
+import mis_ext
+from mis_ext.cli import main
+from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+from mis_ext.methods import PRESETS, Method, Ratio, Weight
+from mis_ext.methods.as_correction import as_correction
+from mis_ext.methods.batch import MISMATCH
+from mis_ext.presets import method_yaml
+
+# Wide enough that some sequences of random data pass.
+PARAMETERS = {
+    "sequence_mis": {"low": 0.3, "high": 3.0},
+    "geometric_rs": {"low": 0.92, "high": 1.08},
+    "geometric_rs_token_tis": {"low": 0.92, "high": 1.08, "bound": 1.2},
+    "sequence_mask_tis": {"low": 0.92, "high": 1.08},
+    "veto": {"low": 0.5},
+    "trm": {"high_max": 0.3, "high_mean": 0.1},
+    "decoupled_token_tis": {"high": 1.25},
+    "icepop": {"high": 1.5},
+}
+HOOK = [
+    "decoupled",
+    "decoupled_token_tis",
+    "decoupled_sequence_tis",
+    "decoupled_token_clip",
+    "icepop",
+    "glm_5_reasoning",
+    "token_mis",
+    "sequence_mis",
+    "geometric_rs",
+    "geometric_rs_token_tis",
+    "sequence_mask_tis",
+    "veto",
+    "trm",
+]
+# The presets of the hook that are a row of the methods, under their flat keys.
+SAME = {
+    "mis": "decoupled_token_tis",
+    "token_tis": "decoupled_token_tis",
+    "icepop": "icepop",
+    "sequence_mis": "sequence_mis",
+    "geometric_gate_token_weight": "sequence_mask_tis",
+}
+
+
+def can(name: str) -> bool:
+    try:
+        as_correction(PRESETS[name].method)
+    except ValueError:
+        return False
+    return True
+
+
+def corrected(config: mis_ext.CorrectionConfig, data, mask, layout) -> torch.Tensor:
+    """What the hook multiplies the host's loss by, 0 where it rejects."""
+    correction = mis_ext.compute_correction(
+        proximal_logprobs_T=data.proximal,
+        behavior_logprobs_T=data.behavior,
+        response_mask_R=mask,
+        layout=layout,
+        config=config.replace(metrics=()),
+    )
+    return torch.where(correction.keep_mask_T, correction.weights_T, 0.0).double()
+
+
+def test_the_rows_that_the_hook_can_do_are_these() -> None:
+    assert [name for name in PRESETS if can(name)] == HOOK
+
+
+@pytest.mark.filterwarnings("ignore:a geometric gate")
+@pytest.mark.parametrize("name", HOOK)
+def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
+    method = PRESETS[name](**PARAMETERS.get(name, {}))
+    data, mask, layout = make_data()
+    found = as_correction(method)
+    host = Method(surrogate=Ratio(low=1.0 - found.low, high=1.0 + found.high, dual=found.dual))
+    ppo = apply(host, data, mask, layout).coefficient_T
+    ours = ppo * corrected(found.config, data, mask, layout)
+    wanted = apply(method, data, mask, layout)
+    torch.testing.assert_close(ours, wanted.coefficient_T, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ours, ppo, rtol=1e-3) or name == "decoupled"
+    assert (ours != 0).any()
+
+
+@pytest.mark.parametrize("name", HOOK)
+def test_the_file_is_a_configuration_of_the_hook(name) -> None:
+    text = method_yaml(PRESETS[name])
+    found = mis_ext.config_from_mapping(yaml.safe_load(text))
+    assert found == as_correction(PRESETS[name].method).config
+    assert PRESETS[name].paper.partition(",")[0] in text
+    assert all(line.startswith("# ") for line in text.partition("use_tis")[0].splitlines())
+
+
+@pytest.mark.parametrize(("preset", "name"), SAME.items())
+def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, name) -> None:
+    data, mask, layout = make_data()
+    pair = mis_ext.preset(preset), as_correction(PRESETS[name].method).config
+    found, wanted = (corrected(config, data, mask, layout) for config in pair)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("ppo", "it corrects nothing"),
+        ("gspo", "its surrogate .geometric ratio current / proximal. is not the host's"),
+        ("reinforce", "its surrogate .no clipped ratio. is not the host's"),
+        ("kimi_k2_5", "its surrogate .token ratio current / behavior. is not the host's"),
+        ("dcpo", "its clip is not the host's"),
+        ("grpo_k3", "it has an additive term"),
+        ("opsm", "it compares current with behavior"),
+        ("decoupled_tempered", "the hook's weight is the ratio itself"),
+        ("decoupled_mixed", "the hook has no Mixture"),
+        ("segment_rs", "no gate with the reduction segment_mean"),
+        ("sequence_error", "no gate on exp_abs_log_ratio"),
+        ("maspo", "its clip is not the host's"),
+    ],
+)
+def test_what_the_hook_cannot_do_alone_is_refused_with_the_reason(method, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_correction(PRESETS[method].method)
+
+
+def test_parts_that_no_row_has_are_refused_too() -> None:
+    ppo = PRESETS["ppo"].method
+    weight = Weight(pair=MISMATCH)
+    for factors, message in {
+        (weight, Weight(pair=MISMATCH, level="sequence")): "two weights",
+        (Weight(pair=MISMATCH, low=0.5),): "low bound alone",
+        (Weight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            as_correction(dataclasses.replace(ppo, factors=factors))
+    with pytest.raises(ValueError, match="normalises"):
+        as_correction(dataclasses.replace(ppo, factors=(weight,), normalize_over="tokens"))
+
+
+def test_the_command_prints_the_file_or_the_reason(capsys) -> None:
+    assert main(["methods", "trm", "--yaml"]) == 0
+    assert capsys.readouterr().out == method_yaml(PRESETS["trm"])
+    for arguments, message in ((["gspo", "--yaml"], "gspo: its surrogate"), (["--yaml"], "--yaml needs the NAME")):
+        with pytest.raises(SystemExit) as caught:
+            main(["methods", *arguments])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds")
+def test_any_configuration_goes_through_its_native_keys() -> None:
+    choose = random.Random(0).choice
+    for _ in range(200):
+        config = draw_point(choose).config.replace(per_token_loss=False)
+        if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
+            config = config.replace(scope="data_parallel")
+        keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys_of(config)}))
+        assert mis_ext.config_from_mapping(keys) == config
+    gate = mis_ext.Gate(low=0.5, high=2.0, target_accept=0.9, target_gain=0.2)
+    others = {"metrics": ("mis_k3_kl",), "metric_max": math.inf, "warn_only": {"shifted_log_probs"}}
+    config = mis_ext.CorrectionConfig(gates=(gate,), max_reject_fraction=0.3, **others)
+    keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys_of(config)}))
+    assert mis_ext.config_from_mapping(keys) == config
+    with pytest.raises(ValueError, match="metrics_only"):
+        native_keys_of(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
