@@ -47,6 +47,7 @@ SMALL_RUN = [
     *["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"],
     *["--custom-config-path", str(ROOT / "yaml" / "mis.yaml")],
 ]
+WHOLE_LOSS = ["--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss"]
 TIMEOUT_SECONDS = 120
 PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
 
@@ -279,7 +280,7 @@ def test_trainer_scores_as_transformers_does_with_the_exported_weights(topologie
         assert found["log_probs"].std() > 1
 
 
-@pytest.mark.parametrize("loss", ["per sample", "per token"])
+@pytest.mark.parametrize("loss", ["per sample", "per token", "whole loss"])
 @pytest.mark.parametrize("topology", ["DP 2 bshd", "CP 2 thd", "CP 2 bshd"])
 def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_update(topologies, topology: str, loss: str):
     """Float32 sums in another order: about 1e-6 of log-probs of size 3; Adam's first step amplifies what is near 0."""
@@ -288,6 +289,16 @@ def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_updat
     for name in ("loss", "grad_norm", "mis_k3_kl", "mis_ess_ratio_seq", "mis_logprob_abs_diff"):
         torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(found["log_probs_after"], expected["log_probs_after"], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("topology", ["DP 2 thd", "CP 2 thd", "CP 2 bshd"])
+def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topology: str):
+    own, whole = (topologies[f"{topology} {loss}"] for loss in ("per sample", "whole loss"))
+    names = ["loss", "grad_norm", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff"]
+    for name in [*names, *(name for name in own if name.startswith("mis_"))]:
+        torch.testing.assert_close(whole[name], own[name], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(whole["log_probs_after"], own["log_probs_after"], atol=1e-3, rtol=0)
+    assert {"pg_loss", "entropy_loss"} <= whole.keys() - own.keys()
 
 
 @pytest.fixture(scope="module")
@@ -447,11 +458,11 @@ def score_and_train(path: Path) -> None:
     found = {}
     for cp_size in (1, 2):
         for qkv_format in ("thd", "bshd"):
-            for loss in ("per sample", "per token"):
+            for loss in ("per sample", "per token", "whole loss"):
                 flags = ["--context-parallel-size", str(cp_size), "--qkv-format", qkv_format, *SMALL_RUN]
                 # Four samples in a call over all data-parallel ranks, the scope of normalisation and group metrics.
                 flags += ["--num-steps-per-rollout", "1", "--micro-batch-size", "4" if cp_size == 2 else "2"]
-                flags += ["--calculate-per-token-loss"] if loss == "per token" else []
+                flags += {"per token": ["--calculate-per-token-loss"], "whole loss": WHOLE_LOSS}.get(loss, [])
                 ranks = Ranks.start(context_parallel_size=cp_size, seed=1)
                 name = f"{'CP' if cp_size == 2 else 'DP'} 2 {qkv_format} {loss}"
                 found[name] = examine(parse_args(flags), ranks, task, samples)

@@ -82,7 +82,22 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--qkv-format", choices=["thd", "bshd"], default="thd")
     group.add_argument("--eps-clip", type=float, default=0.2)
     group.add_argument("--eps-clip-high", type=float, default=0.28)
+    group.add_argument("--eps-clip-c", type=float, help="dual clip, with custom_loss only")
+    group.add_argument("--entropy-coef", type=float, default=0.0, help="with custom_loss only")
     group.add_argument("--calculate-per-token-loss", action="store_true")
+    group.add_argument(
+        "--loss-type",
+        choices=["policy_loss", "custom_loss"],
+        default="policy_loss",
+        help="the example's own PPO loss, or the whole loss of --custom-loss-function-path",
+    )
+    group.add_argument(
+        "--custom-loss-function-path",
+        default="mis_ext.policy_loss",
+        help="module.function(args, batch, logits, sum_of_sample_mean), with custom_loss only. Of mis_ext.policy_loss "
+        "the mode comes from the YAML, mis_loss_mode: baseline, decoupled, bypass or reinforce. decoupled and "
+        "reinforce need --use-tis; with bypass and reinforce --use-rollout-logprobs skips the trainer's scoring pass",
+    )
 
 
 def _add_correction(parser: argparse.ArgumentParser) -> None:
@@ -109,13 +124,8 @@ def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, Scalar]]
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
-        parser.error("--use-tis and --get-mismatch-metrics need --custom-tis-function-path")
-    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
-        parser.error(
-            "--custom-tis-function-path is never called: with use_tis: false in the configuration add "
-            "--get-mismatch-metrics to measure, else add --use-tis"
-        )
+    if args.loss_type == "policy_loss":
+        _check_own_loss(parser, args)
     if args.resume and args.overwrite:
         parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
     if args.engine_settings and args.rollout_engine != "sglang":
@@ -131,4 +141,16 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"{num_samples} samples per rollout (--rollout-batch-size x --n-samples-per-prompt) do not divide into "
             f"{dp_size} data-parallel ranks x --num-steps-per-rollout {args.num_steps_per_rollout} x "
             f"--micro-batch-size {args.micro_batch_size}"
+        )
+
+
+def _check_own_loss(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.eps_clip_c is not None or args.entropy_coef != 0.0:
+        parser.error("--eps-clip-c and --entropy-coef need --loss-type custom_loss")
+    if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
+        parser.error("--use-tis and --get-mismatch-metrics need --custom-tis-function-path")
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
+        parser.error(
+            "--custom-tis-function-path is never called: with use_tis: false in the configuration add "
+            "--get-mismatch-metrics to measure, else add --use-tis"
         )

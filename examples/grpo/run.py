@@ -119,9 +119,11 @@ class Run:
         samples, rewards = grade_groups(problems, completions, num_samples=self._args.n_samples_per_prompt)
         data = self._own_share(samples)
         batches = self._trainer.micro_batches(data)
-        with self._timed("score"):
-            data["log_probs"] = self._trainer.score(batches)
-            data["rollout_log_probs"] = self._trainer.own_tokens(data["engine_log_probs"], batches)
+        data["rollout_log_probs"] = self._trainer.own_tokens(data["engine_log_probs"], batches)
+        # A whole loss whose old policy is the engine's needs no scoring pass, and the hosts skip it then.
+        if not (self._args.loss_type == "custom_loss" and self._args.use_rollout_logprobs):
+            with self._timed("score"):
+                data["log_probs"] = self._trainer.score(batches)
         if self._args.rollout_data_postprocess_path is not None:
             load_function(self._args.rollout_data_postprocess_path)(self._args, step, data)
         with self._timed("train"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from .cpu import megatron_device
 from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
-from .loss import PolicyBatch, Reducer, policy_loss
+from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, export_weights, transformer_config
 
 
@@ -141,6 +141,8 @@ class Trainer:
             torch.full((len(index),), advantage, device=self._ranks.device)
             for index, advantage in zip(indices, data["advantages"][samples], strict=True)
         ]
+        if self._args.loss_type == "custom_loss":
+            return self._custom_loss(data, batch, logits, advantages)
         policy_batch = PolicyBatch(
             train_log_probs=data["log_probs"][samples],
             rollout_log_probs=data["rollout_log_probs"][samples],
@@ -153,17 +155,35 @@ class Trainer:
         )
         return policy_loss(self._args, policy_batch, self._log_probs(logits, batch))
 
-    def _imitation_loss(
-        self, data: dict[str, Any], batch: MicroBatch, logits: Tensor
+    def _custom_loss(
+        self, data: dict[str, Any], batch: MicroBatch, logits: Tensor, advantages: list[Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        masks = data["loss_masks"][batch.samples]
-        reduce = Reducer.build(
+        """Call the user's whole loss as the hosts do; its metrics are on the CPU."""
+        lists = ("log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
+        host_batch = {key: data[key][batch.samples] for key in lists if key in data}
+        masks = host_batch["loss_masks"]
+        host_batch |= {
+            "unconcat_tokens": data["tokens"][batch.samples],
+            "advantages": advantages,
+            "rollout_mask_sums": torch.stack([mask.sum() for mask in masks]),
+        }
+        loss, logged = load_function(self._args.custom_loss_function_path)(
+            self._args, host_batch, logits, self._reducer(masks, batch)
+        )
+        return loss, {name: value.to(loss.device) for name, value in logged.items()}
+
+    def _reducer(self, masks: list[Tensor], batch: MicroBatch) -> Reducer:
+        return Reducer.build(
             masks,
             original_masks=masks,
             response_indices=batch.inputs.response_indices,
             per_token=self._args.calculate_per_token_loss,
         )
-        loss = -reduce(self._log_probs(logits, batch))
+
+    def _imitation_loss(
+        self, data: dict[str, Any], batch: MicroBatch, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -self._reducer(data["loss_masks"][batch.samples], batch)(self._log_probs(logits, batch))
         return loss, {"loss": loss.detach()}
 
     def _step(

@@ -1,0 +1,61 @@
+"""The example with every mode of the whole loss, as a host would call it."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from test_example import WHOLE_LOSS, parse_args, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_upper_bound": 2.0}
+MODES = {
+    "baseline": {},
+    "decoupled": {},
+    # Nothing to correct is left in PPO's ratio; gates still reject.
+    "bypass": {"tis_level": "none", "rs_veto_threshold": 1.0e-4},
+    "reinforce": {},
+}
+SKIPS_SCORING = ("bypass", "reinforce")
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("mode", MODES)
+def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_hosts_names(tmp_path: Path, mode: str):
+    keys = {key: value for key, value in (TOKEN_TIS | MODES[mode]).items() if not (mode == "bypass" and "bound" in key)}
+    config = tmp_path / "mode.yaml"
+    config.write_text(yaml.safe_dump(keys | {"mis_loss_mode": mode}))
+    flags = ["--use-rollout-logprobs"] if mode in SKIPS_SCORING else []
+    run = ["--custom-config-path", str(config), "--entropy-coef", "0.01", "--num-rollout", "2"]
+    rows = train(tmp_path / "run", *WHOLE_LOSS, *flags, *run)
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
+        assert all(math.isfinite(row[f"train/{name}"]) for name in names)
+        assert row["train/grad_norm"] > 0
+        assert ("perf/score_seconds" in row) is (mode not in SKIPS_SCORING)
+        assert row["train/entropy_loss"] > 0
+        assert row["train/mis_k3_kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--entropy-coef", "0.1"], "need --loss-type custom_loss"),
+        (["--eps-clip-c", "3"], "need --loss-type custom_loss"),
+        (["--loss-type", "other"], "invalid choice: 'other'"),
+    ],
+)
+def test_options_that_the_examples_own_loss_has_not_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_says_where_the_mode_comes_from(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (*MODES, "--loss-type", "mis_loss_mode", "--use-rollout-logprobs"):
+        assert part in text
