@@ -11,8 +11,9 @@ import yaml
 from cases import flat, random_samples
 from reference import Samples
 from test_guards import make_batch
+from test_host_synchronisation import recorded
 from thread_ranks import Rank, run_ranks
-from triton_support import HAS_GPU, OBSTACLE
+from triton_support import DEVICE, OBSTACLE
 from zigzag import take
 
 import mis_ext
@@ -44,6 +45,11 @@ def streams_of(samples: Samples) -> PackedStreams:
         flat(samples.masks).float(),
         PackedLayout.whole([mask.numel() for mask in samples.masks]),
     )
+
+
+def on_device(streams: PackedStreams) -> PackedStreams:
+    lengths = streams.layout.response_lengths
+    return PackedStreams(*(stream.to(DEVICE) for stream in streams.streams), PackedLayout.whole(lengths, device=DEVICE))
 
 
 def rollout(*, seed: int, scale: float = 1.0, num: int = 64) -> PackedStreams:
@@ -369,17 +375,29 @@ def test_whole_samples_are_their_own_rollout() -> None:
     assert torch.cat(masks).mean() == pytest.approx(0.8, abs=1e-6)
 
 
-@pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-def test_both_backends_take_the_scales(monkeypatch) -> None:
-    streams = rollout(seed=6, num=12)
+def test_the_hook_reads_no_value_and_the_scales_are_there_before_it_is_called(monkeypatch) -> None:
+    args, batch, enough = argparse.Namespace(**keys()), make_batch(noise=0.2), make_batch(4, 200)
+    # The warning about too much rejection is given once, and then its watch ends.
+    args.mis |= {"guard": "warn", "max_reject_fraction": 1.0}
+    prepare_rollout(args, 0, {"log_probs": enough["train_log_probs"], **enough})
+    mis_ext.compute_mis_weights_with_cp(args, **enough)
+    prepare_rollout(args, 1, {"log_probs": batch["train_log_probs"], **batch})
+    scales = session_for(args).acceptance.scales_on(torch.device("cpu"))
+    with recorded(monkeypatch, scales, *batch["train_log_probs"], *batch["rollout_log_probs"]) as recorder:
+        mis_ext.compute_mis_weights_with_cp(args, **batch)
+    assert len(recorder.names) > 20
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_both_backends_take_the_scales_and_a_new_bound_compiles_nothing(monkeypatch) -> None:
+    first, second = (on_device(rollout(seed=seed, num=12)) for seed in (6, 7))
     found = []
     for backend in ("eager", "triton"):
         monkeypatch.setenv("MIS_EXT_BACKEND", backend)
         session = Session(ALL)
-        session.adapt(streams)
-        correction = session.compute(streams, groups=mis_ext.Groups(), token_metrics=True)
-        bounds = {name: values[0] for name, values in correction.token_metrics.items() if "_bound_" in name}
-        bounds = {name: float(bound) for name, bound in bounds.items()}
+        session.adapt(first)
+        correction = session.compute(first, groups=mis_ext.Groups(), token_metrics=True)
+        bounds = {name: float(values[0]) for name, values in correction.token_metrics.items() if "_bound_" in name}
         found.append((correction.weights_T, correction.loss_mask_R, session.state_dict()["scales"], bounds))
     eager, triton = found
     assert torch.equal(eager[1], triton[1])
@@ -387,6 +405,14 @@ def test_both_backends_take_the_scales(monkeypatch) -> None:
     assert eager[2] == pytest.approx(triton[2], rel=1e-5)
     assert eager[3] == pytest.approx(triton[3], rel=1e-5)
     assert len(eager[3]) == 9
+
+    from mis_ext.correction.triton.programs import programs_of
+
+    compiled, before = programs_of.cache_info().misses, session.state_dict()
+    session.adapt(second)
+    session.compute(second, groups=mis_ext.Groups())
+    assert session.state_dict() != before
+    assert programs_of.cache_info().misses == compiled
 
 
 # --- what cannot follow a target
