@@ -59,3 +59,18 @@ def test_the_help_says_where_the_mode_comes_from(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for part in (*MODES, "--loss-type", "mis_loss_mode", "--use-rollout-logprobs"):
         assert part in text
+
+
+@pytest.mark.whole_run
+def test_a_run_keeps_the_share_of_responses_that_is_asked_for(tmp_path: Path):
+    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": 1.0}
+    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
+    config = tmp_path / "target.yaml"
+    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
+    hook = ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]
+    rows = train(tmp_path / "run", *hook, "--num-rollout", "3")
+    for row in rows:
+        # 24 of the rollout's 32 responses, on both ranks and in both optimizer steps together.
+        assert row["train/mis_kept_seq_fraction"] == pytest.approx(0.75, abs=1e-6)
+        assert 0.99 < row["train/mis_rs_mask_bound_low"] < 1.0 < row["train/mis_rs_mask_bound_high"] < 1.01
+    assert len({row["train/mis_rs_mask_bound_low"] for row in rows}) == 3
