@@ -16,6 +16,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mis_ext import session_for
+
 from .cpu import megatron_device
 from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
@@ -117,13 +119,19 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training needs to go on."""
-        return {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "model": self._model.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            # Bounds that follow a target; empty without such.
+            "correction": session_for(self._args).state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._model.module.load_state_dict(state["model"])
         with megatron_device(self._ranks.device):
             self._optimizer.load_state_dict(state["optimizer"])
+        session_for(self._args).load_state_dict(state["correction"])
 
     def _logits(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         inputs = batch.inputs
