@@ -114,7 +114,7 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
         lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(
             total_sum_ratio, total_sum_squared_ratio, total_num_valid
         ).sqrt(),
-        "root of `ess_ratio_token`: what to multiply the learning rate by, see docs",
+        "root of `ess_ratio_token`: what to multiply the learning rate by",
     )
     yield group(
         "lr_multiplier_seq",
