@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,18 @@ def load_config(path: str | Path) -> CorrectionConfig:
         return config_from_mapping(content)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from None
+
+
+def load_quietly(path: str | Path) -> tuple[CorrectionConfig, tuple[str, ...]]:
+    """The configuration of a file, and what it says about itself, which is then no warning.
+
+    Raises:
+        As :func:`load_config`.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config(path)
+    return config, tuple(dict.fromkeys(str(each.message) for each in caught))
 
 
 def list_presets() -> tuple[str, ...]:

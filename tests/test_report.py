@@ -11,11 +11,13 @@ from drawn_configs import Point, draw_point
 from hypothesis import HealthCheck, given, settings
 
 import mis_ext
+from mis_ext.explain.law import GaussianLaw
+from mis_ext.explain.traps import traps_of
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
 from mis_ext.report.bins import quantile, size_bin, summed
 from mis_ext.report.pareto import k_hat
-from mis_ext.report.recommendation import warnings_of
-from mis_ext.report.sequences import BANDS, predicted_acceptance
+from mis_ext.report.recommendation import circumstances_of
+from mis_ext.report.sequences import BANDS
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
 
@@ -52,7 +54,7 @@ def test_a_gaussian_mismatch_has_the_effective_sample_size_and_acceptance_of_the
     (row,) = summary.by_length
     assert row.num_sequences == NUM_SEQUENCES
     for name, band in BANDS.items():
-        expected = predicted_acceptance(band, LENGTH, K3)
+        expected = GaussianLaw(K3, LENGTH).acceptance(band)
         error = math.sqrt(max(expected * (1 - expected), 1e-4) / NUM_SEQUENCES)
         assert row.predicted[name] == pytest.approx(expected, abs=0.01)
         assert row.accepted[name] == pytest.approx(expected, abs=5 * error)
@@ -158,9 +160,9 @@ def test_counts_side_by_side_are_those_one_after_the_other() -> None:
 def test_gates_on_sequences_are_warned_of_where_weights_are_stale(summary) -> None:
     what_if = WhatIf(mis_ext.preset("gated_mis"))
     what_if.add(gaussian(k3=1e-6, count=10))
-    warned = [*warnings_of(what_if.config, what_if.outcome(), summary, is_stale=True)]
-    assert any("stale weights collapse earlier" in text for text in warned)
-    assert not [*warnings_of(what_if.config, what_if.outcome(), summary)]
+    stale, fresh = (circumstances_of(what_if.outcome(), summary, is_stale=is_stale) for is_stale in (True, False))
+    assert [trap.name for trap in traps_of(what_if.config, stale)] == ["stale_gates"]
+    assert not traps_of(what_if.config, fresh)
 
 
 def test_nothing_to_report_is_an_error() -> None:

@@ -14,7 +14,8 @@ from engines import COUNT, engines
 import mis_ext
 from mis_ext.cli import main
 from mis_ext.dumps import Dumps
-from mis_ext.report.recommendation import warnings_of
+from mis_ext.explain.traps import traps_of
+from mis_ext.report.recommendation import circumstances_of
 from mis_ext.report.report import file_candidate, preset_candidates, report_of
 
 pytest.importorskip("matplotlib")
@@ -265,7 +266,8 @@ def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(t
     report = report_of(Dumps([dumps / "0.pt"]), [candidate])
     (ranked,) = (each for each in report.recommendation.ranking if each.name == str(path))
     assert any("expected effective sample size" in text for text in ranked.warnings)
-    assert [*warnings_of(candidate.config, ranked.outcome, report.summary)] == [*ranked.warnings]
+    traps = traps_of(candidate.config, circumstances_of(ranked.outcome, report.summary))
+    assert tuple(trap.text for trap in traps) == ranked.warnings
 
 
 def test_presets_are_tried_once_each_and_the_default_is_first() -> None:

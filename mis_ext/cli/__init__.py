@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mis_ext.cli import audit, check_rollouts, diff, methods, report
+from mis_ext.cli import audit, check_rollouts, diff, explain, methods, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input."""
     parser = argparse.ArgumentParser(prog="mis-ext", description="Why do the inference and training engines disagree?")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (audit, report, diff, check_rollouts, methods):
+    for module in (audit, report, explain, diff, check_rollouts, methods):
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:

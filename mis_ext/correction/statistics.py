@@ -31,6 +31,7 @@ class Statistic:
         on_policy: Its value where both engines agree; None where agreement says nothing about it.
         unit: Of its bounds.
         text: What it measures, for the documentation.
+        symbol: Its formula at token ``t``, for explanations; its name where there is none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Statistic:
     on_policy: float | None
     unit: str
     text: str
+    symbol: str = ""
 
     def edge(self, bound: float) -> float:
         """A bound on the scale of the token formula."""
@@ -75,12 +77,42 @@ TOKEN_FORMULAS: dict[str, Formula] = {
 }
 
 _ROWS = (
-    Statistic("ratio", "log_ratio", True, 0.0, math.inf, 1.0, "ratio", "proximal / behavior probability"),
     Statistic(
-        "abs_log_ratio", "abs_log_ratio", False, 0.0, math.inf, 0.0, "nats", "absolute difference of the log-probs"
+        "ratio", "log_ratio", True, 0.0, math.inf, 1.0, "ratio", "proximal / behavior probability", symbol="rho_t"
     ),
-    Statistic("k2", "k2", False, 0.0, math.inf, 0.0, "nats", "half the squared log-ratio: a KL estimate"),
-    Statistic("k3", "k3", False, 0.0, math.inf, 0.0, "nats", "`exp d - 1 - d`: an unbiased KL estimate"),
+    Statistic(
+        "abs_log_ratio",
+        "abs_log_ratio",
+        False,
+        0.0,
+        math.inf,
+        0.0,
+        "nats",
+        "absolute difference of the log-probs",
+        symbol="|d_t|",
+    ),
+    Statistic(
+        "k2",
+        "k2",
+        False,
+        0.0,
+        math.inf,
+        0.0,
+        "nats",
+        "half the squared log-ratio: a KL estimate",
+        symbol="d_t^2 / 2",
+    ),
+    Statistic(
+        "k3",
+        "k3",
+        False,
+        0.0,
+        math.inf,
+        0.0,
+        "nats",
+        "`exp d - 1 - d`: an unbiased KL estimate",
+        symbol="rho_t - 1 - d_t",
+    ),
     Statistic(
         "probability_difference",
         "probability_difference",
@@ -90,9 +122,30 @@ _ROWS = (
         0.0,
         "probability",
         "absolute difference of the probabilities (total variation on the sampled token)",
+        symbol="|pi_t - mu_t|",
     ),
-    Statistic("proximal_probability", "proximal", True, 0.0, 1.0, None, "probability", "the trainer's probability"),
-    Statistic("behavior_probability", "behavior", True, 0.0, 1.0, None, "probability", "the sampler's probability"),
+    Statistic(
+        "proximal_probability",
+        "proximal",
+        True,
+        0.0,
+        1.0,
+        None,
+        "probability",
+        "the trainer's probability",
+        symbol="pi_t",
+    ),
+    Statistic(
+        "behavior_probability",
+        "behavior",
+        True,
+        0.0,
+        1.0,
+        None,
+        "probability",
+        "the sampler's probability",
+        symbol="mu_t",
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {row.name: row for row in _ROWS}

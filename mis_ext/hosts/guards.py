@@ -6,13 +6,12 @@ for the device; later ones read what has arrived meanwhile, and find a mistake a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS, MIN_SHIFT_TOKENS, SHIFT_FACTOR
-from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
+from mis_ext.explain.traps import hopeless_sequences, single_sequence
 from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER, Evidence, added, evidence_of, vary
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.mailbox import Tally, is_capturing
@@ -26,7 +25,6 @@ MAX_ZERO_GAP = 0.01
 
 SUSPICIOUS_SHARE = 0.01
 ZERO_SHARE = 0.05
-MIN_SEQUENCE_ESS = 0.1
 
 
 class MismatchWarning(UserWarning):
@@ -70,7 +68,7 @@ class DataGuards:
             # First, because a shift also puts certain tokens beside improbable ones.
             ("shifted_log_probs", "shifted_log_probs", has_pairs, shifted_log_probs(evidence)),
             ("degenerate_behavior", "degenerate_behavior", has_tokens, degenerate_behavior(evidence)),
-            ("single_sequence", None, has_tokens, _single_sequence(self._config, in_scope)),
+            ("single_sequence", None, has_tokens, single_sequence(self._config, in_scope)),
             ("size", None, has_tokens, _size(self._config, evidence)),
         )
         for name, guard, has_seen_enough, messages in checks:
@@ -144,18 +142,6 @@ def shifted_log_probs(evidence: Evidence) -> Iterator[str]:
     )
 
 
-def _single_sequence(config: CorrectionConfig, num_sequences_in_scope: int) -> Iterator[str]:
-    weight = config.weight
-    if config.normalize_over is None or config.scope == "rollout" or weight is None or weight.level == "token":
-        return
-    if num_sequences_in_scope == 1:
-        wider = "data_parallel or rollout" if config.scope == "micro_batch" else "rollout"
-        yield (
-            f"{weight.level}-level weights normalised over a single sequence are always 1, which switches the "
-            f"correction off: use tis_normalize_scope: {wider}, or larger micro-batches"
-        )
-
-
 def _size(config: CorrectionConfig, evidence: Evidence) -> Iterator[str]:
     """Doubts about how large the mismatch is."""
     if evidence.num_valid < ENOUGH_TOKENS:
@@ -167,36 +153,3 @@ def _size(config: CorrectionConfig, evidence: Evidence) -> Iterator[str]:
             f"{MAX_MEAN_ABS_DIFF:g}: check temperature, top-p, tokenisation, and that the weights were synchronised"
         )
     yield from hopeless_sequences(config, k3=k3, length=evidence.num_response / evidence.num_sequences)
-
-
-def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
-    """That products of ratios of responses this long have lost almost all of their effective sample size."""
-    variance = 2.0 * k3 * length
-    share = math.exp(-min(variance, 700.0))
-    weight = config.weight
-    is_product = weight is not None and weight.level == "sequence"
-    gates_products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates)
-    if share >= MIN_SEQUENCE_ESS or not (is_product or gates_products):
-        return
-    cap = weight.high if weight is not None and is_product else None
-    cap = DEFAULT_UPPER_BOUND if cap is None else cap
-    yield (
-        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
-        f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at {cap:g} have mean "
-        f"{expected_truncated_mean(variance, cap):.2g} instead of 1; use the token or geometric level, or shorter "
-        "responses"
-    )
-
-
-def expected_truncated_mean(variance: float, cap: float) -> float:
-    """``E[min(W, cap)]`` for ``log W ~ N(-variance / 2, variance)``, the weight of a long sequence."""
-    if variance <= 0.0:
-        return min(1.0, cap)
-    deviation = math.sqrt(variance)
-    below = _normal_cdf(math.log(cap) / deviation - deviation / 2.0)
-    above = _normal_cdf(-math.log(cap) / deviation - deviation / 2.0)
-    return below + cap * above
-
-
-def _normal_cdf(value: float) -> float:
-    return 0.5 * math.erfc(-value / math.sqrt(2.0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.explain.effect import description
 from mis_ext.report.part import Part
 
 
@@ -38,14 +38,9 @@ def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
     found: dict[str, CorrectionConfig] = {}
     implied = config.weight.gate if config.weight is not None else None
     if implied is not None:
-        found[_description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+        found[description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
     for name, gate in labelled.items():
         if gate.action == "reject":
             gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
-            found[_description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+            found[description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
     return found
-
-
-def _description(name: str, gate: Gate) -> str:
-    low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"

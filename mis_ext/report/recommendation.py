@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.hosts.guards import hopeless_sequences
+from mis_ext.explain.traps import EVIDENCE, MIN_SEQUENCE_ESS, Circumstances, gates_sequences, traps_of
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
@@ -16,17 +16,16 @@ NONE = "none"
 """The name of no correction."""
 
 HARMLESS_K3, HARMLESS_ESS = 1e-3, 0.99
-MIN_SEQUENCE_ESS, MIN_LEARNING_RATE = 0.5, 0.9
-_EVIDENCE = "benchmarks/evidence/README.md"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that could be taken, and the file that spells it."""
+    """A configuration that could be taken, the file that spells it, and what reading it warned of."""
 
     name: str
     config: CorrectionConfig
     yaml: str
+    said: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,13 @@ def recommend(
             Ranked(
                 candidate.name,
                 outcomes[candidate.name],
-                tuple(warnings_of(candidate.config, outcomes[candidate.name], summary, is_stale=is_stale)),
-                tuple(_notes(candidate.config, outcomes[candidate.name])),
+                tuple(
+                    trap.text
+                    for trap in traps_of(
+                        candidate.config, circumstances_of(outcomes[candidate.name], summary, is_stale=is_stale)
+                    )
+                ),
+                (*candidate.said, *_notes(candidate.config, outcomes[candidate.name])),
             ),
         )
         for candidate in candidates
@@ -98,27 +102,19 @@ def recommend(
     return Recommendation(headline, reasons, best, yaml, ranking)
 
 
-def warnings_of(
-    config: CorrectionConfig, outcome: Outcome, summary: Summary, *, is_stale: bool = False
-) -> Iterator[str]:
-    """What speaks against a configuration on this data."""
+def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = False) -> Circumstances:
+    """What was measured of a run, and of a configuration on it."""
     overall = summary.overall
-    yield from hopeless_sequences(config, k3=overall.k3, length=overall.mean_length)
-    removed = 1.0 - min(outcome.kept_tokens, outcome.kept_sequences)
-    if removed > config.max_reject_fraction:
-        yield (
-            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: a geometric "
-            f"gate lost reward from 12 % on ({_EVIDENCE})"
-        )
-    if is_stale and _gates_sequences(config):
-        yield f"gates on sequences made runs with stale weights collapse earlier ({_EVIDENCE})"
-    if config.weight is not None and config.weight.level == "sequence" and overall.ess_sequence < MIN_SEQUENCE_ESS:
-        yield (
-            f"products of ratios have an effective sample size of {overall.ess_sequence:.2g}: a few sequences decide "
-            f"(k-hat {overall.k_hat:.2g}; above 0.7 their average says little)"
-        )
-    if outcome.learning_rate < MIN_LEARNING_RATE:
-        yield f"multiplies the effective learning rate by {outcome.learning_rate:.2g}"
+    return Circumstances(
+        k3=overall.k3,
+        length=overall.mean_length,
+        ess_sequence=overall.ess_sequence,
+        k_hat=overall.k_hat,
+        kept_tokens=outcome.kept_tokens,
+        kept_sequences=outcome.kept_sequences,
+        learning_rate=outcome.learning_rate,
+        is_stale=is_stale,
+    )
 
 
 def _notes(config: CorrectionConfig, outcome: Outcome) -> Iterator[str]:
@@ -151,19 +147,19 @@ def _in_words(
             "No correction is needed.",
             (
                 size,
-                f"Up to a k3 of {HARMLESS_K3:g} no study of ours found a correction better than none ({_EVIDENCE}).",
+                f"Up to a k3 of {HARMLESS_K3:g} no study of ours found a correction better than none ({EVIDENCE}).",
                 "Keep measuring with yaml/metrics_only.yaml; token TIS (yaml/mis.yaml) does no harm as insurance.",
             ),
         )
     reasons = [size]
     if is_stale:
         reasons.append(
-            f"With stale weights token TIS gained 0.08 to 0.34 of reward, gates on sequences lost ({_EVIDENCE})."
+            f"With stale weights token TIS gained 0.08 to 0.34 of reward, gates on sequences lost ({EVIDENCE})."
         )
     else:
         reasons.append(
             f"No study of ours found token TIS worse than no correction; gates on sequences lost 0.02 of reward "
-            f"with an fp8 cache ({_EVIDENCE})."
+            f"with an fp8 cache ({EVIDENCE})."
         )
     if overall.ess_sequence < MIN_SEQUENCE_ESS:
         reasons.append(
@@ -177,15 +173,11 @@ def _place(config: CorrectionConfig, *, is_needed: bool) -> int:
     """By what training runs said of its kind: small is good."""
     if config.metrics_only:
         return 2 if is_needed else -1
-    if _gates_sequences(config):
+    if gates_sequences(config):
         return 4
     if config.weight is not None and config.weight.level != "token":
         return 3
     return 1 if config.all_gates else 0
-
-
-def _gates_sequences(config: CorrectionConfig) -> bool:
-    return any(gate.reduce != "token" for gate in config.all_gates)
 
 
 def _is_harmless(summary: Summary) -> bool:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mis_ext.dumps import Dumps
-from mis_ext.presets import list_presets, load_config, preset_path
+from mis_ext.plain_data import to_plain
+from mis_ext.presets import list_presets, load_quietly, preset_path
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.indicators import Indicator, indicators
@@ -43,10 +40,10 @@ class Report:
             "format": FORMAT,
             "sources": self.sources,
             "skipped": self.skipped,
-            "recommendation": _plain(self.recommendation),
-            "diagnoses": _plain(self.diagnoses),
-            "indicators": _plain(self.indicators),
-            "summary": _plain(self.summary),
+            "recommendation": to_plain(self.recommendation),
+            "diagnoses": to_plain(self.diagnoses),
+            "indicators": to_plain(self.indicators),
+            "summary": to_plain(self.summary),
         }
         return content
 
@@ -119,21 +116,5 @@ def file_candidate(path: Path) -> Candidate:
         ValueError: It is no configuration, or one that only measures.
         TypeError: A value has the wrong type.
     """
-    with warnings.catch_warnings():
-        # What a configuration says about itself is said where it is used.
-        warnings.simplefilter("ignore")
-        return Candidate(str(path), load_config(path), path.read_text(encoding="utf-8"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _plain(value.tolist())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+    config, said = load_quietly(path)
+    return Candidate(str(path), config, path.read_text(encoding="utf-8"), said)

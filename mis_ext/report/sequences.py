@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mis_ext.correction.gates import Gate
+from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import NUM_OCTAVES, octave, octave_range, summed
 from mis_ext.report.part import Origin, Part
 from mis_ext.report.tally import token_rows
@@ -27,8 +29,11 @@ COLUMNS = (
 )
 """Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
 
-BANDS = {"product in [1/2, 2]": (0.5, 2.0, True), "geometric mean within 1 %": (0.99, 1.01, False)}
-"""Bands whose acceptance is shown by length: bounds, and whether of the product."""
+BANDS = {
+    "product in [1/2, 2]": Gate(reduce="sum", low=0.5, high=2.0),
+    "geometric mean within 1 %": Gate(reduce="mean", low=0.99, high=1.01),
+}
+"""Gates whose acceptance is shown by length."""
 
 
 @dataclass(eq=False)
@@ -141,27 +146,14 @@ def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
                 mean_length=mean_length,
                 k3=float(divergences[number] / lengths[number]),
                 accepted={name: float(values[number]) / count for name, values in accepted.items()},
-                predicted={name: predicted_acceptance(band, mean_length, k3) for name, band in BANDS.items()},
+                predicted={name: GaussianLaw(k3, mean_length).acceptance(band) for name, band in BANDS.items()},
             )
         )
     return rows
 
 
-def predicted_acceptance(band: tuple[float, float, bool], length: float, k3: float) -> float:
-    """For ``log ratio ~ N(-k3, 2 k3)`` of each token, independently."""
-    low, high, is_product = band
-    scale = 1.0 if is_product else length
-    mean, deviation = -k3 * length / scale, math.sqrt(2.0 * k3 * length) / scale
-    if deviation == 0.0 or math.isnan(deviation):
-        return 1.0 if deviation == 0.0 else math.nan
-    below = [0.5 * math.erfc(-(math.log(bound) - mean) / (deviation * math.sqrt(2.0))) for bound in (low, high)]
-    return below[1] - below[0]
-
-
-def _accepted(sequences: Sequences, band: tuple[float, float, bool]) -> Tensor:
-    low, high, is_product = band
-    value = sequences["difference"] if is_product else sequences.log_ratio_mean
-    return (value >= math.log(low)) & (value <= math.log(high))
+def _accepted(sequences: Sequences, band: Gate) -> Tensor:
+    return band.passes(sequences["difference"] if band.reduce == "sum" else sequences.log_ratio_mean)
 
 
 def effective_share(log_weights: Tensor) -> float:

@@ -1,0 +1,137 @@
+"""``mis-ext explain``: what a configuration does, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mis_ext.explain import Effect, Explanation
+
+_NUMBERS = {
+    "ess_token": "ESS of token ratios",
+    "ess_sequence": "ESS of their products",
+    "ess_geometric": "ESS of geometric means",
+    "kept_tokens": "tokens kept",
+    "kept_sequences": "responses kept",
+    "above_high": "ratios above the high bound",
+    "below_low": "ratios below the low bound",
+    "weight_mean": "mean weight before normalisation",
+    "learning_rate": "effective learning rate",
+    "ess": "ESS of what multiplies the loss",
+}
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext explain``."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="what a configuration does: its steps, gradient, expected effect and traps",
+        description=(
+            "Says in words and formulas what a YAML file or a preset does, what it would do to a mismatch of a given "
+            "size (by the Gaussian law), and what speaks against it. Exit code: 0 done, 2 no such configuration."
+        ),
+    )
+    parser.add_argument("config", metavar="FILE.yaml|PRESET", help="a configuration, or the name of a preset")
+    parser.add_argument(
+        "--k3", type=_number, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
+    )
+    parser.add_argument(
+        "--length",
+        type=_number,
+        default=2048,
+        metavar="T",
+        help="tokens of a response, in [1, 1e7]; %(default)d",
+    )
+    parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
+    parser.add_argument("--sequences", type=int, metavar="N", help="responses over which a call normalises")
+    parser.add_argument("--json", action="store_true", help="write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, as 5e-3, got {text!r}") from None
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print, and return the exit code."""
+    from mis_ext.explain import explain_config
+    from mis_ext.presets import load_quietly, preset_path
+
+    path = Path(parsed.config)
+    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    config, said = load_quietly(path if is_file else preset_path(parsed.config))
+    found = explain_config(
+        config, k3=parsed.k3, length=parsed.length, is_stale=parsed.stale, num_sequences=parsed.sequences, said=said
+    )
+    if parsed.json:
+        print(json.dumps({"config": parsed.config} | found.to_dict(), allow_nan=False))
+    else:
+        _show(parsed.config, found)
+    return 0
+
+
+def _show(name: str, found: Explanation) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise OSError("mis-ext explain needs rich (pip install mis_ext[cli]), or --json") from error
+
+    console = Console()
+
+    def title(text: str) -> None:
+        console.print(Text(f"\n{text}", style="bold"))
+
+    def lines(texts: Iterable[str], style: str = "") -> None:
+        # A hanging indent, so that each begins where the eye looks for it.
+        grid = Table.grid(padding=(0, 1))
+        for text in texts:
+            grid.add_row(Text(" -", style=style), Text(text, style=style))
+        console.print(grid)
+
+    console.print(Text(name, style="bold"))
+    console.print(Text(found.symbols, style="dim"))
+    title("Steps, in this order (gates look at the original mask, so theirs does not matter)")
+    steps = Table("", "formula", "touches", "meaning", show_lines=True)
+    for step in found.steps:
+        steps.add_row(*map(Text, step))
+    console.print(steps)
+    title("Gradient")
+    lines(found.gradient)
+    title("Denominator")
+    lines(found.denominator)
+    title(f"Expected at k3 {found.effect.k3:g} per token")
+    table = Table("", *(f"T = {each.length:,.0f}" for each in found.at_lengths))
+    for label, values in _rows(found.at_lengths):
+        table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
+    console.print(table)
+    console.print(Text(found.limits, style="dim"))
+    title(
+        f"What speaks against it at {found.effect.length:,.0f} tokens" if found.traps else "Nothing speaks against it"
+    )
+    lines((trap.text for trap in found.traps), "yellow")
+    if found.notes:
+        title("To be known")
+        lines(found.notes)
+
+
+def _rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
+    effects = [*effects]
+    of: Callable[[Any, str], float] = getattr
+    yield from ((label, [of(each, name) for each in effects]) for name, label in _NUMBERS.items())
+    yield from ((f"kept by {name}", [each.accepted[name] for each in effects]) for name in effects[0].accepted)
+
+
+def _percent(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.1e}" if 0.0 < value < 1e-3 else f"{value:.3f}"

@@ -1,0 +1,120 @@
+"""All that is said about a configuration before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mis_ext.checks import check_number
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.explain.effect import Effect, effect_of
+from mis_ext.explain.traps import Circumstances, Trap, traps_of
+from mis_ext.explain.words import SYMBOLS, Step, denominator_of, gradient_of, steps_of
+from mis_ext.plain_data import to_plain
+
+FORMAT = 1
+"""Of the JSON."""
+
+MAX_K3, MAX_LENGTH = 10.0, 1e7
+DEFAULT_K3, DEFAULT_LENGTH = 1e-3, 2048
+_OTHER_LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
+_IDLE = 1e-6
+
+LIMITS = (
+    "Expected by the Gaussian law: d of each token is independent, N(-k3, 2 k3), which gives ratios of mean 1 and this "
+    "k3. Real mismatch has heavier tails, and errors repeat within a response. With an fp8 cache (k3 5e-3, 421 tokens) "
+    "a product band of [1/2, 2] kept 30 % where the law says 17 %, a geometric one of 1 % 80 % where it says 86 % "
+    "(benchmarks/evidence/length.md). `mis-ext report` measures it on your own dumps."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a configuration does.
+
+    Attributes:
+        symbols: What the letters of the formulas mean.
+        steps: In their order.
+        gradient: What carries gradient, and what does not.
+        denominator: What counts in it.
+        effect: Expected at the k3 and the length that were asked for.
+        at_lengths: The same at other lengths, the one asked for among them.
+        traps: What speaks against it there.
+        notes: What is worth knowing.
+        limits: What the expectation leaves out.
+    """
+
+    symbols: str
+    steps: tuple[Step, ...]
+    gradient: tuple[str, ...]
+    denominator: tuple[str, ...]
+    effect: Effect
+    at_lengths: tuple[Effect, ...]
+    traps: tuple[Trap, ...]
+    notes: tuple[str, ...]
+    limits: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON: NaN is None."""
+        steps, traps = ([each._asdict() for each in rows] for rows in (self.steps, self.traps))
+        content: dict[str, Any] = to_plain(self)
+        return {"format": FORMAT} | content | {"steps": steps, "traps": traps}
+
+
+def explain_config(
+    config: CorrectionConfig,
+    *,
+    k3: float = DEFAULT_K3,
+    length: float = DEFAULT_LENGTH,
+    is_stale: bool = False,
+    num_sequences: int | None = None,
+    said: Sequence[str] = (),
+) -> Explanation:
+    """What ``config`` does, what is to be expected of it, and what speaks against it.
+
+    Args:
+        config: The configuration.
+        k3: Mismatch per token, in nats, in [0, 10].
+        length: Tokens of a response, in [1, 1e7].
+        is_stale: Whether responses are sampled with weights of an earlier step.
+        num_sequences: Responses over which the weights of one call are normalised, if known; 1 or more.
+        said: Warnings that reading the configuration gave.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    check_number("k3", k3, low=0.0, high=MAX_K3)
+    check_number("length", length, low=1.0, high=MAX_LENGTH)
+    if num_sequences is not None:
+        check_number("num_sequences", num_sequences, low=1.0, high=math.inf, open_high=True)
+    effect = effect_of(config, k3=k3, length=length)
+    lengths = sorted({min(max(1.0, length * factor), MAX_LENGTH) for factor in _OTHER_LENGTHS})
+    found = Circumstances.expected(effect, is_stale=is_stale, num_sequences=num_sequences)
+    return Explanation(
+        symbols=SYMBOLS,
+        steps=steps_of(config),
+        gradient=gradient_of(config),
+        denominator=denominator_of(config),
+        effect=effect,
+        at_lengths=tuple(effect_of(config, k3=k3, length=each) for each in lengths),
+        traps=tuple(traps_of(config, found)),
+        notes=(*said, *_notes(config, effect)),
+        limits=LIMITS,
+    )
+
+
+def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
+    weight = config.weight
+    if weight is not None and weight.only_outside is not None:
+        yield "the law does not say what the weights are: their bound acts in some responses only (only_outside)"
+    elif weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
+        yield (
+            f"under the law no ratio reaches the bound {weight.high:g}: it acts on heavy tails, which the law has not"
+        )
+    for name, accepted in effect.accepted.items():
+        if math.isnan(accepted):
+            yield f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate"
+        elif 1.0 - accepted < _IDLE:
+            yield f"{name}: under the law it removes nothing; it acts on heavy tails only"

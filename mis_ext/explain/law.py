@@ -1,0 +1,195 @@
+"""The Gaussian law of a mismatch: what ratios, their products and their means do if tokens are independent.
+
+``d = log pi_prox - log mu`` of a token is taken as ``N(m, s^2)``. Ratios have mean 1 under the policy that sampled,
+``E[exp d] = exp(m + s^2 / 2) = 1``, so ``m = -s^2 / 2``; and ``k3 = E[exp d - 1 - d] = -m``. So one number says all:
+
+=========  ========================  ===============================
+level      log-ratio                 effective share of its weights
+=========  ========================  ===============================
+token      ``N(-k3, 2 k3)``          ``exp(-2 k3)``
+sequence   ``N(-k3 T, 2 k3 T)``      ``exp(-2 k3 T)``
+geometric  ``N(-k3, 2 k3 / T)``      ``exp(-2 k3 / T)``
+=========  ========================  ===============================
+
+Real mismatch has heavier tails, and errors that repeat within a response (``benchmarks/evidence/length.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mis_ext.correction.gates import Gate
+
+Interval = tuple[float, float]
+EVERYTHING: Interval = (-math.inf, math.inf)
+
+_NUM_NODES, _NODE_RANGE = 4001, 10.0
+_NUM_BISECTIONS = 80
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A Gaussian variable; a variance of 0 is a fixed number."""
+
+    mean: float
+    variance: float
+
+    def log_between(self, low: float, high: float) -> float:
+        """Log of the probability of ``[low, high]``, exact in both tails."""
+        if low > high:
+            return -math.inf
+        if self.variance == 0.0:
+            return 0.0 if low <= self.mean <= high else -math.inf
+        begin, end = ((edge - self.mean) / math.sqrt(self.variance) for edge in (low, high))
+        # Near 1 too a logarithm keeps the digits of what is missing.
+        small, large = (_log_below(edge) for edge in (begin, end))
+        if small == -math.inf or large == -math.inf:
+            return large
+        return large + (math.log(-math.expm1(small - large)) if small < large else -math.inf)
+
+    def between(self, low: float, high: float) -> float:
+        """Probability of ``[low, high]``."""
+        return math.exp(self.log_between(low, high))
+
+    def exp_moment(self, power: int, within: Interval, *, low: float, high: float) -> float:
+        """``E[exp(power * clamp(x, low, high)); x in within]``."""
+        first, last = within
+        if self.variance == 0.0:
+            value = math.exp(power * min(max(self.mean, low), high))
+            return value if first <= self.mean <= last else 0.0
+        flat = [(low, first, min(last, low)), (high, max(first, high), last)]
+        total = sum(math.exp(power * value) * self.between(*part) for value, *part in flat if part[0] < part[1])
+        tilted = Normal(self.mean + power * self.variance, self.variance)
+        log_scale = power * self.mean + 0.5 * power**2 * self.variance
+        return total + math.exp(min(log_scale + tilted.log_between(max(first, low), min(last, high)), 700.0))
+
+
+def _log_below(value: float) -> float:
+    return float(torch.special.log_ndtr(torch.tensor(value, dtype=torch.float64)))
+
+
+@dataclass(frozen=True)
+class GaussianLaw:
+    """Of responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
+
+    k3: float
+    length: float
+
+    @property
+    def token(self) -> Normal:
+        """The log-ratio of a token."""
+        return Normal(-self.k3, 2.0 * self.k3)
+
+    @property
+    def product(self) -> Normal:
+        """The log-ratio of a response."""
+        return Normal(-self.k3 * self.length, 2.0 * self.k3 * self.length)
+
+    @property
+    def geometric(self) -> Normal:
+        """The mean log-ratio of a response."""
+        return Normal(-self.k3, 2.0 * self.k3 / self.length)
+
+    def of_level(self, level: str) -> Normal:
+        """The log-ratio whose ``exp`` a weight of this level is."""
+        return {"token": self.token, "sequence": self.product, "geometric": self.geometric}[level]
+
+    def ess(self, level: str) -> float:
+        """Kish's effective share of plain ratios at a level."""
+        return math.exp(-self.of_level(level).variance)
+
+    def acceptance(self, gate: Gate) -> float:
+        """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
+
+        It says nothing of probabilities, and nothing of what another gate leaves. Sums of ``|d|``, k2 and k3 are taken
+        as gamma variables with their mean and variance.
+        """
+        if gate.statistic not in _AT_MOST or gate.after is not None:
+            return math.nan
+        low, high = gate.log_low, gate.log_high
+        if self.k3 == 0.0:
+            return float(low <= 0.0 <= high)
+        if gate.reduce == "token" or (self.length == 1.0 and gate.reduce in ("sum", "mean")):
+            return sum(self.token.between(*part) for part in passing(gate))
+        if gate.reduce == "min":
+            return self._all_above(gate.statistic, low) - self._all_above(gate.statistic, high)
+        if gate.reduce == "max":
+            return self._all_below(gate.statistic, high) - self._all_below(gate.statistic, low)
+        if gate.statistic == "ratio":
+            return (self.product if gate.reduce == "sum" else self.geometric).between(low, high)
+        scale = self.length if gate.reduce == "mean" else 1.0
+        return self._sum_below(gate.statistic, high * scale) - self._sum_below(gate.statistic, low * scale)
+
+    def _all_below(self, statistic: str, value: float) -> float:
+        return float(self.token.between(*_AT_MOST[statistic](value)) ** self.length)
+
+    def _all_above(self, statistic: str, value: float) -> float:
+        return float(max(1.0 - self.token.between(*_AT_MOST[statistic](value)), 0.0) ** self.length)
+
+    def _sum_below(self, statistic: str, value: float) -> float:
+        if value <= 0.0 or value == math.inf:
+            return float(value > 0.0)
+        nodes = torch.linspace(-_NODE_RANGE, _NODE_RANGE, _NUM_NODES, dtype=torch.float64)
+        share = torch.softmax(-0.5 * nodes.square(), 0)
+        values = _VALUES[statistic](self.token.mean + math.sqrt(self.token.variance) * nodes)
+        mean = share @ values
+        variance = share @ (values - mean).square()
+        shape = self.length * mean.square() / variance
+        return float(torch.special.gammainc(shape, value * mean / variance))
+
+
+def passing(gate: Gate) -> list[Interval]:
+    """The log-ratios of a token that a gate on tokens keeps, as intervals."""
+    at_most = _AT_MOST[gate.statistic]
+    low, high = at_most(gate.log_high)
+    if gate.log_low == -math.inf:
+        return [(low, high)]
+    below = at_most(gate.log_low)
+    return intersected([(low, high)], [(-math.inf, below[0]), (below[1], math.inf)])
+
+
+def intersected(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """What lies in an interval of both."""
+    second = list(second)
+    pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
+    return [(low, high) for low, high in pairs if low < high]
+
+
+def _symmetric(bound: float) -> Interval:
+    return (-bound, bound) if bound >= 0.0 else (math.inf, -math.inf)
+
+
+def _k3_at_most(bound: float) -> Interval:
+    if bound < 0.0 or bound == math.inf:
+        return _symmetric(bound)
+    # k3 falls to 0 at 0 and rises behind: exp(d) - 1 - d = bound has a root on either side.
+    highest = min(math.sqrt(2.0 * bound), math.log1p(bound) + 1.0)
+    return _root(-1.0 - bound, 0.0, bound), _root(0.0, highest, bound)
+
+
+def _root(low: float, high: float, bound: float) -> float:
+    rises = high > 0.0
+    for _ in range(_NUM_BISECTIONS):
+        middle = 0.5 * (low + high)
+        is_above = math.expm1(middle) - middle > bound
+        low, high = (low, middle) if is_above == rises else (middle, high)
+    return 0.5 * (low + high)
+
+
+_AT_MOST: dict[str, Callable[[float], Interval]] = {
+    "ratio": lambda bound: (-math.inf, bound),
+    "abs_log_ratio": _symmetric,
+    "k2": lambda bound: _symmetric(math.copysign(math.sqrt(2.0 * abs(bound)), bound)),
+    "k3": _k3_at_most,
+}
+"""Of a statistic on the scale of its token formula: the log-ratios at which it is at most a bound."""
+
+_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "abs_log_ratio": torch.Tensor.abs,
+    "k2": lambda d: 0.5 * d.square(),
+    "k3": lambda d: d.expm1() - d,
+}

@@ -1,0 +1,177 @@
+"""Known traps: what speaks against a configuration, on data that were measured or that the Gaussian law describes.
+
+The guards of a run, the report and ``mis-ext explain`` all warn from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
+from mis_ext.explain.effect import Effect, described_gates
+from mis_ext.explain.law import GaussianLaw
+
+HOPELESS_ESS, MIN_SEQUENCE_ESS, MIN_LEARNING_RATE = 0.1, 0.5, 0.9
+MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
+EVIDENCE = "benchmarks/evidence/README.md"
+
+
+class Trap(NamedTuple):
+    """A warning: its name, stable for programs, and what it says."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What a configuration is judged on; NaN or None where it is not known.
+
+    Attributes:
+        k3: Mismatch per token, in nats.
+        length: Mean tokens of a response.
+        ess_sequence: Effective share of products of ratios.
+        k_hat: Of the same.
+        kept_tokens: Share that stays in the mask.
+        kept_sequences: The same of responses.
+        learning_rate: Mean of what multiplies the loss.
+        is_stale: Whether responses were sampled with weights of an earlier step.
+        num_sequences: Responses in a call, on all ranks over which is normalised.
+    """
+
+    k3: float
+    length: float
+    ess_sequence: float
+    k_hat: float = math.nan
+    kept_tokens: float
+    kept_sequences: float
+    learning_rate: float
+    is_stale: bool = False
+    num_sequences: int | None = None
+
+    @classmethod
+    def expected(cls, effect: Effect, *, is_stale: bool = False, num_sequences: int | None = None) -> Circumstances:
+        """Those of the Gaussian law."""
+        return cls(
+            k3=effect.k3,
+            length=effect.length,
+            ess_sequence=effect.ess_sequence,
+            kept_tokens=effect.kept_tokens,
+            kept_sequences=effect.kept_sequences,
+            learning_rate=effect.learning_rate,
+            is_stale=is_stale,
+            num_sequences=num_sequences,
+        )
+
+
+def traps_of(config: CorrectionConfig, found: Circumstances) -> list[Trap]:
+    """What speaks against ``config`` there."""
+    return [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
+
+
+def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
+    """That products of ratios of responses this long have lost almost all of their effective sample size."""
+    product = GaussianLaw(k3, length).product
+    share = math.exp(-product.variance)
+    weight = config.weight
+    is_product = weight is not None and weight.level == "sequence"
+    gates_products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates)
+    if share >= HOPELESS_ESS or not (is_product or gates_products):
+        return
+    cap = weight.high if weight is not None and is_product else None
+    cap = DEFAULT_UPPER_BOUND if cap is None else cap
+    mean = product.exp_moment(1, (-math.inf, math.inf), low=-math.inf, high=math.log(cap))
+    yield (
+        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
+        f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at {cap:g} have mean "
+        f"{mean:.2g} instead of 1; use the token or geometric level, or shorter responses"
+    )
+
+
+def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iterator[str]:
+    """That a weight divided by the mean of one is 1."""
+    weight, scope = config.weight, config.scope
+    if config.normalize_over is None or scope == "rollout" or weight is None or weight.level == "token":
+        return
+    # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
+    if num_sequences == 1 or (num_sequences is None and scope == "micro_batch"):
+        wider = "data_parallel or rollout" if scope == "micro_batch" else "rollout"
+        when = "are" if num_sequences == 1 else "(a micro-batch may have no more) are"
+        yield (
+            f"{weight.level}-level weights normalised over a single sequence {when} always 1, which switches the "
+            f"correction off: use tis_normalize_scope: {wider}, or larger micro-batches"
+        )
+
+
+def gates_sequences(config: CorrectionConfig) -> bool:
+    """Whether a gate takes whole responses."""
+    return any(gate.reduce != "token" for gate in config.all_gates)
+
+
+def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
+    if removed > config.max_reject_fraction:
+        yield (
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: a geometric "
+            f"gate lost reward from 12 % on ({EVIDENCE})"
+        )
+
+
+def _narrow_geometric_band(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    law = GaussianLaw(found.k3, found.length)
+    for name, gate in described_gates(config).items():
+        if (gate.statistic, gate.reduce, gate.after) != ("ratio", "mean", None):
+            continue
+        accepted, noise = law.acceptance(gate), math.sqrt(law.geometric.variance)
+        if accepted < 1.0 - config.max_reject_fraction:
+            yield (
+                f"{name}: by the Gaussian law it accepts {accepted:.0%} of responses of "
+                f"{found.length:.0f} tokens. Their geometric mean lies around exp(-k3) = {math.exp(-found.k3):.4f}, "
+                f"and chance moves it by {noise:.2g}: a band must be wider than both"
+            )
+
+
+def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    for name, gate in described_gates(config).items():
+        lengths = [found.length * factor for factor in (SHORTER, LONGER)]
+        short, long = (GaussianLaw(found.k3, length).acceptance(gate) for length in lengths)
+        if gate.reduce != "token" and abs(short - long) > MAX_LENGTH_BIAS:
+            side = "long" if short > long else "short"
+            yield (
+                f"{name}: by the Gaussian law it accepts {short:.0%} of responses of "
+                f"{lengths[0]:.0f} tokens and {long:.0%} of {lengths[1]:.0f}: {side} ones are rejected for their length"
+            )
+
+
+def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if found.is_stale and gates_sequences(config):
+        yield f"gates on sequences made runs with stale weights collapse earlier ({EVIDENCE})"
+
+
+def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if config.weight is not None and config.weight.level == "sequence" and found.ess_sequence < MIN_SEQUENCE_ESS:
+        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their average says little)"
+        share = f"an effective sample size of {found.ess_sequence:.2g}"
+        yield f"products of ratios have {share}: a few sequences decide{tail}"
+
+
+def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if found.learning_rate < MIN_LEARNING_RATE:
+        yield f"multiplies the effective learning rate by {found.learning_rate:.2g}"
+
+
+TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
+    "hopeless_sequences": lambda config, found: hopeless_sequences(config, k3=found.k3, length=found.length),
+    "rejects_much": _rejects_much,
+    "narrow_geometric_band": _narrow_geometric_band,
+    "length_bias": _length_bias,
+    "stale_gates": _stale_gates,
+    "few_sequences_decide": _few_sequences_decide,
+    "single_sequence": lambda config, found: single_sequence(config, found.num_sequences),
+    "low_learning_rate": _low_learning_rate,
+}
+"""A rule per trap, by its name."""

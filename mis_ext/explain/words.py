@@ -1,0 +1,153 @@
+"""What a configuration does, in words and formulas: each step, what it touches, what carries gradient, what counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.weights import REDUCTIONS, Weight
+
+SYMBOLS = (
+    "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
+    "own scoring, frozen for the step. T counts the tokens of a response with a finite ratio. sg() stops the gradient."
+)
+
+_LEVELS = {
+    "token": "the right weight of the next action, in the wrong distribution of states: small variance, biased",
+    "sequence": "the exact weight of a response; its variance grows exponentially with the length",
+    "geometric": "the weight of nothing, but free of the length: about exp(-KL per token)",
+}
+_SCOPES = {
+    "micro_batch": "of this call on this rank",
+    "data_parallel": "of this call on all data-parallel ranks",
+    "rollout": "of the whole rollout on all ranks",
+}
+
+
+class Step(NamedTuple):
+    """One of the steps, in their order."""
+
+    name: str
+    formula: str
+    touches: str
+    meaning: str
+
+
+def steps_of(config: CorrectionConfig) -> tuple[Step, ...]:
+    """What is done, in this order; gates look at the original mask, so their own order does not matter."""
+    return tuple(_steps(config))
+
+
+def _steps(config: CorrectionConfig) -> Iterator[Step]:
+    if config.metrics_only:
+        yield Step("ratio", "rho_t = exp(clip(d_t, -20, 20))", "response tokens", "measured only, in float32")
+        yield Step("result", "w_t = 1, m_t = the response mask", "nothing", "loss and masks come back as they were")
+        return
+    what = "its whole response" if config.rejects_whole_sequences else "that token"
+    yield Step(
+        "ratio",
+        "rho_t = exp(clip(d_t, -20, 20))",
+        "response tokens",
+        f"in float32. A token without a finite log-prob of both sides takes {what} out of the mask",
+    )
+    if config.weight is not None:
+        yield _weight_step(config.weight)
+        if config.weight.gate is not None:
+            yield _gate_step("gate of the weight", config.weight.gate)
+    for name, gate in config.labelled_gates.items():
+        yield _gate_step(f"{'veto' if gate.is_veto else 'gate'} {name}", gate)
+    if config.normalize_over is not None:
+        yield Step(
+            "normalise",
+            "w <- w / mean(w)",
+            "all weights",
+            f"the mean over {config.normalize_over} {_terms(config.weight)} {_SCOPES[config.scope]}",
+        )
+    if config.denominator == "kept":
+        unit = "response tokens / kept tokens" if config.per_token_loss else "responses / sum of their kept shares"
+        yield Step("denominator", f"w <- w * {unit}", "all weights", f"both counted {_SCOPES[config.scope]}")
+    yield Step("result", "w_t * loss_t, and masks m_t", "the host's policy loss and masks", "the host reduces it")
+
+
+def _weight_step(weight: Weight) -> Step:
+    ratio = formula_of("rho_t", REDUCTIONS[weight.level], is_log=True)
+    bounds = {"low": weight.low, "high": weight.high}
+    known = {name: f"{bound:g}" for name, bound in bounds.items() if bound is not None}
+    text = weight.bound.text.replace("the ratio", "x", 1).replace("`", "")
+    text = re.sub(r"\b(low|high)\b", lambda found: known.get(found[0], found[0]), text)
+    touches = "each response token" if weight.level == "token" else "all tokens of a response alike"
+    condition = weight.only_outside
+    only = "" if condition is None else f"; bounded only in responses outside of {band_of(condition)}"
+    return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{only}", touches, _LEVELS[weight.level])
+
+
+def _gate_step(name: str, gate: Gate) -> Step:
+    what = "tokens" if gate.reduce == "token" else "whole responses"
+    after = "" if gate.after is None else f", of the tokens that {gate.after} leaves"
+    if gate.action == "reject":
+        meaning = "what lies outside leaves the mask: no policy loss, and no KL or entropy term of the host"
+    else:
+        meaning = "what lies outside gets weight 0 and stays in the mask: no policy loss, but KL and entropy terms"
+    return Step(name, f"{band_of(gate)}{after}", what, meaning)
+
+
+def band_of(gate: Gate) -> str:
+    """The condition that a gate keeps."""
+    low, high = ("" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
+    value = formula_of(gate.row.symbol or gate.statistic, gate.reduce, is_log=gate.row.is_log)
+    return f"{low}{' <= ' if low else ''}{value}{' <= ' if high else ''}{high}"
+
+
+def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
+    """A number of a token, or what a reduction makes of it; of logarithms it is that of what they are of."""
+    if reduce == "token":
+        return symbol
+    if is_log and reduce in ("sum", "mean"):
+        product = f"prod_t {symbol}"
+        return product if reduce == "sum" else f"({product})^(1/T)"
+    return f"{reduce}_t ({symbol})" if " " in symbol else f"{reduce}_t {symbol}"
+
+
+def gradient_of(config: CorrectionConfig) -> tuple[str, ...]:
+    """What carries gradient and what does not."""
+    if config.metrics_only:
+        return ("The gradient is the host's own.",)
+    lines = [
+        "grad = sum_t m_t sg(w_t) grad loss_t / Den: the gradient is that of the host's loss, times weight and mask.",
+        "Detached: both log-probs on entry, so also rho, w, m, and the mean that w is divided by.",
+        "Carries gradient: loss_t alone, through the current policy in the host's own ratio current / pi, which the "
+        "host clips (PPO).",
+    ]
+    if any(gate.action == "reject" for gate in config.all_gates):
+        lines.append("Rejected: no gradient at all, as the host's KL and entropy terms use the returned masks.")
+    if any(gate.action == "zero" for gate in config.all_gates):
+        lines.append("Zeroed: no gradient of the policy loss; that of KL and entropy terms stays.")
+    lines.append(
+        "As a hook it sees neither the current policy nor advantages. In a whole loss (mis_ext.methods) weight and "
+        "mask are the same factors without gradient, beside a surrogate that has one."
+    )
+    return tuple(lines)
+
+
+def denominator_of(config: CorrectionConfig) -> tuple[str, ...]:
+    """What the host divides by, and what that makes of a rejection."""
+    mean = "all response tokens of the batch" if config.per_token_loss else "the response tokens of each response"
+    if config.metrics_only:
+        return (f"The host divides by {mean}, as without the hook.",)
+    lines = [f"The host divides by {mean}, counted before any rejection (Miles' FSDP backend: by what is left)."]
+    if config.denominator == "kept":
+        lines.append("mis_denominator: kept scales the survivors up to what they would weigh without the rejected.")
+    elif config.all_gates:
+        lines.append("So what is removed still counts: removing a share q multiplies the policy loss by about 1 - q.")
+    if config.normalize_over == "valid":
+        lines.append("The mean weight is over removed ones too: a removed outlier still scales the survivors down.")
+    elif config.normalize_over == "kept":
+        lines.append("The mean weight is over what is left, so the survivors have a mean weight of 1.")
+    return tuple(lines)
+
+
+def _terms(weight: Weight | None) -> str:
+    return "tokens" if weight is None or weight.level == "token" else "responses"

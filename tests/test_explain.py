@@ -1,0 +1,289 @@
+"""`mis-ext explain`: every preset, the law against the correction itself, and each trap where it belongs."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import mis_ext
+from mis_ext import CorrectionConfig, Gate, Weight
+from mis_ext.cli import main
+from mis_ext.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
+from mis_ext.explain.traps import TRAPS
+from mis_ext.report import Part, Summary, WhatIf, summarize
+from mis_ext.report.recommendation import circumstances_of
+
+pytest.importorskip("rich")
+NUM_SEQUENCES = 4000
+CASES = [(1e-3, 64), (5e-3, 40), (5e-2, 96)]
+
+
+def gaussian(k3: float, length: int, *, count: int = NUM_SEQUENCES) -> Part:
+    generator = torch.Generator().manual_seed(7)
+    behavior = -3.0 * torch.rand(count, length, generator=generator)
+    difference = torch.randn(count, length, generator=generator) * math.sqrt(2.0 * k3) - k3
+    return Part.of_lists(proximal=[*(behavior + difference)], behavior=[*behavior])
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[tuple[float, int], Part]:
+    return {case: gaussian(*case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def summaries(parts) -> dict[tuple[float, int], Summary]:
+    return {case: summarize([part]) for case, part in parts.items()}
+
+
+def sampling_error(share: float, count: int = NUM_SEQUENCES) -> float:
+    return 5.0 * math.sqrt(max(share * (1.0 - share), 1.0 / count) / count)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", mis_ext.list_presets())
+def test_the_law_predicts_what_the_correction_does_with_each_preset(parts, name, case) -> None:
+    config = mis_ext.preset(name)
+    effect = effect_of(config, k3=case[0], length=case[1])
+    what_if = WhatIf(config)
+    what_if.add(parts[case])
+    found = what_if.outcome()
+    error = sampling_error(effect.kept_sequences)
+    assert found.kept_sequences == pytest.approx(effect.kept_sequences, abs=error)
+    assert found.kept_tokens == pytest.approx(effect.kept_tokens, abs=error)
+    # Weights of responses vary by themselves, most of all products.
+    spread = math.sqrt(math.expm1(min(-math.log(effect.ess_sequence), 10.0)) / NUM_SEQUENCES)
+    own = 5.0 * spread if config.weight is not None and config.weight.level == "sequence" else 2e-3
+    assert found.learning_rate == pytest.approx(effect.learning_rate, abs=error + own)
+    assert found.ess == pytest.approx(effect.ess, abs=error + own)
+
+
+GATES = [
+    {"statistic": statistic, "reduce": reduce, "high": high}
+    for statistic, highs in {
+        "ratio": {"token": 1.15, "sum": 1.5, "mean": 1.01, "max": 1.35},
+        "abs_log_ratio": {"token": 0.1, "sum": 3.2, "mean": 0.085, "max": 0.27},
+        "k2": {"token": 0.005, "sum": 0.21, "mean": 0.0055, "max": 0.035},
+        "k3": {"token": 0.005, "sum": 0.21, "mean": 0.0055, "max": 0.035},
+    }.items()
+    for reduce, high in highs.items()
+] + [
+    {"statistic": "ratio", "reduce": "min", "low": 0.75},
+    {"statistic": "k3", "reduce": "max", "low": 0.02, "high": 0.04},
+    {"statistic": "k3", "reduce": "token", "low": 1e-3, "high": 1e-2},
+    {"statistic": "ratio", "reduce": "max", "low": 1.2, "high": 1.3},
+]
+
+
+@pytest.mark.filterwarnings("ignore:a gate on")
+@pytest.mark.parametrize("keys", GATES, ids=lambda keys: "-".join(map(str, keys.values())))
+def test_the_law_predicts_what_each_kind_of_gate_keeps(parts, keys) -> None:
+    gate = Gate(**keys)
+    k3, length = case = CASES[1]
+    expected = GaussianLaw(k3, length).acceptance(gate)
+    what_if = WhatIf(CorrectionConfig(weight=None, gates=(gate,)))
+    what_if.add(parts[case])
+    # Of 40 tokens a sum is no gamma variable yet.
+    approximate = 0.02 if gate.reduce in ("sum", "mean") and gate.statistic != "ratio" else 0.0
+    assert 0.02 < expected < 0.98
+    assert what_if.outcome().kept_tokens == pytest.approx(expected, abs=sampling_error(expected) + approximate)
+
+
+def test_gates_that_meet_on_one_ratio_are_not_independent(parts) -> None:
+    k3, length = case = CASES[1]
+    gates = (
+        Gate(reduce="mean", low=0.98, high=1.005),
+        Gate(reduce="sum", low=0.6, high=2.0, name="product"),
+        Gate(low=0.85, high=1.2, name="tokens"),
+        Gate(statistic="k3", high=8e-3, name="k3"),
+    )
+    config = CorrectionConfig(weight=Weight(mode="clip", low=0.9, high=1.1), gates=gates, denominator="kept")
+    what_if = WhatIf(config)
+    what_if.add(parts[case])
+    effect, found = effect_of(config, k3=k3, length=length), what_if.outcome()
+    assert found.kept_sequences == pytest.approx(effect.kept_sequences, abs=sampling_error(effect.kept_sequences))
+    assert found.kept_tokens == pytest.approx(effect.kept_tokens, abs=sampling_error(effect.kept_tokens))
+    assert found.learning_rate == pytest.approx(effect.learning_rate, rel=5e-3)
+
+
+@pytest.mark.parametrize("over", ["kept", "valid"])
+def test_what_is_normalised_or_only_zeroed_is_not_what_is_kept(parts, over) -> None:
+    k3, length = case = CASES[1]
+    zeroing = Gate(high=1.1, action="zero", name="zeroed")
+    weight = Weight(level="sequence", mode="mask", low=0.9, high=4.0)
+    config = CorrectionConfig(weight=weight, gates=(zeroing,), normalize_over=over)
+    what_if = WhatIf(config)
+    what_if.add(parts[case])
+    effect, found = effect_of(config, k3=k3, length=length), what_if.outcome()
+    assert found.kept_tokens == pytest.approx(effect.kept_tokens, abs=sampling_error(effect.kept_tokens))
+    # The products of 4,000 responses have a mean of 1 within 0.03.
+    assert found.learning_rate == pytest.approx(effect.learning_rate, abs=0.03)
+    assert effect.kept_tokens - effect.learning_rate > (0.05 if over == "kept" else -0.2)
+
+
+def test_the_law_has_the_numbers_of_theory() -> None:
+    law = GaussianLaw(1e-3, 2048)
+    assert law.ess("sequence") == pytest.approx(math.exp(-4.096))
+    assert law.ess("token") == pytest.approx(math.exp(-2e-3))
+    for level in ("token", "sequence"):
+        whole = law.of_level(level).exp_moment(1, (-math.inf, math.inf), low=-math.inf, high=math.inf)
+        assert whole == pytest.approx(1.0)
+    assert law.acceptance(Gate(reduce="sum", low=0.5, high=2.0)) == pytest.approx(0.164, abs=1e-3)
+    assert law.token.between(-1e-3 + 10 * math.sqrt(2e-3), math.inf) == pytest.approx(
+        0.5 * math.erfc(10 / 2**0.5), rel=1e-6, abs=0.0
+    )
+    ratio = math.exp(-1e-3 - 6.0 * math.sqrt(2e-3))
+    tail = 0.5 * math.erfc(6.0 / math.sqrt(2.0))
+    assert 1.0 - law.acceptance(Gate(reduce="min", low=ratio)) == pytest.approx(2048 * tail, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", mis_ext.list_presets())
+def test_without_a_mismatch_nothing_happens(name) -> None:
+    effect = effect_of(mis_ext.preset(name), k3=0.0, length=512)
+    ones = (effect.kept_tokens, effect.kept_sequences, effect.weight_mean, effect.learning_rate, effect.ess)
+    assert ones == pytest.approx((1.0,) * 5)
+    assert not explain_config(mis_ext.preset(name), k3=0.0, length=512, num_sequences=64).traps
+
+
+def test_what_the_law_does_not_know_is_no_number() -> None:
+    gates = (
+        Gate(statistic="proximal_probability", reduce="min", low=1e-6),
+        Gate(high=1.1, name="tokens"),
+        Gate(reduce="mean", low=0.99, high=1.01, after="tokens", name="rest"),
+    )
+    found = explain_config(CorrectionConfig(gates=gates))
+    unknown = [name for name, share in found.effect.accepted.items() if math.isnan(share)]
+    assert [name.split(":")[0] for name in unknown] == ["rs_veto_probability", "rest"]
+    assert all(any(name in note for note in found.notes) for name in unknown)
+    assert 0.9 < found.effect.kept_tokens < 1.0
+    weight = Weight(level="sequence", only_outside=Gate(reduce="max", high=5.0))
+    assert math.isnan(effect_of(CorrectionConfig(weight=weight), k3=1e-3, length=64).learning_rate)
+
+
+@pytest.mark.parametrize("name", mis_ext.list_presets())
+def test_every_preset_has_finite_numbers_everywhere(name) -> None:
+    for k3, length in itertools.product([1e-5, 1e-3, 1e-1, 5.0], [1, 40, 2048, 1e7]):
+        effect = effect_of(mis_ext.preset(name), k3=k3, length=length)
+        for share in (effect.kept_tokens, effect.kept_sequences, effect.above_high, *effect.accepted.values()):
+            assert 0.0 <= share <= 1.0 + 1e-9
+        assert 0.0 <= effect.learning_rate < 10.0
+
+
+BAND = Gate(reduce="mean", low=0.99, high=1.01)
+PRODUCT = Gate(reduce="sum", low=0.5, high=2.0)
+SEQUENCE = Weight(level="sequence")
+FIRES = {
+    "hopeless_sequences": (CorrectionConfig(weight=SEQUENCE), {"length": 2048}, {"length": 64}),
+    "rejects_much": (CorrectionConfig(gates=(PRODUCT,)), {"length": 512}, {"length": 16}),
+    "narrow_geometric_band": (CorrectionConfig(gates=(BAND,)), {"k3": 5e-3, "length": 40}, {"k3": 1e-4, "length": 40}),
+    "length_bias": (CorrectionConfig(gates=(PRODUCT,)), {"length": 256}, {"length": 16}),
+    "stale_gates": (CorrectionConfig(gates=(BAND,)), {"is_stale": True}, {"is_stale": False}),
+    "few_sequences_decide": (CorrectionConfig(weight=SEQUENCE), {"length": 512}, {"length": 64}),
+    "single_sequence": (
+        CorrectionConfig(weight=SEQUENCE, normalize_over="kept", scope="micro_batch"),
+        {},
+        {"num_sequences": 8},
+    ),
+    "low_learning_rate": (CorrectionConfig(weight=SEQUENCE), {"length": 512}, {"length": 16}),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
+    config, there, elsewhere = FIRES[name]
+    assert name in [trap.name for trap in explain_config(config, **there).traps]
+    assert name not in [trap.name for trap in explain_config(config, **elsewhere).traps]
+    assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
+
+
+def test_the_band_that_rejected_half_of_a_real_run_is_warned_of() -> None:
+    found = explain_config(mis_ext.preset("gated_mis"), k3=5e-3, length=40)
+    assert found.effect.kept_sequences == pytest.approx(0.45, abs=0.01)
+    assert {"rejects_much", "narrow_geometric_band", "low_learning_rate"} <= {trap.name for trap in found.traps}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", mis_ext.list_presets())
+def test_the_report_of_gaussian_data_warns_of_what_is_explained(parts, summaries, name, case) -> None:
+    config = mis_ext.preset(name)
+    what_if = WhatIf(config)
+    what_if.add(parts[case])
+    measured = circumstances_of(what_if.outcome(), summaries[case])
+    expected = Circumstances.expected(effect_of(config, k3=case[0], length=case[1]))
+    assert [trap.name for trap in traps_of(config, measured)] == [trap.name for trap in traps_of(config, expected)]
+
+
+def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
+    for name in mis_ext.list_presets():
+        config = mis_ext.preset(name)
+        assert main(["explain", name, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["config"] == name
+        assert found["effect"]["length"] == 2048
+        steps = [step["name"] for step in found["steps"]]
+        assert steps[0] == "ratio"
+        assert steps[-1] == "result"
+        assert (f"weight, {config.weight.level}" in steps) if config.weight is not None else len(steps) == 2
+        assert all(any(label in step for step in steps) for label in config.labelled_gates)
+        assert ("normalise" in steps) == (config.normalize_over is not None)
+        assert main(["explain", name]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for words in (found["gradient"][0][:40], found["denominator"][0][:40], "Expected at k3 0.001"):
+            assert words in shown
+
+
+def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "mis:\n  weight: {level: geometric, mode: clip, low: 0.95, high: 1.04}\n  denominator: kept\n"
+        "  gates:\n    - {statistic: k3, reduce: mean, high: 0.01, action: zero}\n    - {reduce: sum, low: 0.25}\n"
+    )
+    assert main(["explain", str(path), "--json", "--k3", "2e-3", "--length", "100", "--stale"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ratio, weight, zeroing, product, denominator, _ = found["steps"]
+    assert weight["formula"] == "x = (prod_t rho_t)^(1/T); w = x, clamped into [0.95, 1.04]"
+    assert zeroing["formula"] == "mean_t (rho_t - 1 - d_t) <= 0.01"
+    assert "stays in the mask" in zeroing["meaning"]
+    assert product["formula"] == "0.25 <= prod_t rho_t"
+    assert "whole response" in ratio["meaning"]
+    assert denominator["name"] == "denominator"
+    assert any(line.startswith("Zeroed") for line in found["gradient"])
+    assert "stale_gates" in [trap["name"] for trap in found["traps"]]
+    assert [each["length"] for each in found["at_lengths"]] == [6.25, 25, 100, 400]
+
+
+def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("use_tis: true\ntis_lower_bound: 0.5\ntis_upper_bound: 2.0\n")
+    assert main(["explain", str(path), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("tis_lower_bound=0.5 has no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["miss"], "did you mean 'mis'"),
+        (["nothing.yaml"], "nothing.yaml"),
+        (["mis", "--k3", "-1"], "k3 must be in [0, 10], got -1.0"),
+        (["mis", "--k3", "small"], "must be a number, as 5e-3, got 'small'"),
+        (["mis", "--length", "0"], "length must be in [1, 1e+07], got 0.0"),
+        (["mis", "--length", "nan"], "length must be in [1, 1e+07], got nan"),
+        (["mis", "--sequences", "0"], "num_sequences must be in [1, inf), got 0"),
+    ],
+)
+def test_wrong_usage_names_key_value_and_range(capsys, arguments, message) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_value_in_the_file_is_named_with_file_and_range(tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("tis_upper_bound: -2.0\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", str(path)])
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert "tis_upper_bound must be in (0, inf], got -2.0" in error
