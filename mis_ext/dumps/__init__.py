@@ -26,6 +26,7 @@ is there. ``.safetensors``: the tokens of all responses one after the other, ``r
 | ``train_weight_version`` | optional: with which the trainer scored |
 | ``sample_indices`` | optional: the host's number of the sample, by which files are joined |
 | ``advantages``, ``rewards`` | optional: a number per response token or one per sample; one per sample |
+| ``group_indices`` (``group_index``) | optional: one for the samples of a prompt; else prompt ids tell |
 """
 
 from mis_ext.dumps.sample import DumpedSample, Skipped

@@ -107,16 +107,16 @@ def _identity(sample: DumpedSample) -> Any:
     if sample.sample_index is None:
         return None
     folder = str(Path(sample.path).resolve().parent)
-    return folder, sample.rollout_id, sample.sample_index, _fingerprint(sample.token_ids)
+    return folder, sample.rollout_id, sample.sample_index, fingerprint(sample.token_ids)
 
 
 def _content(sample: DumpedSample) -> tuple[Any, Any]:
-    rest = _fingerprint(sample.behavior_log_probs), _fingerprint(sample.response_mask)
-    return _fingerprint(sample.proximal_log_probs), rest
+    rest = fingerprint(sample.behavior_log_probs), fingerprint(sample.response_mask)
+    return fingerprint(sample.proximal_log_probs), rest
 
 
-def _fingerprint(values: Any) -> int | None:
-    """Of the bits, so that a NaN is one number."""
+def fingerprint(values: Any) -> int | None:
+    """A number that is the same for the same bits, and so one for a NaN; None for nothing."""
     if values is None:
         return None
     if isinstance(values, Tensor):

@@ -18,9 +18,10 @@ KEYS = {
     "sample_indices": ("sample_index", "index"),
     "advantages": ("advantage",),
     "rewards": ("reward",),
+    "group_indices": ("group_index", "group_id"),
 }
 """Of each key of a column the other names that it has in a row."""
-OPTIONAL = ("advantages", "rewards")
+OPTIONAL = ("advantages", "rewards", "group_indices")
 """Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
 VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""

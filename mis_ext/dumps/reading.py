@@ -76,6 +76,7 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
                 sample_index=_integer(row.get("sample_indices")),
                 advantages=_advantages(row.get("advantages")),
                 reward=_reward(row.get("rewards")),
+                group_index=row.get("group_indices"),
                 part=_part(row, content),
                 problem=None if content.has_trainer else _NO_TRAINER,
                 path=path,

@@ -44,6 +44,7 @@ class DumpedSample:
         index: The sample's place in it.
         advantages: Of each token ``[T]``, or one number for all, 0-dim.
         reward: As the host dumped it.
+        group_index: Of the samples with one prompt, as the host dumped it.
     """
 
     proximal_log_probs: Tensor | None
@@ -63,6 +64,7 @@ class DumpedSample:
     index: int
     advantages: Tensor | None = None
     reward: float | None = None
+    group_index: Any = None
 
     @property
     def name(self) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF
 from mis_ext.report.finding import MIN_TOKENS, Case, Diagnosis
 
@@ -82,20 +84,44 @@ def stale(case: Case) -> Iterator[Diagnosis]:
 
 
 def prefix(case: Case) -> Iterator[Diagnosis]:
-    """The beginning of turns differs more."""
-    (num_early, early, early_squared), (num_late, late, late_squared) = case.signals.places.tolist()
-    if min(num_early, num_late) < MIN_TOKENS:
-        return
-    early, late = early / num_early, late / num_late
-    variance = (early_squared / num_early - early**2) / num_early + (late_squared / num_late - late**2) / num_late
-    if early > PLACE_FACTOR * late and early - late > PLACE_ERRORS * math.sqrt(max(variance, 0.0)):
+    """The beginning of turns differs more, or turns behind the first do."""
+    first, later = case.signals.places
+    early, _, late = first + later
+    advice = "Flush the engine's prefix cache at every weight update."
+    # A prefix that all share shows in all turns, one of the conversation behind the first only.
+    for sides, where in (((early, late), ""), ((later[0], later[-1]), " behind the first")):
+        if _stands_out(*sides):
+            begins, ends = (_mean(side) for side in sides)
+            yield Diagnosis(
+                "stale_prefix_cache",
+                "possible",
+                "the beginning of each turn differs more: a prefix cached with other weights, or other prefill kernels",
+                f"uncertain tokens differ by {begins:.2g} nats early in a turn{where}, by {ends:.2g} later in it",
+                advice,
+            )
+            return
+    if _stands_out(later.sum(0), first.sum(0)):
         yield Diagnosis(
             "stale_prefix_cache",
             "possible",
-            "the beginning of each turn differs more: a prefix cached with other weights, or other prefill kernels",
-            f"uncertain tokens differ by {early:.2g} nats early in a turn, by {late:.2g} later",
-            "Flush the engine's prefix cache at every weight update.",
+            "turns behind the first differ more: their prefix was cached with other weights, or tokenised again",
+            f"uncertain tokens differ by {_mean(first.sum(0)):.2g} nats in the first turn, by "
+            f"{_mean(later.sum(0)):.2g} in later ones",
+            f"{advice} If that is done, check that later turns are scored with the ids that were sampled.",
         )
+
+
+def _stands_out(more: Tensor, less: Tensor) -> bool:
+    """Whether the mean of one side is far above that of another; each has count, sum and sum of squares."""
+    if min(float(more[0]), float(less[0])) < MIN_TOKENS:
+        return False
+    difference = _mean(more) - _mean(less)
+    variance = sum((float(side[2] / side[0]) - _mean(side) ** 2) / float(side[0]) for side in (more, less))
+    return _mean(more) > PLACE_FACTOR * _mean(less) and difference > PLACE_ERRORS * math.sqrt(max(variance, 0.0))
+
+
+def _mean(side: Tensor) -> float:
+    return float(side[1] / side[0])
 
 
 def tail(case: Case) -> Iterator[Diagnosis]:

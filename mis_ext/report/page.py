@@ -96,16 +96,37 @@ def _what_if(found: Recommendation) -> str:
         removed = "; ".join(f"{name}: {share:.2%}" for name, share in outcome.removed_by.items())
         numbers = (outcome.learning_rate, outcome.ess, outcome.variance, outcome.residual, outcome.weight_max)
         shares = (outcome.kept_tokens, outcome.kept_sequences, outcome.removed_positive, outcome.removed_negative)
-        rows.append((ranked.name, *map(percent, shares), *map(number, numbers), removed or "-"))
+        is_known = not math.isnan(outcome.groups)
+        groups = f"{outcome.groups_left:,.0f} of {outcome.groups:,.0f}" if is_known else "-"
+        rows.append((ranked.name, *map(percent, shares), groups, *map(number, numbers), removed or "-"))
     titles = (
-        *("configuration", "tokens kept", "sequences kept", "A > 0 removed", "A < 0 removed", "effective lr"),
+        *("configuration", "tokens kept", "sequences kept", "A > 0 removed", "A < 0 removed", "groups left"),
+        "effective lr",
         *("ESS", "variance", "left uncorrected", "largest weight", "removed by"),
+    )
+    is_known = not any(math.isnan(ranked.outcome.groups) for ranked in found.ranking)
+    groups = (
+        "Groups left are those of one prompt whose kept samples still have different advantages: the others teach "
+        "nothing."
+        if is_known
+        else "Groups left: not recorded. It needs group_index or the ids of prompts, and advantages or rewards."
     )
     return (
         "<p>The best first. Masks are those of the hook, bit for bit. ESS, variance and effective learning rate "
         "are those of what multiplies the loss: 1 without correction. Left uncorrected is its mean distance from the "
-        "ratio.</p>" + table("Configurations, the best first", titles, rows)
+        f"ratio. {groups}</p>" + table("Configurations, the best first", titles, rows) + _remarks(found)
     )
+
+
+def _remarks(found: Recommendation) -> str:
+    """What speaks against each configuration, and what is to be known of it."""
+    rows = [
+        (ranked.name, kind, text)
+        for ranked in found.ranking
+        for kind, texts in (("against it", ranked.warnings), ("to be known", ranked.notes))
+        for text in texts
+    ]
+    return "<h3>What speaks against them</h3>" + table("Remarks", ("configuration", "", "remark"), rows) if rows else ""
 
 
 def _groups(report: Report) -> str:
@@ -113,6 +134,7 @@ def _groups(report: Report) -> str:
     groups = (
         ("By probability of the engine", summary.by_probability),
         ("By position in the response", summary.by_position),
+        ("By turn", summary.by_turn),
         ("By sign of the advantage", summary.by_sign),
         ("By weight versions", summary.by_version),
     )

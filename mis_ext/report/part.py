@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.hosts.packing import PackedStreams
+
+_LARGEST = 2**62 - 1
 
 
 class Origin(NamedTuple):
@@ -29,6 +31,8 @@ class Origin(NamedTuple):
     """Of the response."""
     has_other_ids: bool | None = None
     """Whether the engine sampled other ids than the trainer scored."""
+    group: Hashable = None
+    """The same for samples of one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +108,21 @@ class Part:
         return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
 
     @cached_property
+    def advantage_S(self) -> Tensor:
+        """Mean over the trained tokens of each response whose advantage is known; NaN where none is."""
+        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
+        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
+        sums: Tensor = self.streams.layout.index.reduce([advantage_T, known_T.float()], "sum").double()
+        return sums[0] / sums[1]
+
+    @cached_property
+    def group_S(self) -> Tensor:
+        """Number of each response's group, of this step alone; -1 where it is not known."""
+        groups = [origin.group for origin in self.origins]
+        numbers = [-1 if group is None else hash((self.step, group)) & _LARGEST for group in groups]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @cached_property
     def has_advantages(self) -> bool:
         """Whether the advantage of any token is known."""
         return not bool(self.advantages_T.isnan().all())
@@ -119,10 +138,36 @@ class Part:
         return torch.tensor(self.streams.layout.response_lengths, dtype=torch.int64)
 
     @cached_property
+    def begin_S(self) -> Tensor:
+        """Where each response begins among the tokens."""
+        return self.length_S.cumsum(0) - self.length_S
+
+    @cached_property
     def position_T(self) -> Tensor:
         """Position of each token in its response."""
-        begin_S = self.length_S.cumsum(0) - self.length_S
-        return torch.arange(len(self.sequence_T)) - begin_S[self.sequence_T]
+        return torch.arange(len(self.sequence_T)) - self.begin_S[self.sequence_T]
+
+    @cached_property
+    def begins_turn_T(self) -> Tensor:
+        """Trained tokens behind a masked one, or at the begin of the response."""
+        trained_T = self.tokens.response_mask_T
+        begins_T = trained_T & (self.position_T == 0)
+        begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
+        return begins_T
+
+    @cached_property
+    def turn_T(self) -> Tensor:
+        """Number of the run of trained tokens that each trained token is in, from 0 in each response."""
+        count_T = self.begins_turn_T.long().cumsum(0)
+        before_S = torch.cat([count_T.new_zeros(1), count_T])[self.begin_S]
+        return (count_T - before_S[self.sequence_T] - 1).clamp_min(0)
+
+    @cached_property
+    def position_in_turn_T(self) -> Tensor:
+        """Trained tokens since the turn began."""
+        index_T = torch.arange(len(self.begins_turn_T))
+        last_begin_T = torch.where(self.begins_turn_T, index_T, 0)
+        return index_T - (last_begin_T.cummax(0).values if len(index_T) else index_T)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

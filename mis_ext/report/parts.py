@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from mis_ext.dumps import DumpedSample
+from mis_ext.dumps.joining import fingerprint
 from mis_ext.report.part import Origin, Part
 
 MAX_TOKENS = 1 << 18
@@ -105,7 +106,17 @@ def _origin(sample: DumpedSample) -> Origin:
         versions_behind=_versions_behind(sample),
         token_ids=sample.response_ids,
         has_other_ids=_has_other_ids(sample),
+        group=_group(sample),
     )
+
+
+def _group(sample: DumpedSample) -> Hashable:
+    if sample.group_index is not None:
+        return str(sample.group_index)
+    if sample.token_ids is None or sample.response_ids is None:
+        return None
+    prompt = sample.token_ids[: len(sample.token_ids) - len(sample.response_ids)]
+    return fingerprint(prompt) if len(prompt) else None
 
 
 def _versions_behind(sample: DumpedSample) -> float:

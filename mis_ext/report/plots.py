@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.report import Report
 from mis_ext.report.sequences import BANDS
+from mis_ext.report.summary import Group, Mismatch
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
 SIZE = 5.2, 3.4
@@ -119,7 +120,8 @@ def _histogram(axes: Any, report: Report) -> None:
     used = report.summary.sizes.sum(0).view(-1, _COARSE).sum(1).nonzero().flatten().tolist()
     if used:
         axes.set_xlim(edges[used[0]], edges[used[-1] + 1])
-    axes.set(xscale="log", yscale="log", xlabel="|log ratio| (nats)", ylabel="tokens")
+    scale = "log" if used else "linear"
+    axes.set(xscale=scale, yscale=scale, xlabel="|log ratio| (nats)", ylabel="tokens")
     axes.legend(frameon=False)
 
 
@@ -165,7 +167,7 @@ def _position(axes: Any, report: Report) -> None:
         places, [row.mean_abs_difference or math.nan for row in rows], color=BLUE, marker="o", label="mean |log ratio|"
     )
     axes.plot(places, [row.k3 or math.nan for row in rows], color=ORANGE, marker="s", linestyle="--", label="k3")
-    axes.set(xscale="log", yscale="log", xlabel="position in the response", ylabel="nats")
+    axes.set(xscale="log", yscale=_scale(rows), xlabel="position in the response", ylabel="nats")
     axes.legend(frameon=False)
 
 
@@ -209,5 +211,10 @@ def _steps(axes: Any, report: Report) -> None:
     )
     stride = max(1, len(steps) // 10)
     axes.set_xticks([*places][::stride], [*steps][::stride])
-    axes.set(yscale="log", xlabel="step", ylabel="nats")
+    axes.set(yscale=_scale(steps.values()), xlabel="step", ylabel="nats")
     axes.legend(frameon=False)
+
+
+def _scale(rows: Iterable[Group | Mismatch]) -> str:
+    """Of an axis for k3: equal engines have nothing that a logarithm could show."""
+    return "log" if any(row.k3 > 0.0 for row in rows) else "linear"

@@ -16,6 +16,7 @@ NONE = "none"
 """The name of no correction."""
 
 HARMLESS_K3, HARMLESS_ESS = 1e-3, 0.99
+MIN_GROUPS_LEFT = 0.95
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ def _notes(config: CorrectionConfig, outcome: Outcome) -> Iterator[str]:
     positive, negative = outcome.removed_positive, outcome.removed_negative
     if max(positive, negative) > 0.01 and max(positive, negative) > 2.0 * min(positive, negative):
         yield f"removes {positive:.1%} of tokens with a positive advantage and {negative:.1%} with a negative one"
+    if outcome.groups_left < MIN_GROUPS_LEFT * outcome.groups:
+        yield (
+            f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages: the others "
+            "teach nothing"
+        )
     dropped, kept = outcome.dropped["mean_length"], outcome.kept["mean_length"]
     if outcome.dropped["sequences"] > 10 and (dropped > 1.25 * kept or dropped < 0.8 * kept):
         yield f"dropped sequences have {dropped:.0f} tokens on average, kept ones {kept:.0f}: it changes the length"

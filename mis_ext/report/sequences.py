@@ -49,8 +49,6 @@ class Sequences:
         """The sequences of a part, with the sums of their tokens."""
         index, tokens = part.streams.layout.index, part.tokens
         rows = token_rows(tokens.log_ratio_T)
-        has_advantage_T = tokens.response_mask_T & ~part.advantages_T.isnan()
-        advantage_T = torch.where(has_advantage_T, part.advantages_T, 0.0)
         # In the precision and order of the correction, so that its gates decide on the same sums.
         reduced = index.reduce(
             [
@@ -61,17 +59,14 @@ class Sequences:
                 rows["k3"],
                 tokens.proximal_T,
                 tokens.behavior_T,
-                advantage_T,
-                has_advantage_T.float(),
             ],
             "sum",
         ).double()
-        *sums, advantage, num_advantages = reduced
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
-        columns = torch.stack([*sums, reward, advantage / num_advantages, behind], dim=1)
+        columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)
         # Only the name and the number: of tokens the worst are kept elsewhere.
-        origins = [origin._replace(token_ids=None) for origin in part.origins]
+        origins = [origin._replace(token_ids=None, group=None) for origin in part.origins]
         return cls(columns, origins, [part.step] * len(origins))
 
     @classmethod

@@ -20,6 +20,7 @@ NUM_EARLY = 32
 """Tokens of a turn that a stale prefix shows in most."""
 
 LATE = 64
+PLACES = ("early", "between", "late")
 _FLOAT32_STEP = 2.0**-23
 _BF16_BITS = 0xFFFF
 
@@ -53,7 +54,8 @@ class Signals:
         lines: ``[len(SUMS)]``.
         sizes: ``[2, NUM_SIZES]`` of uncertain tokens by ``|d|``, for ``d`` below and above 0.
         divergences: ``[NUM_SIZES]``: their k3.
-        places: ``[2, 3]`` of uncertain tokens early and late in a turn: count, sum of ``min(|d|, 1)``, and its square.
+        places: ``[2, len(PLACES), 3]`` of uncertain tokens of the first turn and of later ones, by their place in the
+            turn: count, sum of ``min(|d|, 1)``, and of its square.
         ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
         rounded: ``[2, 2]`` of the proximal and of the behavior side: numbers that are not 0, and those of bfloat16.
         largest: The largest ``|d|`` in float32 steps of ``max(1, |log-prob|)``, and the smallest ``d``.
@@ -79,17 +81,17 @@ class Signals:
         rows = token_rows(difference)
         excess = rows["ratio_excess"].double()
         is_uncertain = behavior.exp() < CERTAIN
+        uncertain_T = valid_T & (tokens.behavior_T.exp() < CERTAIN)
         gap, k3 = rows["gap"][is_uncertain], rows["k3"][is_uncertain]
         is_positive = difference[is_uncertain] > 0.0
         index, is_different = size_bin(gap), gap > 0.0
-        place = _position_in_turn(part)[valid_T][is_uncertain]
         steps = rows["gap"] / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
         return cls(
             evidence=evidence_of(part.streams).double(),
             lines=_line_sums(difference[is_uncertain], behavior[is_uncertain], proximal[is_uncertain]),
             sizes=summed((index + NUM_SIZES * is_positive)[is_different], 2 * NUM_SIZES).view(2, -1),
             divergences=summed(index, NUM_SIZES, k3),
-            places=torch.stack([_moments(gap[place < NUM_EARLY]), _moments(gap[place >= LATE])]),
+            places=_by_place(part, uncertain_T, gap),
             ratios=torch.stack([torch.tensor(len(excess)).double(), excess.sum(), excess.square().sum()]),
             rounded=torch.stack([_bf16_numbers(proximal), _bf16_numbers(behavior)]),
             largest=torch.stack([_largest(steps), _largest(-difference)]),
@@ -137,25 +139,18 @@ class Signals:
         return below + above, float(self.divergences[first:].sum()) / total if total else 0.0, below
 
 
-def _position_in_turn(part: Part) -> Tensor:
-    """Trained tokens since the last masked one, or since the response began."""
-    trained_T = part.tokens.response_mask_T
-    index_T = torch.arange(len(trained_T))
-    begins_T = trained_T & (part.position_T == 0)
-    begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
-    last_begin_T = torch.where(begins_T, index_T, 0).cummax(0).values if len(index_T) else index_T
-    return index_T - last_begin_T
+def _by_place(part: Part, keep_T: Tensor, gap: Tensor) -> Tensor:
+    position, turn = part.position_in_turn_T[keep_T], part.turn_T[keep_T]
+    place = (position >= NUM_EARLY).long() + (position >= LATE) + len(PLACES) * (turn > 0)
+    bounded = gap.clamp_max(1.0)
+    moments = [summed(place, 2 * len(PLACES), values) for values in (None, bounded, bounded.double().square())]
+    return torch.stack(moments, dim=1).view(2, len(PLACES), -1)
 
 
 def _line_sums(difference: Tensor, behavior: Tensor, proximal: Tensor) -> Tensor:
     d, b, p = difference.clamp(-20.0, 20.0).double(), behavior.double(), proximal.double()
     count = torch.tensor(float(len(d)), dtype=torch.float64)
     return torch.stack([count, d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
-
-
-def _moments(gap: Tensor) -> Tensor:
-    bounded = gap.clamp_max(1.0).double()
-    return torch.stack([torch.tensor(float(len(gap)), dtype=torch.float64), bounded.sum(), bounded.square().sum()])
 
 
 def _bf16_numbers(values: Tensor) -> Tensor:

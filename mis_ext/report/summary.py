@@ -95,6 +95,7 @@ class Summary:
         steps: Of each.
         by_probability: Deciles of the behavior probability.
         by_position: Of the token in its response, in octaves.
+        by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
         by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
         by_length: Acceptance of bands on sequences.
@@ -106,6 +107,7 @@ class Summary:
     steps: dict[str, Mismatch]
     by_probability: list[Group]
     by_position: list[Group]
+    by_turn: list[Group]
     by_sign: list[Group]
     by_version: list[Group]
     by_length: list[Acceptance]
@@ -188,6 +190,7 @@ def summary_of(
         steps={step: mismatch_of(*found) for step, found in steps.items()},
         by_probability=groups(whole.deciles, [_named_decile(index) for index in range(NUM_PROBABILITIES)]),
         by_position=groups(whole.positions, [_named_octave(index) for index in range(NUM_OCTAVES)]),
+        by_turn=_by_turn(whole.turns),
         by_sign=groups(whole.signs, [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
         by_version=_by_version(sequences),
         by_length=acceptance_by_length(sequences, overall.k3),
@@ -212,6 +215,12 @@ def groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Grou
     return found
 
 
+def _by_turn(sums: Tensor) -> list[Group]:
+    ranges = [octave_range(index) for index in range(NUM_OCTAVES)]
+    found = groups(sums, [_named_range(first + 1, last + 1) for first, last in ranges])
+    return found if len(found) > 1 else []
+
+
 def _by_version(sequences: Sequences) -> list[Group]:
     known = sequences.where(~sequences["versions_behind"].isnan() & sequences.measured)
     lags = sorted(set(known["versions_behind"].tolist()))
@@ -230,7 +239,10 @@ def _named_decile(index: int) -> tuple[str, float, float]:
 
 
 def _named_octave(index: int) -> tuple[str, float, float]:
-    first, last = octave_range(index)
+    return _named_range(*octave_range(index))
+
+
+def _named_range(first: int, last: int) -> tuple[str, float, float]:
     return (f"{first}" if first == last else f"{first} to {last}", float(first), float(last))
 
 

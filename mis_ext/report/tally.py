@@ -50,6 +50,7 @@ class TokenTally:
         density: ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: behavior by proximal log-prob.
         deciles: ``[NUM_PROBABILITIES, len(SUMS)]`` by behavior probability.
         positions: ``[NUM_OCTAVES, len(SUMS)]`` by position in the response.
+        turns: ``[NUM_OCTAVES, len(SUMS)]`` by turn, a run of trained tokens.
         signs: ``[3, len(SUMS)]`` of tokens with negative, zero and positive advantage.
     """
 
@@ -59,6 +60,7 @@ class TokenTally:
     density: Tensor
     deciles: Tensor
     positions: Tensor
+    turns: Tensor
     signs: Tensor
 
     @classmethod
@@ -96,6 +98,7 @@ class TokenTally:
             ),
             deciles=grouped(probability_bin(behavior), NUM_PROBABILITIES, rows),
             positions=grouped(octave(part.position_T[valid_T]), NUM_OCTAVES, rows),
+            turns=grouped(octave(part.turn_T[valid_T]), NUM_OCTAVES, rows),
             signs=grouped(sign, 3, {name: row[has_advantage] for name, row in rows.items()})
             if part.has_advantages
             else torch.zeros(3, len(SUMS), dtype=torch.float64),
@@ -105,7 +108,7 @@ class TokenTally:
         """Counts and sums of the tokens of both."""
         sums = {
             name: getattr(self, name) + getattr(other, name)
-            for name in ("totals", "sizes", "density", "deciles", "positions", "signs")
+            for name in ("totals", "sizes", "density", "deciles", "positions", "turns", "signs")
         }
         return TokenTally(extremes=torch.minimum(self.extremes, other.extremes), **sums)
 

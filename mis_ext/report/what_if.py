@@ -15,6 +15,7 @@ from mis_ext.correction.normalization import SCALE_FORMULAS
 from mis_ext.correction.pipeline import Correction
 from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
 from mis_ext.report.correcting import correct, named_gates
+from mis_ext.report.groups import Groups
 from mis_ext.report.part import Part
 
 _TOGETHER = "two or more gates"
@@ -40,6 +41,9 @@ class Outcome:
         removed_positive: Share of tokens with a positive advantage that are removed; then with a negative one.
         dropped: Means of sequences of which nothing is left: how many, length, reward.
         kept: The same of the others.
+        groups: Samples of one prompt whose advantages differ, so that they teach something; rewards where no advantage
+            is known. NaN where groups, or both, are not recorded.
+        groups_left: Those of which the advantages of what is kept still differ.
     """
 
     kept_tokens: float
@@ -60,6 +64,8 @@ class Outcome:
     removed_negative: float
     dropped: dict[str, float]
     kept: dict[str, float]
+    groups: float
+    groups_left: float
 
 
 @dataclass(eq=False)
@@ -72,6 +78,7 @@ class WhatIf:
     _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
     _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
     _steps: dict[str, Counter[str]] = field(default_factory=dict)
+    _groups: Groups = field(default_factory=Groups)
 
     def add(self, part: Part) -> Correction:
         """Count one more part; returns what was computed, with weights before normalisation."""
@@ -125,6 +132,7 @@ class WhatIf:
     def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
         num_response_S, reward_S = part.num_response_S, part.reward_S
         (num_kept_S,) = part.streams.layout.index.reduce([kept_T.float()], "sum")
+        self._groups.add(part, num_kept_S > 0)
         for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
             rewards = reward_S[chosen_S]
             self._sums.update(
@@ -181,6 +189,8 @@ class WhatIf:
             removed_negative=per("removed_negative", "negative"),
             dropped=self._side("dropped"),
             kept=self._side("kept"),
+            groups=self._groups.num_effective(),
+            groups_left=self._groups.num_effective(only_kept=True),
         )
 
     def _per(self, name: str, over: str) -> float:

@@ -1,0 +1,143 @@
+"""Turns of a response, and groups of one prompt, in the report."""
+
+import json
+import math
+
+import pytest
+import torch
+from engines import COUNT, LENGTH, engines
+
+import mis_ext
+from mis_ext.dumps import Dumps
+from mis_ext.report import Collector, Origin, Part, WhatIf, summarize
+from mis_ext.report.page import page_of
+from mis_ext.report.report import preset_candidates, report_of
+
+MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1])
+
+
+def test_a_turn_is_a_run_of_trained_tokens() -> None:
+    values = [torch.zeros(10), torch.zeros(0), torch.zeros(3), torch.zeros(4)]
+    masks = [MASK, torch.zeros(0), torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0, 0])]
+    part = Part.of_lists(proximal=values, behavior=values, masks=masks)
+    trained_T = part.tokens.response_mask_T
+    assert part.turn_T[trained_T].tolist() == [0, 0, 1, 1, 1, 2, 0, 1]
+    assert part.position_in_turn_T[trained_T].tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
+
+
+def test_the_mismatch_is_told_by_turn() -> None:
+    difference = torch.tensor([9.0, 0.01, 0.01, 9.0, 9.0, 0.1, 0.1, 0.1, 9.0, 0.3])
+    behavior = torch.full((10,), -1.0)
+    part = Part.of_lists(proximal=[behavior + difference] * 2, behavior=[behavior] * 2, masks=[MASK] * 2)
+    first, others = summarize([part]).by_turn
+    assert (first.name, first.num_tokens, others.name, others.num_tokens) == ("1", 4, "2 to 3", 8)
+    assert first.mean_abs_difference == pytest.approx(0.01, rel=1e-4)
+    assert others.mean_abs_difference == pytest.approx(0.15, rel=1e-4)
+    assert summarize([part, part]).by_turn[1].num_tokens == 16
+
+
+def test_responses_of_one_turn_have_no_table_of_turns() -> None:
+    part = Part.of_lists(proximal=[torch.zeros(4)], behavior=[torch.zeros(4)])
+    assert summarize([part]).by_turn == []
+
+
+def causes(begins: int, deviation_T: torch.Tensor, *, share: float = 1.0) -> list[tuple[str, str]]:
+    """Of conversations, a share of which has an observation of 8 tokens before a second turn that begins there."""
+    made, count = engines(5), int(share * COUNT)
+    deviation = torch.zeros(COUNT, LENGTH, 1, dtype=torch.float64)
+    deviation[:count, :, 0] = deviation_T
+    noisy = made._replace(behavior=made.behavior + made.noise(1.0) * deviation).sampled()
+    masks = torch.ones(COUNT, LENGTH)
+    masks[:count, begins - 8 : begins] = 0.0
+    collector = Collector()
+    collector.add(Part.of_lists(proximal=noisy[0], behavior=noisy[1], masks=[*masks]))
+    return [(found.cause, found.evidence) for found in collector.diagnoses()]
+
+
+SINCE = torch.arange(LENGTH) - 40
+
+
+def test_turns_behind_the_first_point_to_their_prefix() -> None:
+    ((cause, evidence),) = causes(40, torch.where(SINCE >= 0, 0.08, 0.0))
+    assert cause == "stale_prefix_cache"
+    assert "in the first turn" in evidence
+
+
+def test_a_prefix_of_the_conversation_is_found_though_first_turns_hide_it() -> None:
+    fading = torch.where(SINCE >= 0, 0.06 * torch.exp(-SINCE / 24.0), 0.0)
+    ((cause, evidence),) = causes(40, fading, share=0.2)
+    assert cause == "stale_prefix_cache"
+    assert "behind the first" in evidence
+
+
+def test_equal_turns_are_no_prefix() -> None:
+    assert [cause for cause, _ in causes(40, torch.zeros(LENGTH))] == ["bf16_kernels"]
+
+
+def grouped_part(step: str = "0", **changes) -> Part:
+    """Three groups of two; the last one has equal advantages, and sequence_mis rejects sample 1."""
+    behavior = [torch.full((4,), -1.0)] * 6
+    proximal = [each - (1.0 if number == 1 else 0.0) for number, each in enumerate(behavior)]
+    settings = {
+        "advantages": [torch.tensor(value) for value in (1.0, -1.0, 0.5, -0.5, 0.0, 0.0)],
+        "origins": [Origin(group=number // 2, reward=float(number % 2)) for number in range(6)],
+    } | changes
+    return Part.of_lists(proximal=proximal, behavior=behavior, step=step, **settings)
+
+
+def groups_of(*parts: Part, preset: str = "sequence_mis") -> tuple[float, float]:
+    what_if = WhatIf(mis_ext.preset(preset))
+    for part in parts:
+        what_if.add(part)
+    outcome = what_if.outcome()
+    return outcome.groups, outcome.groups_left
+
+
+def test_a_group_with_one_sample_left_teaches_nothing() -> None:
+    assert groups_of(grouped_part()) == (2.0, 1.0)
+    assert groups_of(grouped_part(), preset="mis") == (2.0, 2.0)
+
+
+def test_a_group_is_found_across_parts_and_ends_with_its_step() -> None:
+    whole = grouped_part()
+    streams = whole.streams
+    halves = [
+        Part.of_lists(
+            proximal=[streams.proximal_logprobs_T.view(6, 4)[number]],
+            behavior=[streams.behavior_logprobs_T.view(6, 4)[number]],
+            advantages=[whole.advantages_T.view(6, 4)[number]],
+            origins=[whole.origins[number]],
+        )
+        for number in (0, 2, 4, 1, 3, 5)
+    ]
+    assert groups_of(*halves) == (2.0, 1.0)
+    assert groups_of(grouped_part("0"), grouped_part("1")) == (4.0, 2.0)
+
+
+def test_rewards_stand_in_for_advantages_and_without_both_nothing_is_said() -> None:
+    assert groups_of(grouped_part(advantages=None)) == (3.0, 2.0)
+    assert all(map(math.isnan, groups_of(grouped_part(advantages=None, origins=[Origin(group=0)] * 6))))
+    assert all(map(math.isnan, groups_of(grouped_part(origins=[Origin(reward=1.0)] * 6))))
+
+
+@pytest.mark.parametrize("known_by", ["group_index", "tokens", "nothing"])
+def test_groups_of_files_are_known_by_their_number_or_by_the_prompt(tmp_path, known_by) -> None:
+    rows = []
+    for number in range(8):
+        row = {"log_probs": [-1.0, -1.0], "rollout_log_probs": [-1.0, -1.0], "reward": float(number % 2)}
+        # The third group's rewards are all the same.
+        row |= {"reward": 1.0} if number // 2 == 2 else {}
+        row |= {"group_index": f"task {number // 2}"} if known_by == "group_index" else {}
+        row |= {"tokens": [7, number // 2, 1, number]} if known_by == "tokens" else {}
+        rows.append(row)
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(Dumps([path]), preset_candidates(["mis"]))
+    found = report.recommendation.ranking[0].outcome
+    page = page_of(report)
+    if known_by == "nothing":
+        assert math.isnan(found.groups)
+        assert "Groups left: not recorded" in page
+    else:
+        assert (found.groups, found.groups_left) == (3.0, 3.0)
+        assert "3 of 3" in page
