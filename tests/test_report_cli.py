@@ -48,7 +48,7 @@ def write_dumps(folder: Path, *, kernels: float, steps: int = 2) -> Path:
 class Page(HTMLParser):
     """What a browser would look for: where the page points to, and what it names."""
 
-    VOID = ("meta", "link", "img", "br")
+    VOID = ("meta", "link", "img", "br", "wbr")
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -165,7 +165,7 @@ def _show(report: Report, folder: Path) -> None:
     for name in _NUMBERS:
         grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
     console.print(grid)
-    table = Table("configuration", "kept", "ESS", "lr", "left", "warnings", title="what if")
+    table = Table("configuration", "kept", "ESS", "lr", "left", "traps", title="what if")
     for ranked in found.ranking:
         outcome = ranked.outcome
         cells = [
@@ -174,9 +174,11 @@ def _show(report: Report, folder: Path) -> None:
             number(outcome.ess),
             number(outcome.learning_rate),
         ]
-        cells += [number(outcome.residual), "\n".join(ranked.warnings)]
+        cells += [number(outcome.residual), "\n".join(ranked.traps)]
         table.add_row(*map(Text, cells), style="yellow" if ranked.warnings else "")
     console.print(table)
+    if any(ranked.traps for ranked in found.ranking):
+        console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))
     for skipped in report.skipped[:10]:
         console.print(Text(f"skipped: {skipped}", style="yellow"))
     if len(report.skipped) > 10:

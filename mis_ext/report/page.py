@@ -120,13 +120,15 @@ def _what_if(found: Recommendation) -> str:
 
 def _remarks(found: Recommendation) -> str:
     """What speaks against each configuration, and what is to be known of it."""
-    rows = [
-        (ranked.name, kind, text)
-        for ranked in found.ranking
-        for kind, texts in (("against it", ranked.warnings), ("to be known", ranked.notes))
-        for text in texts
-    ]
-    return "<h3>What speaks against them</h3>" + table("Remarks", ("configuration", "", "remark"), rows) if rows else ""
+    remarks = {
+        ranked.name: [*ranked.warnings, *(f"To be known: {note}" for note in ranked.notes)] for ranked in found.ranking
+    }
+    rows = "".join(
+        f"<dt>{_breakable(name)}</dt>{''.join(f'<dd>{escape(text)}</dd>' for text in texts)}"
+        for name, texts in remarks.items()
+        if texts
+    )
+    return f"<h3>What speaks against them</h3><dl>{rows}</dl>" if rows else ""
 
 
 def _groups(report: Report) -> str:
@@ -231,8 +233,13 @@ def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def _cell(content: object) -> str:
-    text = escape(str(content))
-    return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"
+    text = _breakable(str(content))
+    return f'<td class="long">{text}</td>' if len(str(content)) > _LONG else f"<td>{text}</td>"
+
+
+def _breakable(name: str) -> str:
+    """With places where a long name may go on in the next line."""
+    return escape(name).replace("_", "_<wbr>").replace("/", "/<wbr>")
 
 
 def number(value: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.report import Report
 from mis_ext.report.sequences import BANDS
@@ -17,6 +18,8 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
 SIZE = 5.2, 3.4
 _COARSE = PER_DECADE // 10
 _FEWEST_STEPS = 2
+_BEYOND, _NUM_POINTS = 3.0, 60
+"""How far the law is drawn beyond the lengths of the data, and with how many points."""
 
 
 class Picture(NamedTuple):
@@ -167,16 +170,20 @@ def _position(axes: Any, report: Report) -> None:
         places, [row.mean_abs_difference or math.nan for row in rows], color=BLUE, marker="o", label="mean |log ratio|"
     )
     axes.plot(places, [row.k3 or math.nan for row in rows], color=ORANGE, marker="s", linestyle="--", label="k3")
-    axes.set(xscale="log", yscale=_scale(rows), xlabel="position in the response", ylabel="nats")
+    axes.set(xscale="log", xlabel="position in the response", ylabel="nats")
+    _scale(axes, rows)
     axes.legend(frameon=False)
 
 
 def _acceptance(axes: Any, report: Report) -> None:
     rows = report.summary.by_length
     lengths = [row.mean_length for row in rows]
-    for name, color, marker in zip(BANDS, (BLUE, ORANGE), ("o", "s"), strict=True):
+    shortest, longest = (min(lengths) / _BEYOND, max(lengths) * _BEYOND) if lengths else (1.0, 1.0)
+    drawn_at = [max(1.0, shortest * (longest / shortest) ** (step / _NUM_POINTS)) for step in range(_NUM_POINTS + 1)]
+    for (name, band), color, marker in zip(BANDS.items(), (BLUE, ORANGE), ("o", "s"), strict=True):
+        law = [GaussianLaw(report.summary.overall.k3, length).acceptance(band) for length in drawn_at]
         axes.plot(lengths, [row.accepted[name] for row in rows], color=color, marker=marker, label=name)
-        axes.plot(lengths, [row.predicted[name] for row in rows], color=color, linestyle="--", lw=1)
+        axes.plot(drawn_at, law, color=color, linestyle="--", lw=1)
     axes.set(xscale="log", xlabel="tokens of the response", ylabel="share accepted", ylim=(-0.03, 1.05))
     axes.legend(frameon=False, title="dashed: Gaussian law", title_fontsize=8)
 
@@ -211,10 +218,16 @@ def _steps(axes: Any, report: Report) -> None:
     )
     stride = max(1, len(steps) // 10)
     axes.set_xticks([*places][::stride], [*steps][::stride])
-    axes.set(yscale=_scale(steps.values()), xlabel="step", ylabel="nats")
+    axes.set(xlabel="step", ylabel="nats")
+    _scale(axes, steps.values())
     axes.legend(frameon=False)
 
 
-def _scale(rows: Iterable[Group | Mismatch]) -> str:
-    """Of an axis for k3: equal engines have nothing that a logarithm could show."""
-    return "log" if any(row.k3 > 0.0 for row in rows) else "linear"
+def _scale(axes: Any, rows: Iterable[Group | Mismatch]) -> None:
+    """A logarithmic axis, but not for equal engines, which have nothing that it could show."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    if any(row.k3 > 0.0 for row in rows):
+        axes.set_yscale("log")
+        # Within two decades the ticks between powers of ten need numbers too.
+        axes.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(2.0, 0.6)))

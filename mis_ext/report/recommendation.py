@@ -31,12 +31,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate in the ranking: what it did, what speaks against it, and what is to be known."""
+    """A candidate in the ranking: what it did, what speaks against it (with names: ``traps``), what is to be known."""
 
     name: str
     outcome: Outcome
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    traps: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,23 +79,18 @@ def recommend(
     faults = [diagnosis for diagnosis in diagnoses if diagnosis.is_fault]
     is_stale = any(diagnosis.cause == "stale_weights" for diagnosis in diagnoses)
     is_needed = bool(faults) or is_stale or not _is_harmless(summary)
-    ranked = [
-        (
-            _place(candidate.config, is_needed=is_needed),
-            Ranked(
-                candidate.name,
-                outcomes[candidate.name],
-                tuple(
-                    trap.text
-                    for trap in traps_of(
-                        candidate.config, circumstances_of(outcomes[candidate.name], summary, is_stale=is_stale)
-                    )
-                ),
-                (*candidate.said, *_notes(candidate.config, outcomes[candidate.name])),
-            ),
+    ranked = []
+    for candidate in candidates:
+        outcome = outcomes[candidate.name]
+        traps = traps_of(candidate.config, circumstances_of(outcome, summary, is_stale=is_stale))
+        each = Ranked(
+            candidate.name,
+            outcome,
+            warnings=tuple(trap.text for trap in traps),
+            notes=(*candidate.said, *_notes(candidate.config, outcome)),
+            traps=tuple(trap.name for trap in traps),
         )
-        for candidate in candidates
-    ]
+        ranked.append((_place(candidate.config, is_needed=is_needed), each))
     ranked.sort(key=lambda each: (len(each[1].warnings), each[0], _or_infinity(each[1].outcome.residual)))
     ranking = tuple(each for _, each in ranked)
     best = ranking[0].name if ranking else NONE

@@ -1,0 +1,88 @@
+"""The report's page in headless Chromium: by keyboard alone, and on a telephone."""
+
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_browser
+from test_report_cli import write_dumps
+
+from mis_ext.cli import main
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+PROGRAM = find_browser()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+
+INTERACTIVE = "a[href], button, input, select, textarea, summary, [tabindex]"
+NUMBER_THEM = f"""
+[...document.querySelectorAll({INTERACTIVE!r})].forEach((each, at) => each.dataset.at = at);
+document.querySelectorAll({INTERACTIVE!r}).length
+"""
+FOCUSED = """(() => {
+    const it = document.activeElement, style = getComputedStyle(it), box = it.getBoundingClientRect();
+    return {at: it.dataset.at === undefined ? null : Number(it.dataset.at), outline: style.outlineStyle,
+            width: parseFloat(style.outlineWidth), color: style.outlineColor,
+            seen: box.width > 0 && box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth};
+})()"""
+WIDER_THAN_THE_PAGE = """[...document.querySelectorAll("body *")].filter(each =>
+    each.getBoundingClientRect().right > document.documentElement.clientWidth + 1 && !each.closest(".scroll, pre"))
+    .map(each => each.outerHTML.slice(0, 80))"""
+SCROLLS_WITHOUT_FOCUS = """[...document.querySelectorAll("body *")].filter(each =>
+    ["auto", "scroll"].includes(getComputedStyle(each).overflowX) && each.tabIndex !== 0)
+    .map(each => each.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    dumps = write_dumps(folder / "dumps", kernels=0.12)
+    assert main(["report", str(dumps), "--out", str(folder / "out")]) == 0
+    return folder / "out" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(PROGRAM) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_is_never_wider_than_the_window(browser, page, width) -> None:
+    browser.open(page, width=width)
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.evaluate(WIDER_THAN_THE_PAGE) == []
+    assert browser.evaluate(SCROLLS_WITHOUT_FOCUS) == []
+
+
+def test_every_picture_is_shown_and_nothing_is_complained_of(browser, page) -> None:
+    browser.open(page, width=1280)
+    widths = browser.evaluate("[...document.images].map(each => each.complete && each.naturalWidth)")
+    assert len(widths) == 7
+    assert all(width > 100 for width in widths)
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_tab_reaches_everything_in_order_and_shows_where_it_is(browser, page, width) -> None:
+    browser.open(page, width=width)
+    count = browser.evaluate(NUMBER_THEM)
+    assert count > 20
+    for expected in range(count):
+        browser.press_tab()
+        found = browser.evaluate(FOCUSED)
+        assert found["at"] == expected
+        assert found["outline"] == "solid"
+        assert found["width"] >= 2.0
+        assert found["color"] == "rgb(213, 94, 0)"
+        assert found["seen"], expected
+
+
+def test_the_first_link_skips_to_the_recommendation(browser, page) -> None:
+    browser.open(page, width=400)
+    browser.press_tab()
+    assert browser.evaluate("document.activeElement.textContent") == "Skip to the recommendation"
+    browser.call(
+        "Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+    )
+    browser.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    assert browser.evaluate("location.hash") == "#what-to-do"
