@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 
 import torch
@@ -19,6 +20,8 @@ from mis_ext.report.tally import TokenTally
 from mis_ext.report.what_if import Outcome, WhatIf
 
 NUM_WORST = 30
+MAX_WAITING = 8
+"""Parts that are read before they are counted: a file is read at once, and its parts are counted meanwhile."""
 
 
 class Collector:
@@ -41,7 +44,7 @@ class Collector:
         self._what_if = {name: WhatIf(config) for name, config in (configs or {}).items()}
         self._num_worst = num_worst
         self._pool = pool
-        self._running: list[Future[object]] = []
+        self._running: deque[list[Future[object]]] = deque()
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
         self._signals: Signals | None = None
@@ -49,18 +52,25 @@ class Collector:
 
     def add(self, part: Part) -> None:
         """Add the sums of one more part, and try each configuration on it."""
-        counts = [self._count_tokens, self._count_signals, *(each.add for each in self._what_if.values())]
+        counts = [self._count, *(each.add for each in self._what_if.values())]
         if self._pool is None:
             for count in counts:
                 count(part)
             return
-        self._finish()
-        self._running = [self._pool.submit(count, part) for count in counts]
+        before = self._running[-1] if self._running else [None] * len(counts)
+        self._running.append(
+            [self._pool.submit(_after, last, count, part) for last, count in zip(before, counts, strict=True)]
+        )
+        self._finish(max_waiting=MAX_WAITING)
 
-    def _finish(self) -> None:
-        for running in self._running:
-            running.result()
-        self._running = []
+    def _finish(self, *, max_waiting: int = 0) -> None:
+        while len(self._running) > max_waiting:
+            for running in self._running.popleft():
+                running.result()
+
+    def _count(self, part: Part) -> None:
+        self._count_tokens(part)
+        self._count_signals(part)
 
     @torch.no_grad()
     def _count_tokens(self, part: Part) -> None:
@@ -101,6 +111,13 @@ class Collector:
         """What each configuration kept, removed and left, by its name."""
         self._finish()
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
+
+
+def _after(last: Future[object] | None, count: Callable[[Part], object], part: Part) -> None:
+    """Count a part when the same count of the part before it is done; earlier ones have begun, so this one can wait."""
+    if last is not None:
+        last.result()
+    count(part)
 
 
 def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.correction.plan import Plan, plan_of
 from mis_ext.explain.effect import description
 from mis_ext.report.part import Part
 
@@ -17,18 +20,23 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
     A band that follows a target is as it is written: where it went in a run depends on the rollouts before.
     """
     one = torch.ones(())
-    config = config if config.metrics_only else config.replace(metrics=(), scope="rollout")
     return compute_correction(
         proximal_logprobs_T=part.streams.proximal_logprobs_T,
         behavior_logprobs_T=part.streams.behavior_logprobs_T,
         response_mask_R=part.streams.response_mask_R,
         layout=part.streams.layout,
-        config=config,
+        config=_plan(config),
         rollout_scale=WeightScale(one, one),
         band_scales_N=torch.ones(len(config.adapted_gates)),
     )
 
 
+@functools.lru_cache(maxsize=128)
+def _plan(config: CorrectionConfig) -> Plan:
+    return plan_of(config.replace(metrics=(), scope="rollout"))
+
+
+@functools.lru_cache(maxsize=128)
 def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
     """Each gate that takes something out of the mask, as a configuration of its own.
 

@@ -35,6 +35,16 @@ class Origin(NamedTuple):
     """The same for samples of one prompt."""
 
 
+class AdvantageTotals(NamedTuple):
+    """Advantages ``[T]`` of trained tokens, 0 where there is none; tokens of either sign, and the sum of squares."""
+
+    advantage_T: Tensor
+    signs_T: dict[str, Tensor]
+    num_positive: float
+    num_negative: float
+    squared: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
     """``S`` whole responses of one step with ``T`` tokens.
@@ -88,6 +98,35 @@ class Part:
         return self.streams.tokens
 
     @cached_property
+    def all_valid(self) -> bool:
+        """Whether every token is trained and has a ratio: then nothing has to be left out."""
+        return bool(self.tokens.valid_mask_T.all())
+
+    def of_valid(self, values_T: Tensor) -> Tensor:
+        """The values of valid tokens, one after the other."""
+        return values_T if self.all_valid else values_T[self.tokens.valid_mask_T]
+
+    @cached_property
+    def valid_difference(self) -> Tensor:
+        """``d`` of valid tokens."""
+        return self.of_valid(self.tokens.log_ratio_T)
+
+    @cached_property
+    def valid_behavior(self) -> Tensor:
+        """The engine's log-probs of valid tokens."""
+        return self.of_valid(self.tokens.behavior_T)
+
+    @cached_property
+    def valid_proximal(self) -> Tensor:
+        """The trainer's log-probs of valid tokens."""
+        return self.of_valid(self.tokens.proximal_T)
+
+    @cached_property
+    def total_variation(self) -> float:
+        """Sum over valid tokens of the distance of the ratio from 1."""
+        return float(self.of_valid((self.ratio_T - 1.0).abs()).sum(dtype=torch.float64))
+
+    @cached_property
     def ratio_T(self) -> Tensor:
         """Ratios ``[T]``, bounded as in the correction."""
         return bounded_exp(self.tokens.log_ratio_T)
@@ -114,6 +153,20 @@ class Part:
         advantage_T = torch.where(known_T, self.advantages_T, 0.0)
         sums: Tensor = self.streams.layout.index.reduce([advantage_T, known_T.float()], "sum").double()
         return sums[0] / sums[1]
+
+    @cached_property
+    def advantage_totals(self) -> AdvantageTotals:
+        """What every configuration is compared with."""
+        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
+        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
+        signs_T = {"positive": advantage_T > 0.0, "negative": advantage_T < 0.0}
+        return AdvantageTotals(
+            advantage_T=advantage_T,
+            signs_T=signs_T,
+            num_positive=float(signs_T["positive"].sum()),
+            num_negative=float(signs_T["negative"].sum()),
+            squared=float(advantage_T.square().sum(dtype=torch.float64)),
+        )
 
     @cached_property
     def group_S(self) -> Tensor:

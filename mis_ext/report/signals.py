@@ -73,25 +73,20 @@ class Signals:
     @classmethod
     def of(cls, part: Part) -> Signals:
         """The sums that the rules need, of the tokens of a part."""
-        tokens = part.tokens
-        valid_T = tokens.valid_mask_T
-        difference, behavior, proximal = (
-            each[valid_T] for each in (tokens.log_ratio_T, tokens.behavior_T, tokens.proximal_T)
-        )
+        difference, behavior, proximal = part.valid_difference, part.valid_behavior, part.valid_proximal
         rows = token_rows(difference)
         excess = rows["ratio_excess"].double()
-        is_uncertain = behavior.exp() < CERTAIN
-        uncertain_T = valid_T & (tokens.behavior_T.exp() < CERTAIN)
-        gap, k3 = rows["gap"][is_uncertain], rows["k3"][is_uncertain]
-        is_positive = difference[is_uncertain] > 0.0
+        uncertain = (behavior.exp() < CERTAIN).nonzero().flatten()
+        gap, k3 = rows["gap"][uncertain], rows["k3"][uncertain]
+        is_positive = difference[uncertain] > 0.0
         index, is_different = size_bin(gap), gap > 0.0
         steps = rows["gap"] / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
         return cls(
             evidence=evidence_of(part.streams).double(),
-            lines=_line_sums(difference[is_uncertain], behavior[is_uncertain], proximal[is_uncertain]),
+            lines=_line_sums(difference[uncertain], behavior[uncertain], proximal[uncertain]),
             sizes=summed((index + NUM_SIZES * is_positive)[is_different], 2 * NUM_SIZES).view(2, -1),
             divergences=summed(index, NUM_SIZES, k3),
-            places=_by_place(part, uncertain_T, gap),
+            places=_by_place(part, uncertain, gap),
             ratios=torch.stack([torch.tensor(len(excess)).double(), excess.sum(), excess.square().sum()]),
             rounded=torch.stack([_bf16_numbers(proximal), _bf16_numbers(behavior)]),
             largest=torch.stack([_largest(steps), _largest(-difference)]),
@@ -139,8 +134,8 @@ class Signals:
         return below + above, float(self.divergences[first:].sum()) / total if total else 0.0, below
 
 
-def _by_place(part: Part, keep_T: Tensor, gap: Tensor) -> Tensor:
-    position, turn = part.position_in_turn_T[keep_T], part.turn_T[keep_T]
+def _by_place(part: Part, uncertain: Tensor, gap: Tensor) -> Tensor:
+    position, turn = (part.of_valid(each)[uncertain] for each in (part.position_in_turn_T, part.turn_T))
     place = (position >= NUM_EARLY).long() + (position >= LATE) + len(PLACES) * (turn > 0)
     bounded = gap.clamp_max(1.0)
     moments = [summed(place, 2 * len(PLACES), values) for values in (None, bounded, bounded.double().square())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +67,8 @@ class TokenTally:
     @classmethod
     def of(cls, part: Part) -> TokenTally:
         """Counts and sums of the tokens of a part."""
-        tokens, valid_T = part.tokens, part.tokens.valid_mask_T
-        difference = tokens.log_ratio_T[valid_T]
-        behavior, proximal = tokens.behavior_T[valid_T], tokens.proximal_T[valid_T]
+        tokens = part.tokens
+        difference, behavior, proximal = part.valid_difference, part.valid_behavior, part.valid_proximal
         rows = token_rows(difference)
         gap, ratio_excess = rows["gap"], rows["ratio_excess"]
         bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -85,9 +85,6 @@ class TokenTally:
             "num_masked": float((~tokens.response_mask_T).sum()),
         }
         signed = size_bin(gap) + NUM_SIZES * (difference > 0.0)
-        advantages = part.advantages_T[valid_T]
-        has_advantage = ~advantages.isnan()
-        sign = (advantages[has_advantage].sign() + 1.0).long()
         never = difference.new_full((1,), torch.inf)
         return cls(
             totals=torch.tensor([totals[name] for name in TOTALS], dtype=torch.float64),
@@ -96,12 +93,7 @@ class TokenTally:
             density=summed(log_prob_bin(behavior) * NUM_LOG_PROBS + log_prob_bin(proximal), NUM_LOG_PROBS**2).view(
                 NUM_LOG_PROBS, -1
             ),
-            deciles=grouped(probability_bin(behavior), NUM_PROBABILITIES, rows),
-            positions=grouped(octave(part.position_T[valid_T]), NUM_OCTAVES, rows),
-            turns=grouped(octave(part.turn_T[valid_T]), NUM_OCTAVES, rows),
-            signs=grouped(sign, 3, {name: row[has_advantage] for name, row in rows.items()})
-            if part.has_advantages
-            else torch.zeros(3, len(SUMS), dtype=torch.float64),
+            **_by_group(part, behavior, rows),
         )
 
     def __add__(self, other: TokenTally) -> TokenTally:
@@ -130,9 +122,24 @@ def token_rows(difference: Tensor) -> dict[str, Tensor]:
     }
 
 
-def grouped(index: Tensor, num_groups: int, rows: dict[str, Tensor]) -> Tensor:
-    """``[num_groups, len(SUMS)]``: sums of the tokens of each group."""
-    return torch.stack([summed(index, num_groups, rows[name]) for name in SUMS], dim=1)
+def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over tokens of each decile, position, turn and sign: all in one pass, by the combination of the four."""
+    shape = (NUM_PROBABILITIES, NUM_OCTAVES, NUM_OCTAVES, 4)
+    index = probability_bin(behavior)
+    for size, values in (
+        (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
+        (NUM_OCTAVES, octave(part.of_valid(part.turn_T))),
+        # The last one for those without an advantage.
+        (4, (part.of_valid(part.advantages_T).sign() + 1.0).nan_to_num(3.0).long()),
+    ):
+        index = index * size + values
+    joint = torch.stack([summed(index, math.prod(shape), rows[name]) for name in SUMS], dim=1).view(*shape, -1)
+    return {
+        "deciles": joint.sum((1, 2, 3)),
+        "positions": joint.sum((0, 2, 3)),
+        "turns": joint.sum((0, 1, 3)),
+        "signs": joint.sum((0, 1, 2))[:3],
+    }
 
 
 def _total(row: Tensor) -> float:

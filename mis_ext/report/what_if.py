@@ -88,8 +88,8 @@ class WhatIf:
         kept_T = correction.keep_mask_T
         weights_T = correction.weights_T
         factor_T = torch.where(kept_T, weights_T, 0.0)
-        ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.double().square())
-        valid_weights = weights_T[valid_T]
+        ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.square())
+        valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
         if len(valid_weights):
             self._weights += summed(size_bin(valid_weights.clamp_min(1e-30)), NUM_SIZES)
             low, high = self._extremes
@@ -100,9 +100,9 @@ class WhatIf:
                 "valid": _sum(valid_T),
                 "kept": _sum(kept_T),
                 "weight": _sum(valid_weights),
-                "unlike_ratio": _sum(valid_T & ((factor_T - ratio_T).abs() > 1e-6 * ratio_T)),
-                "residual": _sum((factor_T - ratio_T).abs()[valid_T]),
-                "residual_without": _sum((1.0 - ratio_T).abs()[valid_T]),
+                "unlike_ratio": _sum(valid_T & (distance_T > 1e-6 * ratio_T)),
+                "residual": _sum(part.of_valid(distance_T)),
+                "residual_without": part.total_variation,
             }
         )
         if part.has_advantages:
@@ -115,17 +115,16 @@ class WhatIf:
         return correction
 
     def _add_advantages(self, part: Part, kept_T: Tensor, factor_T: Tensor) -> None:
-        known_T = part.tokens.response_mask_T & ~part.advantages_T.isnan()
-        advantage_T = torch.where(known_T, part.advantages_T, 0.0).double()
-        removed_T = known_T & ~kept_T
+        known = part.advantage_totals
+        left = {sign: _sum(known.signs_T[sign] & kept_T) for sign in ("positive", "negative")}
         self._sums.update(
             {
-                "positive": _sum(advantage_T > 0),
-                "negative": _sum(advantage_T < 0),
-                "removed_positive": _sum(removed_T & (advantage_T > 0)),
-                "removed_negative": _sum(removed_T & (advantage_T < 0)),
-                "squared_advantage": _sum(advantage_T.square()),
-                "squared_weighted_advantage": _sum((advantage_T * factor_T).square()),
+                "positive": known.num_positive,
+                "negative": known.num_negative,
+                "removed_positive": known.num_positive - left["positive"],
+                "removed_negative": known.num_negative - left["negative"],
+                "squared_advantage": known.squared,
+                "squared_weighted_advantage": _sum((known.advantage_T * factor_T).square()),
             }
         )
 
