@@ -1,7 +1,10 @@
 """Causes in the engines: how they compute, with which weights, and on which tokens it shows.
 
 The numbers come from the geometry of each cause and from our own measurements (benchmarks/evidence): bfloat16 kernels
-give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4 with 0.7 % of the tokens.
+give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4. Look at tokens 12 times as
+far apart as is typical for their probability. Where experts differ, these are 0.5 to 1.3 % of the tokens, and carry
+0.75 to 0.95 of k3. Where only precision differs they carry less than 0.45, or (fp8 cache, long responses) they are more
+than 4 % of the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from mis_ext.report.finding import MIN_TOKENS, Case, Diagnosis
 ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
 STALE_FACTOR = 3.0
-TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.5, 0.002, 0.15
+TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
 KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
 
@@ -96,7 +99,7 @@ def prefix(case: Case) -> Iterator[Diagnosis]:
                 "stale_prefix_cache",
                 "possible",
                 "the beginning of each turn differs more: a prefix cached with other weights, or other prefill kernels",
-                f"uncertain tokens differ by {begins:.2g} nats early in a turn{where}, by {ends:.2g} later in it",
+                f"uncertain tokens differ by {begins:.2g} (1 - p) nats early in a turn{where}, by {ends:.2g} later",
                 advice,
             )
             return
@@ -105,7 +108,7 @@ def prefix(case: Case) -> Iterator[Diagnosis]:
             "stale_prefix_cache",
             "possible",
             "turns behind the first differ more: their prefix was cached with other weights, or tokenised again",
-            f"uncertain tokens differ by {_mean(first.sum(0)):.2g} nats in the first turn, by "
+            f"uncertain tokens differ by {_mean(first.sum(0)):.2g} (1 - p) nats in the first turn, by "
             f"{_mean(later.sum(0)):.2g} in later ones",
             f"{advice} If that is done, check that later turns are scored with the ids that were sampled.",
         )
@@ -129,14 +132,14 @@ def tail(case: Case) -> Iterator[Diagnosis]:
     signals = case.signals
     if signals.num_uncertain < MIN_TOKENS:
         return
-    typical = signals.typical_gap()
-    count, k3_share, _ = signals.beyond(TAIL_FACTOR * typical)
+    typical = signals.typical_shift()
+    count, k3_share = signals.shifts_beyond(TAIL_FACTOR * typical)
     share = count / signals.num_uncertain
     if count < 3 or k3_share < TAIL_K3_SHARE or share > MAX_TAIL_SHARE:
         return
     evidence = (
-        f"{share:.2%} of the uncertain tokens are more than {TAIL_FACTOR:g} times the typical {typical:.2g} nats "
-        f"apart, and carry {k3_share:.0%} of k3"
+        f"{share:.2%} of the uncertain tokens are more than {TAIL_FACTOR:g} times as far apart as is typical "
+        f"({typical:.2g} (1 - p) nats), and carry {k3_share:.0%} of k3"
     )
     if share < FEW_SHARE:
         yield Diagnosis(

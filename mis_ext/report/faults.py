@@ -112,7 +112,7 @@ def truncation(case: Case) -> Iterator[Diagnosis]:
     deficit = -excess / count
     error = math.sqrt(max(squared / count - deficit**2, 0.0) / count)
     material = max(case.signals.typical_gap(), 1e-5)
-    num_large, _, num_below = case.signals.beyond(material)
+    num_large, num_below = case.signals.gaps_beyond(material)
     if deficit < MIN_DEFICIT_ERRORS * error or num_large == 0 or num_below < 0.9 * num_large:
         return
     lowest = float(case.signals.largest[1])

@@ -1,4 +1,9 @@
-"""What the log-probs show about the cause of a mismatch: sums that add up over parts."""
+"""What the log-probs show about the cause of a mismatch: sums that add up over parts.
+
+Noise of the logits moves a log-prob by about ``1 - p`` times the noise: a token that is nearly certain hardly moves. So
+``|d| / (1 - p)`` is compared between tokens, the size of the noise behind ``d``. Without it the uncertain tokens of any
+model look like a mixture of tokens that agree and tokens that do not.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +58,9 @@ class Signals:
         evidence: Of :class:`~mis_ext.hosts.evidence.Evidence`.
         lines: ``[len(SUMS)]``.
         sizes: ``[2, NUM_SIZES]`` of uncertain tokens by ``|d|``, for ``d`` below and above 0.
-        divergences: ``[NUM_SIZES]``: their k3.
+        shifts: ``[2, NUM_SIZES]`` of uncertain tokens by ``|d| / (1 - p)``: how many, and their k3.
         places: ``[2, len(PLACES), 3]`` of uncertain tokens of the first turn and of later ones, by their place in the
-            turn: count, sum of ``min(|d|, 1)``, and of its square.
+            turn: count, sum of ``min(|d| / (1 - p), 1)``, and of its square.
         ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
         rounded: ``[2, 2]`` of the proximal and of the behavior side: numbers that are not 0, and those of bfloat16.
         largest: The largest ``|d|`` in float32 steps of ``max(1, |log-prob|)``, and the smallest ``d``.
@@ -64,7 +69,7 @@ class Signals:
     evidence: Tensor
     lines: Tensor
     sizes: Tensor
-    divergences: Tensor
+    shifts: Tensor
     places: Tensor
     ratios: Tensor
     rounded: Tensor
@@ -79,14 +84,16 @@ class Signals:
         uncertain = (behavior.exp() < CERTAIN).nonzero().flatten()
         gap, k3 = rows["gap"][uncertain], rows["k3"][uncertain]
         is_positive = difference[uncertain] > 0.0
-        index, is_different = size_bin(gap), gap > 0.0
+        is_different = gap > 0.0
+        shift = gap / -behavior[uncertain].expm1()
+        shift_bin = size_bin(shift)[is_different]
         steps = rows["gap"] / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
         return cls(
             evidence=evidence_of(part.streams).double(),
             lines=_line_sums(difference[uncertain], behavior[uncertain], proximal[uncertain]),
-            sizes=summed((index + NUM_SIZES * is_positive)[is_different], 2 * NUM_SIZES).view(2, -1),
-            divergences=summed(index, NUM_SIZES, k3),
-            places=_by_place(part, uncertain, gap),
+            sizes=summed((size_bin(gap) + NUM_SIZES * is_positive)[is_different], 2 * NUM_SIZES).view(2, -1),
+            shifts=torch.stack([summed(shift_bin, NUM_SIZES), summed(shift_bin, NUM_SIZES, k3[is_different])]),
+            places=_by_place(part, uncertain, shift),
             ratios=torch.stack([torch.tensor(len(excess)).double(), excess.sum(), excess.square().sum()]),
             rounded=torch.stack([_bf16_numbers(proximal), _bf16_numbers(behavior)]),
             largest=torch.stack([_largest(steps), _largest(-difference)]),
@@ -94,7 +101,7 @@ class Signals:
 
     def __add__(self, other: Signals) -> Signals:
         """The same of the tokens of both."""
-        names = ("lines", "sizes", "divergences", "places", "ratios", "rounded")
+        names = ("lines", "sizes", "shifts", "places", "ratios", "rounded")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         evidence = added(self.evidence, other.evidence)
         return Signals(evidence=evidence, largest=torch.maximum(self.largest, other.largest), **sums)
@@ -122,22 +129,37 @@ class Signals:
 
     def typical_gap(self) -> float:
         """The median ``|d|`` of uncertain tokens whose log-probs differ."""
-        counts = self.sizes.sum(0)
-        half = torch.tensor(float(counts.sum()) / 2.0, dtype=torch.float64)
-        return size_of_bin(min(int(torch.searchsorted(counts.cumsum(0), half)), NUM_SIZES - 1))
+        return _median(self.sizes.sum(0))
 
-    def beyond(self, gap: float) -> tuple[float, float, float]:
-        """Uncertain tokens with ``|d|`` above ``gap``: how many, their share of k3, how many have ``d`` below 0."""
-        first = int(size_bin(torch.tensor(gap, dtype=torch.float64))) + 1
-        below, above = self.sizes[:, first:].sum(1).tolist()
-        total = float(self.divergences.sum())
-        return below + above, float(self.divergences[first:].sum()) / total if total else 0.0, below
+    def typical_shift(self) -> float:
+        """The median of ``|d| / (1 - p)`` of the same."""
+        return _median(self.shifts[0])
+
+    def gaps_beyond(self, gap: float) -> tuple[float, float]:
+        """Uncertain tokens with ``|d|`` above ``gap``: how many, and how many have ``d`` below 0."""
+        below, above = self.sizes[:, _first_beyond(gap) :].sum(1).tolist()
+        return below + above, below
+
+    def shifts_beyond(self, shift: float) -> tuple[float, float]:
+        """Uncertain tokens with ``|d| / (1 - p)`` above ``shift``: how many, and their share of k3."""
+        count, k3 = self.shifts[:, _first_beyond(shift) :].sum(1).tolist()
+        total = float(self.shifts[1].sum())
+        return count, k3 / total if total else 0.0
 
 
-def _by_place(part: Part, uncertain: Tensor, gap: Tensor) -> Tensor:
+def _median(counts: Tensor) -> float:
+    half = torch.tensor(float(counts.sum()) / 2.0, dtype=torch.float64)
+    return size_of_bin(min(int(torch.searchsorted(counts.cumsum(0), half)), NUM_SIZES - 1))
+
+
+def _first_beyond(value: float) -> int:
+    return int(size_bin(torch.tensor(value, dtype=torch.float64))) + 1
+
+
+def _by_place(part: Part, uncertain: Tensor, shift: Tensor) -> Tensor:
     position, turn = (part.of_valid(each)[uncertain] for each in (part.position_in_turn_T, part.turn_T))
     place = (position >= NUM_EARLY).long() + (position >= LATE) + len(PLACES) * (turn > 0)
-    bounded = gap.clamp_max(1.0)
+    bounded = shift.clamp_max(1.0)
     moments = [summed(place, 2 * len(PLACES), values) for values in (None, bounded, bounded.double().square())]
     return torch.stack(moments, dim=1).view(2, len(PLACES), -1)
 

@@ -1,0 +1,54 @@
+"""Log-probs that real engines gave: the report names their cause, and tells them apart."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mis_ext.dumps import Dumps
+from mis_ext.report.report import Report, preset_candidates, report_of
+
+pytest.importorskip("numpy")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from report_evidence import write_dumps
+
+CAUSES = {
+    # SGLang 0.5.23 in bfloat16: the same mixture with its own experts and with those of the engine, and a dense model.
+    "moe_mismatch_experts": "expert_routing",
+    "moe_mismatch_replayed": "bf16_kernels",
+    "moe_mismatch_dense": "bf16_kernels",
+    "moe": "expert_routing",
+    # SGLang 0.5.17 on an H200.
+    "bf16": "bf16_kernels",
+    "length_bf16": "bf16_kernels",
+    "fp8_cache": "low_precision",
+    "length_fp8_cache": "low_precision",
+    "atlas_cache_e4m3": "low_precision",
+    "atlas_cache_e5m2": "low_precision",
+    "atlas_deterministic": "bf16_kernels",
+    # Of what was sampled with top-p 0.9, and with the mask on both sides.
+    "top_p_sglang_sampled": "top_p_or_top_k",
+    "top_p_sglang_kept": "bf16_kernels",
+}
+
+
+def report_on(study: str, folder: Path) -> Report:
+    return report_of(Dumps(write_dumps(study, folder)), preset_candidates(["mis", "gated_mis"]))
+
+
+@pytest.mark.parametrize("study", CAUSES)
+def test_the_cause_of_a_measured_mismatch_is_named(study, tmp_path) -> None:
+    assert [found.cause for found in report_on(study, tmp_path).diagnoses] == [CAUSES[study]]
+
+
+def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
+    fp8, bf16 = (report_on(study, tmp_path / study).recommendation for study in ("length_fp8_cache", "length_bf16"))
+    assert (fp8.name, bf16.name) == ("mis", "none")
+    assert bf16.headline == "No correction is needed."
+    (gated,) = (ranked for ranked in fp8.ranking if ranked.name == "gated_mis")
+    assert "rejects_much" in gated.traps
+
+
+def test_a_study_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(ValueError, match="fp9_cache: no such study"):
+        write_dumps("fp9_cache", tmp_path)
