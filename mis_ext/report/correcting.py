@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.normalization import WeightScale
@@ -29,6 +30,13 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         rollout_scale=WeightScale(one, one),
         band_scales_N=torch.ones(len(config.adapted_gates)),
     )
+
+
+def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
+    """What a configuration of one gate keeps ``[T]``; other configurations of this part may have the same gate."""
+    if config not in part.kept_by:
+        part.kept_by[config] = correct(part, config).keep_mask_T
+    return part.kept_by[config]
 
 
 @functools.lru_cache(maxsize=128)

@@ -54,12 +54,14 @@ class Part:
         streams: Log-probs and mask, in nats.
         advantages_T: NaN where there is none.
         origins: One per sample.
+        kept_by: Tokens that a gate keeps, for configurations that share it.
     """
 
     step: str
     streams: PackedStreams
     advantages_T: Tensor
     origins: Sequence[Origin] = field(repr=False)
+    kept_by: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of_lists(

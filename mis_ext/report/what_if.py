@@ -14,7 +14,7 @@ from mis_ext.correction.formula import Values
 from mis_ext.correction.normalization import SCALE_FORMULAS
 from mis_ext.correction.pipeline import Correction
 from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
-from mis_ext.report.correcting import correct, named_gates
+from mis_ext.report.correcting import correct, kept_by, named_gates
 from mis_ext.report.groups import Groups
 from mis_ext.report.part import Part
 
@@ -152,7 +152,7 @@ class WhatIf:
             (name,) = gates
             self._removed.update({name: _sum(removed_T), _TOGETHER: 0.0})
         elif gates:
-            alone = {name: removed_T & ~correct(part, config).keep_mask_T for name, config in gates.items()}
+            alone = {name: removed_T & ~kept_by(part, config) for name, config in gates.items()}
             count_T = torch.stack([*alone.values()]).sum(0)
             self._removed.update({name: _sum(found_T & (count_T == 1)) for name, found_T in alone.items()})
             self._removed.update({_TOGETHER: _sum(count_T > 1)})
