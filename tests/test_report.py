@@ -1,6 +1,7 @@
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from mis_ext.explain.law import GaussianLaw
 from mis_ext.explain.traps import traps_of
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
 from mis_ext.report.bins import quantile, size_bin, summed
+from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.recommendation import circumstances_of
 from mis_ext.report.sequences import BANDS
@@ -157,6 +159,29 @@ def test_counts_side_by_side_are_those_one_after_the_other() -> None:
         assert str(together.diagnoses()) == str(alone.diagnoses())
 
 
+def test_a_count_takes_one_part_at_a_time_and_in_their_order(monkeypatch) -> None:
+    running: list[str] = []
+    done: list[str] = []
+
+    def count(part: Part) -> None:
+        running.append(part.step)
+        assert running == [part.step]
+        time.sleep(0.2 if part.step == "0" else 0.0)
+        done.append(running.pop())
+
+    steps = [str(step) for step in range(2 * MAX_WAITING)]
+    with ThreadPoolExecutor(4) as pool:
+        collector = Collector(pool=pool)
+        monkeypatch.setattr(collector, "_count", count)
+        for step in steps:
+            collector.add(gaussian(count=1, length=1, step=step))
+            # What is not counted yet is in memory.
+            assert int(step) + 1 - len(done) <= MAX_WAITING
+        with pytest.raises(ValueError, match="nothing to report"):
+            collector.summary()
+    assert done == steps
+
+
 def test_gates_on_sequences_are_warned_of_where_weights_are_stale(summary) -> None:
     what_if = WhatIf(mis_ext.preset("gated_mis"))
     what_if.add(gaussian(k3=1e-6, count=10))
@@ -215,19 +240,25 @@ def test_what_each_gate_removed_adds_up_to_what_is_gone() -> None:
 
 
 def test_who_is_dropped_is_said_by_length_reward_and_sign() -> None:
-    parts = gaussian(count=2, length=4).streams
-    behavior = [*parts.behavior_logprobs_T.view(2, 4)]
+    parts = gaussian(count=3, length=4).streams
+    behavior = [*parts.behavior_logprobs_T.view(3, 4)]
     part = Part.of_lists(
-        proximal=[behavior[0], behavior[1] - 1.0],
+        proximal=[behavior[0], behavior[1] - 1.0, behavior[2]],
         behavior=behavior,
-        advantages=[torch.tensor(1.0), torch.tensor(-2.0)],
-        origins=[Origin(reward=1.0), Origin(reward=0.25)],
+        advantages=[torch.tensor(1.0), torch.tensor(-2.0), torch.tensor(-2.0)],
+        origins=[Origin(reward=1.0), Origin(reward=0.25), Origin(reward=1.0)],
     )
     what_if = WhatIf(mis_ext.preset("sequence_mis"))
     what_if.add(part)
     outcome = what_if.outcome()
     assert outcome.dropped == {"sequences": 1.0, "mean_length": 4.0, "mean_reward": 0.25}
     assert outcome.kept["mean_reward"] == 1.0
-    assert (outcome.removed_positive, outcome.removed_negative) == (0.0, 1.0)
-    # Of squared advantages 1 and 4 only the first is left.
-    assert outcome.variance == pytest.approx(0.2)
+    assert (outcome.removed_positive, outcome.removed_negative) == (0.0, 0.5)
+    # Of squared advantages 1, 4 and 4 the second is gone.
+    assert outcome.variance == pytest.approx(5 / 9)
+
+
+def test_tokens_without_an_advantage_have_no_sign() -> None:
+    values = [torch.full((length,), -1.0) for length in (2, 3, 4)]
+    part = Part.of_lists(proximal=values, behavior=values, advantages=[None, torch.tensor(1.0), torch.tensor(0.0)])
+    assert [(group.name, group.num_tokens) for group in summarize([part]).by_sign] == [("zero", 4), ("positive", 3)]

@@ -124,13 +124,13 @@ def token_rows(difference: Tensor) -> dict[str, Tensor]:
 
 def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sums over tokens of each decile, position, turn and sign: all in one pass, by the combination of the four."""
+    # The fourth sign is that of tokens without an advantage.
     shape = (NUM_PROBABILITIES, NUM_OCTAVES, NUM_OCTAVES, 4)
-    index = probability_bin(behavior)
+    index, advantage = probability_bin(behavior), part.of_valid(part.advantages_T)
     for size, values in (
         (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
         (NUM_OCTAVES, octave(part.of_valid(part.turn_T))),
-        # The last one for those without an advantage.
-        (4, (part.of_valid(part.advantages_T).sign() + 1.0).nan_to_num(3.0).long()),
+        (4, torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()),
     ):
         index = index * size + values
     joint = torch.stack([summed(index, math.prod(shape), rows[name]) for name in SUMS], dim=1).view(*shape, -1)
