@@ -3,7 +3,8 @@
     python benchmarks/bench_report.py [--tokens 100000000] [--length 1000] [--files 25] [--folder DIR] [--smoke]
 
 Writes dumps as slime does (``format_version`` 2, with advantages, rewards, prompts and masks), runs the command as a
-process of its own, and prints a line of a Markdown table: wall and CPU seconds, and the most memory that was resident.
+process of its own, and prints a line of a Markdown table: wall and CPU seconds, CPU seconds that other processes took
+meanwhile (on Linux: a machine that is not idle has fewer cores to give), and the most memory that was resident.
 The log-ratios have heavy tails (a Student's t with 4 degrees of freedom) and a k3 of about 1e-3. The page cache may
 hold the files, as after a run that has just dumped them.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import platform
 import resource
@@ -49,19 +51,29 @@ def main() -> None:
             generator = torch.Generator().manual_seed(options.seed + number)
             written += _write(dumps / f"{number}.pt", number, tokens // files, options.length, generator)
         size = sum(path.stat().st_size for path in dumps.iterdir())
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before, busy, start = resource.getrusage(resource.RUSAGE_CHILDREN), _busy_seconds(), time.perf_counter()
         command = [sys.executable, "-m", "mis_ext", "report", str(dumps), "--out", str(Path(folder, "out"))]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
+        busy = _busy_seconds() - busy
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print("| tokens | mean length | files | GB | s | CPU s | million tokens / s | GB resident at most |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| tokens | mean length | files | GB | s | CPU s | of others | million tokens / s | GB resident at most |")
+    print("|---|---|---|---|---|---|---|---|---|")
     print(
         f"| {written:,} | {options.length:,} | {files} | {size / 1e9:.2f} | {seconds:.1f} | {cpu:.1f} | "
-        f"{written / seconds / 1e6:.2f} | {after.ru_maxrss * 1024 / 1e9:.2f} |"
+        f"{busy - cpu:.1f} | {written / seconds / 1e6:.2f} | {after.ru_maxrss * 1024 / 1e9:.2f} |"
     )
     print(f"\nload {os.getloadavg()[0]:.1f} after")
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of all processes since the machine started; NaN where nobody says."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return math.nan
+    user, nice, system, _idle, _waiting, *interrupts = map(int, path.read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def _write(path: Path, step: int, tokens: int, length: int, generator: torch.Generator) -> int:
