@@ -115,10 +115,9 @@ def _show(name: str, found: Explanation) -> None:
         table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
     console.print(table)
     console.print(Text(found.limits, style="dim"))
-    title(
-        f"What speaks against it at {found.effect.length:,.0f} tokens" if found.traps else "Nothing speaks against it"
-    )
-    lines((trap.text for trap in found.traps), "yellow")
+    title(f"{'What' if found.traps else 'Nothing'} speaks against it at {found.effect.length:,.0f} tokens")
+    if found.traps:
+        lines((trap.text for trap in found.traps), "yellow")
     if found.notes:
         title("To be known")
         lines(found.notes)
