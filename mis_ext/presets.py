@@ -12,7 +12,9 @@ import yaml
 from mis_ext.checks import did_you_mean
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 if TYPE_CHECKING:
     from mis_ext.methods import Preset
@@ -49,6 +51,20 @@ def load_quietly(path: str | Path) -> tuple[CorrectionConfig, tuple[str, ...]]:
         warnings.simplefilter("always")
         config = load_config(path)
     return config, tuple(dict.fromkeys(str(each.message) for each in caught))
+
+
+def load_loss(path: str | Path) -> LossSettings | None:
+    """The whole loss that a YAML file spells, with what it says of the host's flags; None where it has no key of ours.
+
+    Raises:
+        ValueError: A value is not legal, or contradicts another one.
+        TypeError: A value has the wrong type.
+    """
+    content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        return loss_settings(content) if any(key in content for key in LOSS_KEYS) else None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def list_presets() -> tuple[str, ...]:

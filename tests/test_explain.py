@@ -253,6 +253,44 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     assert [each["length"] for each in found["at_lengths"]] == [6.25, 25, 100, 400]
 
 
+WHOLE_LOSSES = {
+    "baseline": "min(r_t A_t, clip(r_t) A_t), r_t = current / pi",
+    "decoupled": "min(r_t A_t, clip(r_t) A_t), r_t = current / pi",
+    "bypass": "-min(v_t A_t, clip(v_t) A_t) / sg(v_t), v_t = current / mu",
+    "reinforce": "-A_t log current",
+}
+
+
+@pytest.mark.parametrize("mode", WHOLE_LOSSES)
+def test_the_gradient_of_the_whole_loss_is_that_of_its_mode(mode, tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    keys = "mis_loss_denominator: kept\nmis_loss_entropy_tokens: all\nuse_rs: true\nrs_lower_bound: 0.5\n"
+    path.write_text(f"use_tis: true\nmis_loss_mode: {mode}\n{keys}")
+    assert main(["explain", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    gradient = " ".join(found["gradient"])
+    assert f"mode {mode}" in gradient
+    assert WHOLE_LOSSES[mode] in gradient
+    assert "entropy terms stay" in gradient
+    assert "As a hook" not in gradient
+    path.write_text(f"use_tis: true\ntis_level: none\nmis_loss_mode: {mode}\n{keys}rs_upper_bound: 2.0\n")
+    assert main(["explain", str(path), "--json"]) == 0
+    assert "/ sg(v_t)" not in " ".join(json.loads(capsys.readouterr().out)["gradient"])
+    assert found["denominator"] == [
+        "mis_loss_denominator: kept divides by the kept tokens of each response: what is removed does not count."
+    ]
+
+
+def test_a_whole_loss_that_contradicts_itself_is_named(tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("use_tis: true\nmis_loss_mode: bypas\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", str(path)])
+    assert (
+        "mis_loss_mode must be one of baseline | decoupled | bypass | reinforce, got 'bypas'" in capsys.readouterr().err
+    )
+
+
 def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("use_tis: true\ntis_lower_bound: 0.5\ntis_upper_bound: 2.0\n")

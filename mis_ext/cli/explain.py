@@ -63,13 +63,20 @@ def _number(text: str) -> float:
 def run(parsed: argparse.Namespace) -> int:
     """Print, and return the exit code."""
     from mis_ext.explain import explain_config
-    from mis_ext.presets import load_quietly, preset_path
+    from mis_ext.presets import load_loss, load_quietly, preset_path
 
     path = Path(parsed.config)
-    is_file = path.suffix in (".yaml", ".yml") or path.exists()
-    config, said = load_quietly(path if is_file else preset_path(parsed.config))
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
+        path = preset_path(parsed.config)
+    config, said = load_quietly(path)
     found = explain_config(
-        config, k3=parsed.k3, length=parsed.length, is_stale=parsed.stale, num_sequences=parsed.sequences, said=said
+        config,
+        k3=parsed.k3,
+        length=parsed.length,
+        is_stale=parsed.stale,
+        num_sequences=parsed.sequences,
+        said=said,
+        loss=load_loss(path),
     )
     if parsed.json:
         print(json.dumps({"config": parsed.config} | found.to_dict(), allow_nan=False))

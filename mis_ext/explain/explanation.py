@@ -12,6 +12,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.explain.effect import Effect, effect_of
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
 from mis_ext.explain.words import SYMBOLS, Step, denominator_of, gradient_of, steps_of
+from mis_ext.loss.settings import LossSettings
 from mis_ext.plain_data import to_plain
 
 FORMAT = 1
@@ -71,6 +72,7 @@ def explain_config(
     is_stale: bool = False,
     num_sequences: int | None = None,
     said: Sequence[str] = (),
+    loss: LossSettings | None = None,
 ) -> Explanation:
     """What ``config`` does, what is to be expected of it, and what speaks against it.
 
@@ -81,6 +83,7 @@ def explain_config(
         is_stale: Whether responses are sampled with weights of an earlier step.
         num_sequences: Responses over which the weights of one call are normalised, if known; 1 or more.
         said: Warnings that reading the configuration gave.
+        loss: The whole loss, where the configuration is used in one.
 
     Raises:
         ValueError: A number is out of its range.
@@ -95,8 +98,8 @@ def explain_config(
     return Explanation(
         symbols=SYMBOLS,
         steps=steps_of(config),
-        gradient=gradient_of(config),
-        denominator=denominator_of(config),
+        gradient=gradient_of(config, loss),
+        denominator=denominator_of(config, loss),
         effect=effect,
         at_lengths=tuple(effect_of(config, k3=k3, length=each) for each in lengths),
         traps=tuple(traps_of(config, found)),

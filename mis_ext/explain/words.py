@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.weights import REDUCTIONS, Weight
+from mis_ext.loss.settings import LossSettings
 
 SYMBOLS = (
     "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
@@ -24,6 +25,23 @@ _SCOPES = {
     "micro_batch": "of this call on this rank",
     "data_parallel": "of this call on all data-parallel ranks",
     "rollout": "of the whole rollout on all ranks",
+}
+
+
+_CLIPPED = "loss_t = -min(r_t A_t, clip(r_t) A_t), r_t = current / pi, which carries the gradient"
+_MODES = {
+    "baseline": _CLIPPED,
+    "decoupled": _CLIPPED,
+    "bypass": (
+        "loss_t = -min(v_t A_t, clip(v_t) A_t) / sg(v_t), v_t = current / mu, which carries the gradient; "
+        "pi is sg(current) here"
+    ),
+    "reinforce": "loss_t = -A_t log current, which carries the gradient; pi is sg(current) here",
+}
+_DENOMINATORS = {
+    "kept": "the kept tokens of each response: what is removed does not count",
+    "sequence": "the response's own tokens, also where several share a rollout; all are counted before any rejection",
+    "constant": "a constant number of tokens: the length of a response does not matter",
 }
 
 
@@ -111,36 +129,61 @@ def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
     return f"{reduce}_t ({symbol})" if " " in symbol else f"{reduce}_t {symbol}"
 
 
-def gradient_of(config: CorrectionConfig) -> tuple[str, ...]:
-    """What carries gradient and what does not."""
-    if config.metrics_only:
+def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[str, ...]:
+    """What carries gradient and what does not, in the host's loss or in the whole loss."""
+    if loss is None and config.metrics_only:
         return ("The gradient is the host's own.",)
-    lines = [
-        "grad = sum_t m_t sg(w_t) grad loss_t / Den: the gradient is that of the host's loss, times weight and mask.",
-        "Detached: both log-probs on entry, so also rho, w, m, and the mean that w is divided by.",
-        "Carries gradient: loss_t alone, through the current policy in the host's own ratio current / pi, which the "
-        "host clips (PPO).",
-    ]
-    if any(gate.action == "reject" for gate in config.all_gates):
-        lines.append("Rejected: no gradient at all, as the host's KL and entropy terms use the returned masks.")
-    if any(gate.action == "zero" for gate in config.all_gates):
-        lines.append("Zeroed: no gradient of the policy loss; that of KL and entropy terms stays.")
-    lines.append(
-        "As a hook it sees neither the current policy nor advantages. In a whole loss (mis_ext.methods) weight and "
-        "mask are the same factors without gradient, beside a surrogate that has one."
-    )
+    lines = ["grad = sum_t m_t sg(w_t) grad loss_t / Den: the gradient of the loss, times weight and mask."]
+    if config.metrics_only:
+        lines = ["grad = sum_t grad loss_t / Den: nothing is corrected."]
+    if loss is None:
+        lines.append(
+            "Carries gradient: loss_t alone, through the current policy in the host's own ratio current / pi, which "
+            "the host clips (PPO)."
+        )
+    else:
+        # Without a weight the ratio of the token stays, which a weight takes the place of.
+        text = _MODES[loss.mode] if config.weight is not None else _MODES[loss.mode].replace(" / sg(v_t)", "")
+        lines.append(f"The whole loss (mis_ext.policy_loss), mode {loss.mode}: {text}.")
+    if not config.metrics_only:
+        lines.append("Detached: both log-probs on entry, so also rho, w, m, and the mean that w is divided by.")
+        lines += _without_gradient(config, loss)
+    if loss is None:
+        lines.append(
+            "As a hook it sees neither the current policy nor advantages. In the whole loss (mis_ext.policy_loss) "
+            "weight and mask are the same, and mis_loss_mode says what loss_t is."
+        )
     return tuple(lines)
 
 
-def denominator_of(config: CorrectionConfig) -> tuple[str, ...]:
-    """What the host divides by, and what that makes of a rejection."""
-    mean = "all response tokens of the batch" if config.per_token_loss else "the response tokens of each response"
+def _without_gradient(config: CorrectionConfig, loss: LossSettings | None) -> Iterator[str]:
+    if any(gate.action == "reject" for gate in config.all_gates):
+        kept = []
+        if loss is not None and loss.kl is not None and loss.kl.tokens == "all":
+            kept.append("KL")
+        if loss is not None and loss.entropy_tokens == "all":
+            kept.append("entropy")
+        if kept:
+            yield f"Rejected: no gradient of the policy loss; {' and '.join(kept)} terms stay."
+        else:
+            yield "Rejected: no gradient at all, as KL and entropy terms use the returned masks."
+    if any(gate.action == "zero" for gate in config.all_gates):
+        yield "Zeroed: no gradient of the policy loss; that of KL and entropy terms stays."
+
+
+def denominator_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[str, ...]:
+    """What the policy loss is divided by, and what that makes of a rejection."""
+    if loss is not None and loss.denominator != "original":
+        lines = [f"mis_loss_denominator: {loss.denominator} divides by {_DENOMINATORS[loss.denominator]}."]
+    else:
+        mean = "all response tokens of the batch" if config.per_token_loss else "the response tokens of each response"
+        left = "" if loss is not None else " (Miles' FSDP backend: by what is left)"
+        lines = [f"The host divides by {mean}, counted before any rejection{left}."]
     if config.metrics_only:
-        return (f"The host divides by {mean}, as without the hook.",)
-    lines = [f"The host divides by {mean}, counted before any rejection (Miles' FSDP backend: by what is left)."]
+        return tuple(lines)
     if config.denominator == "kept":
         lines.append("mis_denominator: kept scales the survivors up to what they would weigh without the rejected.")
-    elif config.all_gates:
+    elif config.all_gates and (loss is None or loss.denominator != "kept"):
         lines.append("So what is removed still counts: removing a share q multiplies the policy loss by about 1 - q.")
     if config.normalize_over == "valid":
         lines.append("The mean weight is over removed ones too: a removed outlier still scales the survivors down.")
