@@ -116,6 +116,12 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
         yield (
             f"under the law no ratio reaches the bound {weight.high:g}: it acts on heavy tails, which the law has not"
         )
+    for name, gate in config.labelled_gates.items():
+        if gate.target_accept is not None:
+            yield (
+                f"{name}: each rollout moves the band towards keeping {gate.target_accept:.0%}; what is expected here "
+                "is of the band as it is written"
+            )
     for name, accepted in effect.accepted.items():
         if math.isnan(accepted):
             yield f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate"

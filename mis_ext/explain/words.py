@@ -105,6 +105,8 @@ def _weight_step(weight: Weight) -> Step:
 def _gate_step(name: str, gate: Gate) -> Step:
     what = "tokens" if gate.reduce == "token" else "whole responses"
     after = "" if gate.after is None else f", of the tokens that {gate.after} leaves"
+    if gate.target_accept is not None:
+        after += f" at first; then scaled so that {gate.target_accept:.0%} pass"
     if gate.action == "reject":
         meaning = "what lies outside leaves the mask: no policy loss, and no KL or entropy term of the host"
     else:

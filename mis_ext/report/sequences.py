@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mis_ext.correction.formula import inside
 from mis_ext.correction.gates import Gate
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import NUM_OCTAVES, octave, octave_range, summed
@@ -148,7 +149,8 @@ def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
 
 
 def _accepted(sequences: Sequences, band: Gate) -> Tensor:
-    return band.passes(sequences["difference"] if band.reduce == "sum" else sequences.log_ratio_mean)
+    value = sequences["difference"] if band.reduce == "sum" else sequences.log_ratio_mean
+    return inside(value, band.log_low, band.log_high)
 
 
 def effective_share(log_weights: Tensor) -> float:
