@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--boundaries", nargs="+", choices=MIXES, default=[*MIXES])
     parser.add_argument("--smoke", action="store_true", help="a small shape, once: does it run?")
     options = parser.parse_args()
     shape = Shape(options.conversations, options.turns, options.tokens)
@@ -83,7 +84,7 @@ def main() -> None:
     print(f"median of {repeats} repeats\n")
     print("| boundaries | s | min | max | CPU s | sampled tokens trained | boundaries found |")
     print("|---|---|---|---|---|---|---|")
-    for name in MIXES:
+    for name in options.boundaries:
         run = partial(_run, name, shape, options.seed, options.processes)
         with ProcessPoolExecutor(options.processes) as pool:
             results = [[*pool.map(run, range(options.processes))] for _ in range(repeats)]
