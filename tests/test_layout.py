@@ -103,3 +103,21 @@ def test_values_of_sequences_reach_their_tokens() -> None:
     assert layout.index.to_tokens(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
     assert layout.index.to_whole(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 3 + [9.0] * 2
     assert layout.index.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 4], [400, 1, 0, 1, 1, 2, 1, 1, 1, 1], [7], [0, 0], []])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_sums_over_sequences_and_their_spread_are_those_of_each_sequence(lengths, cp_size) -> None:
+    """Padded where lengths are alike, reduced as a tree where one is far longer."""
+    for cp_rank in range(cp_size):
+        layout = PackedLayout.context_parallel(
+            lengths, total_lengths=[length + 2 for length in lengths], cp_rank=cp_rank, cp_size=cp_size
+        )
+        rows = torch.randn(2, layout.num_local_tokens, generator=torch.Generator().manual_seed(1))
+        samples = rows.double().split(layout.local_lengths, dim=-1) if lengths else []
+        wanted = [sample.sum(-1) for sample in samples]
+        found = layout.sum_over_sequences(rows)
+        torch.testing.assert_close(found, torch.stack(wanted, dim=-1).float() if wanted else torch.zeros(2, 0))
+        assert torch.equal(found, layout.sum_over_sequences(rows))
+        spread = layout.spread(torch.arange(len(lengths)))
+        assert spread.tolist() == [i for i, length in enumerate(layout.local_lengths) for _ in range(length)]

@@ -14,6 +14,9 @@ from torch import Tensor
 from mis_ext.correction.token_index import TokenIndex, to_device
 from mis_ext.correction.zigzag import Partition, owned_chunks
 
+_MOST_PADDING = 8
+"""Slots of padded sequences per token, up to which sums over sequences pad them."""
+
 
 class Pieces(NamedTuple):
     """Contiguous runs of local tokens, sequence after sequence; ``per_sequence`` of each, some of them empty.
@@ -48,6 +51,8 @@ class PackedLayout:
     num_local_tokens: int
     num_whole_tokens: int
     _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
+    _lengths: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _positions: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -138,11 +143,29 @@ class PackedLayout:
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every local token the value of its sequence.
 
-        Cheaper than :meth:`TokenIndex.to_tokens` where nothing else needs the index tensors: a micro-batch has new
-        lengths, and here only they are copied to the device.
+        Without the index tensors of :attr:`index`, whose building takes a while: a micro-batch has new lengths, and
+        here only they are copied to the device. So in :meth:`sum_over_sequences`.
         """
-        lengths_S = to_device(torch.tensor(self.local_lengths, dtype=torch.int64), values_S.device)
-        return values_S.repeat_interleave(lengths_S, output_size=self.num_local_tokens)
+        return values_S.repeat_interleave(self._length_S, output_size=self.num_local_tokens)
+
+    def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
+        """``[F, S]``: sums over the local tokens of each sequence, the same bits on every run."""
+        longest = max(self.local_lengths, default=0)
+        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
+            return self.index.reduce(rows_FT.unbind(), "sum")
+        if not self._positions:
+            length_S = self._length_S.unsqueeze(-1)
+            place_L = torch.arange(longest, device=length_S.device)
+            position_SL = length_S.cumsum(0) - length_S + place_L
+            self._positions.append(torch.where(place_L < length_S, position_SL, self.num_local_tokens).flatten())
+        padded = torch.nn.functional.pad(rows_FT, (0, 1)).index_select(-1, self._positions[0])
+        return padded.view(len(rows_FT), self.num_sequences, longest).sum(-1)
+
+    @property
+    def _length_S(self) -> Tensor:
+        if not self._lengths:
+            self._lengths.append(to_device(torch.tensor(self.local_lengths, dtype=torch.int64), self.device))
+        return self._lengths[0]
 
     @property
     def num_sequences(self) -> int:

@@ -26,7 +26,7 @@ from mis_ext.loss.settings import LossDenominator
 def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
     """``[S]``: tokens of a mask of whole responses, equal on all context-parallel ranks without communication."""
     whole = PackedLayout.whole(layout.response_lengths, device=layout.device)
-    return whole.index.reduce([(mask_R != 0).float()], "sum")[0]
+    return whole.sum_over_sequences((mask_R != 0).float().unsqueeze(0))[0]
 
 
 def divisor_of(

@@ -110,7 +110,7 @@ def effective_samples(settings: LossSettings, tokens: LossTokens, found: Evaluat
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
     ratio_T = torch.where(found.batch.response_T, bounded_exp(found.log_ratio_T), 0.0)
-    local_2S = tokens.layout.index.reduce([ratio_T, ratio_T.square()], "sum")
+    local_2S = tokens.layout.sum_over_sequences(torch.stack([ratio_T, ratio_T.square()]))
     sum_S, squares_S = gather_rows(local_2S, tokens.cp_group).sum(0).unbind()
     count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)
     share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))

@@ -83,17 +83,18 @@ class Reductions:
 
     def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """``[S]``: the sum of each sequence over the tokens of the mask."""
-        row_S = self._layout.index.reduce([torch.where(mask_T, values_T, 0)], "sum")[0]
+        row_S = self._layout.sum_over_sequences(torch.where(mask_T, values_T, 0).unsqueeze(0))[0]
         return gather_rows(row_S, self._cp_group).sum(0)
 
     def to_tokens(self, values_S: Tensor) -> Tensor:
         """``[T]``: the value of each token's sequence."""
-        return self._layout.index.to_tokens(values_S)
+        return self._layout.spread(values_S)
 
     def _over_sequence(self, values_T: Tensor, *, is_sum: bool) -> Tensor:
-        index = self._layout.index
-        gathered_WS = gather_rows(index.reduce([values_T], "sum" if is_sum else "min")[0], self._cp_group)
-        return index.to_tokens(gathered_WS.sum(0) if is_sum else gathered_WS.amin(0))
+        layout = self._layout
+        if is_sum:
+            return layout.spread(gather_rows(layout.sum_over_sequences(values_T[None])[0], self._cp_group).sum(0))
+        return layout.spread(gather_rows(layout.index.reduce([values_T], "min")[0], self._cp_group).amin(0))
 
     def _segment_sum(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if not self._layout.is_whole:
