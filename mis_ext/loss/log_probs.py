@@ -112,7 +112,9 @@ class _VocabularyParallel(torch.autograd.Function):
         found_TV: Tensor | None = None
         if grad_T is not None:
             found_TV = probability_TV * -grad_T.unsqueeze(-1)
-            found_TV.scatter_add_(-1, place_T, torch.where(is_mine_T, grad_T, 0.0).unsqueeze(-1))
+            chosen_T = found_TV.gather(-1, place_T) + torch.where(is_mine_T, grad_T, 0.0).unsqueeze(-1)
+            # Not scatter_add_, which deterministic mode forbids on a GPU.
+            found_TV.scatter_(-1, place_T, chosen_T)
         if entropy_grad_T is not None:
             of_entropy_TV = torch.special.entr(probability_TV) - probability_TV * entropy_T.unsqueeze(-1)
             of_entropy_TV.mul_(entropy_grad_T.unsqueeze(-1))
