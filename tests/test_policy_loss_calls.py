@@ -20,7 +20,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles import host as hosts
 from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
-from mis_ext.loss.policy import MILES_METRICS
+from mis_ext.loss.policy import MILES_METRICS, token_pass_of
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
@@ -82,6 +82,12 @@ REFUSED = [
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
     ({"use_opsm": "yes"}, "use_opsm must be true or false"),
+    ({"mis_loss_compile": True, "use_opsm": True}, "mis_loss_compile: no effect, because --use-opsm reduces over sequ"),
+    ({"mis_loss_compile": True, "advantage_estimator": "gspo"}, "because --advantage-estimator gspo reduces over seq"),
+    (
+        {"mis_loss_compile": True, "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
+        "mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled",
+    ),
     ({"mis_loss_mode": ["bypass"]}, r"mis_loss_mode must be a single value, got \['bypass'\]"),
     ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
     (
@@ -183,6 +189,32 @@ def reentrant(keys: dict, function) -> tuple:
     loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
     loss.backward()
     return loss.detach(), metrics, logits.grad
+
+
+@pytest.mark.parametrize("mode", ["baseline", "bypass"])
+def test_one_graph_holds_the_whole_pass_over_tokens(mode, monkeypatch) -> None:
+    """Captured as a whole, and run as captured: what Inductor makes of it takes half a minute to compile."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=backend, **options))
+    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1, "mis_loss_mode": mode}
+    keys |= {"mis_loss_constant": 5.0, "mis_loss_denominator": "constant"} | (BEHAVIOR if mode == "bypass" else {})
+    token_pass_of.cache_clear()
+    shorter = loss_cases.whole_batch()
+    for key in (*loss_cases.PER_TOKEN, "loss_masks", "unconcat_tokens", "logits", "total_lengths", "response_lengths"):
+        shorter[key] = shorter[key][1:]
+    shorter["rollout_mask_sums"] = shorter["rollout_mask_sums"][1:]
+    for batch in (local(), loss_cases.local_batch(shorter)):
+        found, wanted = called(keys | {"mis_loss_compile": True}, batch), called(keys, batch)
+        assert torch.equal(found[2], wanted[2])
+        assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
+    assert len(graphs) == 1
+    token_pass_of.cache_clear()
 
 
 def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:

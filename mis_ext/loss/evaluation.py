@@ -10,11 +10,12 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import STATISTICS
-from mis_ext.loss.objective import bounds_of, method_of, pair_of
+from mis_ext.loss.objective import bounds_of, pair_of
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
 from mis_ext.loss.tokens import LossTokens
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.kl_terms import Penalty
+from mis_ext.methods.method import Method
 from mis_ext.methods.reductions import Reductions
 
 
@@ -40,29 +41,58 @@ class Evaluation(NamedTuple):
         return self.kept_T if which == "kept" else self.batch.valid_T
 
 
-def evaluate(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Evaluation:
+class Corrected(NamedTuple):
+    """``[T]`` each, what a correction does: weights, and bool, whether a token stays; and whether it has a weight."""
+
+    weights_T: Tensor
+    kept_T: Tensor
+    has_weight: bool
+
+    @classmethod
+    def by(cls, correction: Correction | None) -> Corrected | None:
+        """None without a correction, or by one that only measures."""
+        if correction is None or correction.plan.config.metrics_only:
+            return None
+        return cls(correction.weights_T, correction.keep_mask_T, correction.plan.config.weight is not None)
+
+
+def evaluate(
+    settings: LossSettings,
+    method: Method,
+    tokens: LossTokens,
+    *,
+    corrected: Corrected | None,
+    response_T: Tensor,
+    reductions: Reductions,
+) -> Evaluation:
     """The parts of the loss. A token without a finite log-prob of every policy that is used adds nothing.
 
     Args:
         settings: What the loss is.
+        method: The same as a method.
         tokens: The micro-batch.
-        correction: Weights and masks; None, or one that only measures, for none.
+        corrected: Weights and masks.
+        response_T: ``[T]`` bool, the local tokens that the policy generated.
+        reductions: How tokens become sequences.
     """
-    layout, method, pair = tokens.layout, method_of(settings), pair_of(settings)
+    pair = pair_of(settings)
     used = dict.fromkeys((*pair, *method.policies))
     batch = method.batch_of(
         {policy: tokens.log_probs[policy] for policy in used},
         advantages_T=tokens.advantages_T,
-        response_mask_T=layout.local_part(tokens.response_mask_R) != 0,
-        reductions=Reductions(layout, cp_group=tokens.cp_group),
+        response_mask_T=response_T,
+        reductions=reductions,
     )
     surrogate = method.surrogate
     log_ratio_T = batch.log_ratio(pair, *surrogate.reduces)
     weight_T, live_T, kept_T = method.weigh(batch)
-    if correction is not None and not correction.plan.config.metrics_only:
-        kept_T = kept_T & correction.keep_mask_T
+    if corrected is not None:
+        kept_T = kept_T & corrected.kept_T
         live_T = live_T & kept_T
-        weight_T = weight_T * _weights(settings, correction, log_ratio_T)
+        weight_T = weight_T * corrected.weights_T
+        if settings.mode == "bypass" and corrected.has_weight:
+            # Without what the surrogate's own ratio has of the weight already.
+            weight_T = weight_T / bounded_exp(log_ratio_T)
     cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
     found = surrogate.of(batch)
     if settings.ratios == "detached":
@@ -83,10 +113,3 @@ def evaluate(settings: LossSettings, tokens: LossTokens, correction: Correction 
         is_of_sequences=surrogate.spread == "sequence",
         kl=method.terms[0].of(batch) if method.terms else None,
     )
-
-
-def _weights(settings: LossSettings, correction: Correction, log_ratio_T: Tensor) -> Tensor:
-    """``[T]``: the correction's weights, without what the surrogate's own ratio has of them already."""
-    if settings.mode != "bypass" or correction.plan.config.weight is None:
-        return correction.weights_T
-    return correction.weights_T / bounded_exp(log_ratio_T)

@@ -61,7 +61,7 @@ def token_rows(
         Row("ppo_kl", -found.log_ratio_T, kept_T),
     ]
     if tokens.entropy_T is not None:
-        rows.append(Row("entropy_loss", tokens.entropy_T.detach(), found.tokens_of(settings.entropy_tokens)))
+        rows.append(Row("entropy_loss", tokens.entropy_T, found.tokens_of(settings.entropy_tokens)))
     if settings.kl is not None and found.kl is not None:
         rows.append(Row("kl_loss", found.kl.value_T, found.tokens_of(settings.kl.tokens)))
     if "behavior" in tokens.log_probs:
@@ -75,7 +75,7 @@ def token_rows(
 
 def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *, with_kl: bool) -> list[Row]:
     """Between the behavior policy and the trainer: the current policy where no other is compared."""
-    trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"].detach()
+    trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"]
     difference_T = trainer_T - tokens.log_probs["behavior"]
     gap_T = difference_T.abs()
     mask_T = kept_T & (gap_T < torch.inf)
@@ -87,29 +87,27 @@ def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *
     return rows
 
 
-def totals_of(rows: list[Row], token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
-    """0-dim each: sums over this rank's tokens of value times share.
-
-    Args:
-        rows: The loss's own.
-        token_metrics: ``[T]`` each, those of the correction, 0 outside the response.
-        share_T: ``[T]``, 1 by what the token's sample is divided by.
-    """
+def totals_of(rows: list[Row], share_T: Tensor) -> dict[str, Tensor]:
+    """0-dim each: sums over this rank's tokens of value times share; ``share_T`` is 1 by the divisor of its sample."""
     names, values, masks = zip(*rows, strict=True)
     values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
-    totals = dict(zip(names, (values_FT * share_T).sum(-1).unbind(), strict=True))
-    if token_metrics:
-        sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
-        totals |= dict(zip(token_metrics, sums.unbind(), strict=True))
-    return totals
+    return dict(zip(names, (values_FT * share_T).sum(-1).unbind(), strict=True))
 
 
-def effective_samples(settings: LossSettings, tokens: LossTokens, found: Evaluation) -> Tensor:
+def correction_totals(token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
+    """The same of a correction's metrics, ``[T]`` each, which are 0 outside the response."""
+    if not token_metrics:
+        return {}
+    sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
+    return dict(zip(token_metrics, sums.unbind(), strict=True))
+
+
+def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T: Tensor, response_T: Tensor) -> Tensor:
     """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
 
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
-    ratio_T = torch.where(found.batch.response_T, bounded_exp(found.log_ratio_T), 0.0)
+    ratio_T = torch.where(response_T, bounded_exp(log_ratio_T), 0.0)
     local_2S = tokens.layout.sum_over_sequences(torch.stack([ratio_T, ratio_T.square()]))
     sum_S, squares_S = gather_rows(local_2S, tokens.cp_group).sum(0).unbind()
     count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)

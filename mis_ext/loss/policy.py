@@ -8,6 +8,7 @@ say the slope of each token. No loop over samples, and no reading of values on t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,10 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.pipeline import Correction
 from mis_ext.loss.denominators import divisor_of
-from mis_ext.loss.evaluation import Evaluation, evaluate
-from mis_ext.loss.metrics import LAST, ORDER, effective_samples, masked_sequences, token_rows, totals_of
+from mis_ext.loss.evaluation import Corrected, Evaluation, evaluate
+from mis_ext.loss.metrics import (
+    LAST,
+    ORDER,
+    correction_totals,
+    effective_samples,
+    masked_sequences,
+    token_rows,
+    totals_of,
+)
+from mis_ext.loss.objective import method_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.tokens import LossTokens
+from mis_ext.methods.method import Method
+from mis_ext.methods.reductions import Reductions
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -59,23 +71,85 @@ def compute_policy_loss(
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
     """
     with torch.no_grad():
-        found = evaluate(settings, tokens, correction)
+        layout = tokens.layout
         share_T = _share(settings, tokens, tokens.divisor_S)
-        totals = _totals(settings, tokens, found, token_metrics, share_T, extra_metrics)
         policy_share_T = share_T
-        if reducer is not None:
-            totals["pg_loss"], policy_share_T = _reduced(reducer, found.policy.value_T)
-        elif settings.denominator != "original":
+        if settings.denominator != "original":
             policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
-            totals["pg_loss"] = (found.policy.value_T * policy_share_T).sum()
-        slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
-        totals["loss"] = _loss(settings, totals)
+        response_T = layout.local_part(tokens.response_mask_R) != 0
+        passed = token_pass_of(settings)(
+            tokens.detached(),
+            corrected=Corrected.by(correction),
+            response_T=response_T,
+            reductions=Reductions(layout, cp_group=tokens.cp_group),
+            share_T=share_T,
+            policy_share_T=policy_share_T,
+            reducer=reducer,
+            is_corrected=token_metrics is not None,
+            with_kl="train_rollout_kl" in extra_metrics,
+        )
+        totals = passed.totals | correction_totals(token_metrics or {}, share_T)
+        if "ess_ratio" in extra_metrics:
+            totals["ess_ratio"] = effective_samples(
+                settings, tokens, log_ratio_T=passed.log_ratio_T, response_T=response_T
+            )
     current_T = tokens.log_probs["current"]
     loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
-        totals["loss"], current_T, slope_T, tokens.entropy_T, entropy_slope_T
+        totals["loss"], current_T, passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
     )
     names = [*ORDER, *(token_metrics or ()), *LAST]
-    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, found.batch.response_T)
+    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T)
+
+
+class _Passed(NamedTuple):
+    """0-dim totals by name; ``[T]`` each: the derivatives of the loss by log-prob and by entropy, log of current / old.
+
+    ``entropy_slope_T`` is None where entropy is no part of the loss.
+    """
+
+    totals: dict[str, Tensor]
+    slope_T: Tensor
+    entropy_slope_T: Tensor | None
+    log_ratio_T: Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def token_pass_of(settings: LossSettings) -> Callable[..., _Passed]:
+    """The pass over tokens, compiled where the settings say so: one graph for micro-batches of any lengths."""
+    one_pass = functools.partial(_token_pass, settings, method_of(settings))
+    if not settings.compiled:
+        return one_pass
+    compiled: Callable[..., _Passed] = torch.compile(one_pass, dynamic=True, fullgraph=True)
+    return compiled
+
+
+def _token_pass(
+    settings: LossSettings,
+    method: Method,
+    tokens: LossTokens,
+    *,
+    corrected: Corrected | None,
+    response_T: Tensor,
+    reductions: Reductions,
+    share_T: Tensor,
+    policy_share_T: Tensor,
+    reducer: Reducer | None,
+    is_corrected: bool,
+    with_kl: bool,
+) -> _Passed:
+    found = evaluate(settings, method, tokens, corrected=corrected, response_T=response_T, reductions=reductions)
+    totals = totals_of(token_rows(settings, tokens, found, is_corrected=is_corrected, with_kl=with_kl), share_T)
+    if tokens.entropy_T is None:
+        totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
+    if settings.opsm_delta is not None:
+        totals["opsm_clipfrac"] = masked_sequences(settings, tokens, found)
+    if reducer is not None:
+        totals["pg_loss"], policy_share_T = _reduced(reducer, found.policy.value_T)
+    elif settings.denominator != "original":
+        totals["pg_loss"] = (found.policy.value_T * policy_share_T).sum()
+    slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
+    totals["loss"] = _loss(settings, totals)
+    return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
@@ -94,31 +168,6 @@ def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction 
         kept_mask_R=response_R if correction is None else correction.loss_mask_R,
         layout=tokens.layout,
     )
-
-
-def _totals(
-    settings: LossSettings,
-    tokens: LossTokens,
-    found: Evaluation,
-    token_metrics: Mapping[str, Tensor] | None,
-    share_T: Tensor,
-    extra_metrics: frozenset[str],
-) -> dict[str, Tensor]:
-    rows = token_rows(
-        settings,
-        tokens,
-        found,
-        is_corrected=token_metrics is not None,
-        with_kl="train_rollout_kl" in extra_metrics,
-    )
-    totals = totals_of(rows, token_metrics or {}, share_T)
-    if tokens.entropy_T is None:
-        totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
-    if "ess_ratio" in extra_metrics:
-        totals["ess_ratio"] = effective_samples(settings, tokens, found)
-    if settings.opsm_delta is not None:
-        totals["opsm_clipfrac"] = masked_sequences(settings, tokens, found)
-    return totals
 
 
 def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ LOSS_KEYS = (
     "mis_loss_kl_tokens",
     "mis_loss_entropy_tokens",
     "mis_loss_unbiased_kl",
+    "mis_loss_compile",
 )
 """Flat keys of the loss; what else it reads are flags of the hosts."""
 
@@ -70,6 +71,7 @@ class LossSettings:
         denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.denominators`.
         constant: The constant of ``denominator="constant"``, in tokens.
         per_token_loss: The host divides by the tokens of the whole batch itself.
+        compiled: Whether ``torch.compile`` fuses the pass over tokens, where each has its own gradient.
 
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
@@ -92,6 +94,7 @@ class LossSettings:
     denominator: LossDenominator = "original"
     constant: float | None = None
     per_token_loss: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mis_loss_mode", self.mode, get_args(Mode))
@@ -100,6 +103,7 @@ class LossSettings:
         check_choice("mis_loss_entropy_tokens", self.entropy_tokens, get_args(PenaltyTokens))
         check_bool("use_rollout_logprobs", self.use_behavior)
         check_bool("calculate_per_token_loss", self.per_token_loss)
+        check_bool("mis_loss_compile", self.compiled)
         check_number("eps_clip", self.eps_clip, low=0.0, high=math.inf)
         check_number("entropy_coef", self.entropy_coef, low=-math.inf, high=math.inf, open_low=True, open_high=True)
         if self.eps_clip_high is not None:
@@ -127,6 +131,10 @@ class LossSettings:
         if self.eps_clip_c is not None and (self.mode == "reinforce" or self.ratios == "detached"):
             of = "mis_loss_mode: reinforce" if self.mode == "reinforce" else "--advantage-estimator cispo"
             raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
+
+        if self.compiled and (self.ratios == "sequence" or self.opsm_delta is not None):
+            what = "--use-opsm" if self.opsm_delta is not None else "--advantage-estimator gspo"
+            raise ValueError(f"mis_loss_compile: no effect, because {what} reduces over sequences; remove it")
 
     def _check_denominator(self) -> None:
         if self.denominator == "constant":

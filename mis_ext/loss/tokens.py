@@ -31,3 +31,9 @@ class LossTokens(NamedTuple):
     layout: PackedLayout
     cp_group: Group | None = None
     cp_rank: int = 0
+
+    def detached(self) -> LossTokens:
+        """Without gradient."""
+        entropy_T = None if self.entropy_T is None else self.entropy_T.detach()
+        log_probs = {policy: values_T.detach() for policy, values_T in self.log_probs.items()}
+        return self._replace(log_probs=log_probs, entropy_T=entropy_T)

@@ -71,6 +71,7 @@ def _settings_of(*values: Any) -> LossSettings:
                 "denominator": "mis_loss_denominator",
                 "constant": "mis_loss_constant",
                 "entropy_tokens": "mis_loss_entropy_tokens",
+                "compiled": "mis_loss_compile",
                 "eps_clip": "eps_clip",
                 "eps_clip_high": "eps_clip_high",
                 "eps_clip_c": "eps_clip_c",
@@ -137,6 +138,8 @@ def _refuse_two_denominators(given: dict[str, Any], settings: LossSettings) -> N
             f"mis_loss_denominator: {settings.denominator}: no effect, because --custom-pg-loss-reducer-function-path "
             "reduces the policy loss; drop one of them"
         )
+    if "custom_pg_loss_reducer_function_path" in given and settings.compiled:
+        raise ValueError("mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled")
     if given.get("mis_denominator") == "kept" and settings.denominator in ("kept", "constant"):
         raise ValueError(
             f"mis_denominator: kept and mis_loss_denominator: {settings.denominator} are two denominators: drop one of "
