@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import mis_ext
+import mis_ext.cli
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
 from mis_ext.methods.table import methods_table
 
@@ -96,6 +97,18 @@ def test_what_an_explanation_prints_stands_below_it(capsys) -> None:
     assert len(printed) == len(shown)
     for line, start in zip(printed, shown, strict=True):
         assert line.startswith(start.removesuffix("...").rstrip("; "))
+
+
+def test_the_page_of_explain_shows_what_is_printed(capsys, monkeypatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "110")
+    page = (DOCS / "explain.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^mis-ext (explain gated_mis [^#]*)", page, flags=re.MULTILINE)
+    assert mis_ext.cli.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    (block,) = [each.values[0] for each in blocks("text") if each.id.startswith("docs/explain.md")]
+    assert len(block.splitlines()) >= 5
+    assert [line for line in block.splitlines() if line not in printed] == []
 
 
 def test_no_block_is_of_an_unknown_language() -> None:
