@@ -25,6 +25,7 @@ KEYS = (
     "advantages",
     "rewards",
     "weight_versions",
+    "train_weight_version",
 )
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,8 +33,10 @@ sys.path.insert(0, str(EXAMPLES))
 
 from grpo import engine_settings
 from grpo.arguments import parse_args
+from grpo.engine import Completion
 from grpo.engine_settings import attention_backend, check_settings, machine_settings
 from grpo.report import plot, read_metrics, summary_table
+from grpo.rollout import Sample, grade_groups, own_share
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
 
 from mis_ext.dumps import Dumps
@@ -88,6 +91,16 @@ def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def test_prompt_is_noise_then_step_then_start():
     assert PROBLEM.prompt_ids == [5, 0, FIRST_STEP_TOKEN + 3, 8]
+
+
+def test_samples_of_a_rank_say_which_weights_sampled_them_as_the_hosts_do():
+    answers = [
+        Completion(token_ids=[1, 4, 7, 0], log_probs=[-1.0] * 4, weight_version=version) for version in (8, 8, 9)
+    ]
+    samples, _ = grade_groups([PROBLEM], answers, num_samples=3)
+    share = partial(own_share, CountingTask(response_length=4), dp_size=2, padded=False, device=torch.device("cpu"))
+    assert share(samples, dp_rank=0)["weight_versions"] == [["8"], ["9"]]
+    assert share([Sample(problem=PROBLEM, response_ids=[1])], dp_rank=0)["weight_versions"] == [[]]
 
 
 def test_right_response_has_full_reward():
@@ -339,10 +352,11 @@ def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: 
     dump = ("--rollout-data-postprocess-path", "dump_rollout.save")
     whole = train(tmp_path, "--num-rollout", str(done + 2), "--overwrite", *dump)
     assert learned(resumed) == learned(whole)
-    steps = summarize(Parts(Dumps(sorted((tmp_path / "dumps").iterdir())))).steps
+    summary = summarize(Parts(Dumps(sorted((tmp_path / "dumps").iterdir()))))
+    assert [group.name for group in summary.by_version] == ["0 behind"]
     for row in whole:
         # The report's mean is over tokens, the logged one over samples.
-        assert steps[str(row["step"])].k3 == pytest.approx(row["train/mis_k3_kl"], rel=0.1)
+        assert summary.steps[str(row["step"])].k3 == pytest.approx(row["train/mis_k3_kl"], rel=0.1)
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
     for row in resumed:

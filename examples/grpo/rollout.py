@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -21,12 +21,14 @@ class Sample:
         problem: What was asked.
         response_ids: The response.
         rollout_log_probs: Log-probs of its tokens as the engine reported them; None for a supervised response.
+        weight_versions: With which the engine sampled it, as the hosts name them; of a supervised response none.
         advantage: Of every token of the response.
     """
 
     problem: Problem
     response_ids: list[int]
     rollout_log_probs: list[float] | None = None
+    weight_versions: list[str] = field(default_factory=list)
     advantage: float = 1.0
 
 
@@ -51,6 +53,7 @@ def grade_groups(
             problem=problem,
             response_ids=answer.token_ids,
             rollout_log_probs=answer.log_probs,
+            weight_versions=[str(answer.weight_version)],
             advantage=advantage,
         )
         for problem, answer, advantage in zip(asked, completions, advantages, strict=True)
@@ -88,6 +91,7 @@ def own_share(
         "advantages": [sample.advantage for sample in samples[own]],
         "sample_indices": [*range(len(samples))][own],
         "engine_log_probs": [sample.rollout_log_probs for sample in samples[own]],
+        "weight_versions": [sample.weight_versions for sample in samples[own]],
     }
     if padded:
         data["max_seq_lens"] = [max(map(len, tokens))] * len(masks)

@@ -118,6 +118,8 @@ class Run:
             completions = self._ranks.broadcast(self._generate(problems))
         samples, rewards = grade_groups(problems, completions, num_samples=self._args.n_samples_per_prompt)
         data = self._own_share(samples)
+        # The trainer's weights are numbered by the rollouts that they have learned from.
+        data["train_weight_version"] = step
         batches = self._trainer.micro_batches(data)
         data["rollout_log_probs"] = self._trainer.own_tokens(data["engine_log_probs"], batches)
         # A whole loss whose old policy is the engine's needs no scoring pass, and the hosts skip it then.

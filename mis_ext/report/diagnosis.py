@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mis_ext.report.engine_causes import bf16, formula, prefix, size, stale, tail
+from mis_ext.report.engine_causes import bf16, formula, prefix, size, tail
 from mis_ext.report.faults import other_tokens, placeholders, shift, temperature, truncation
 from mis_ext.report.finding import Case, Diagnosis
+from mis_ext.report.staleness import stale
 
 Rule = Callable[[Case], Iterator[Diagnosis]]
 

@@ -1,4 +1,4 @@
-"""Causes in the engines: how they compute, with which weights, and on which tokens it shows.
+"""Causes in the engines: how they compute, and on which tokens it shows.
 
 The numbers come from the geometry of each cause and from our own measurements (benchmarks/evidence): bfloat16 kernels
 give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4. Look at tokens 12 times as
@@ -14,12 +14,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF
 from mis_ext.report.finding import MIN_TOKENS, Case, Diagnosis
 
 ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
-STALE_FACTOR = 3.0
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
 KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
@@ -52,38 +50,6 @@ def bf16(case: Case) -> Iterator[Diagnosis]:
             f"{' and '.join(sides)} log-probs are bfloat16 numbers: that alone gives a k3 near 2e-5",
             "Keep log-probs in float32 from the log-softmax to the dump.",
         )
-
-
-def stale(case: Case) -> Iterator[Diagnosis]:
-    """Weights of other steps, by version, by step, or by size alone."""
-    groups = case.summary.by_version
-    advice = (
-        "Sync the weights before sampling, or correct: token TIS gained 0.08 to 0.34 of reward with stale weights "
-        "(benchmarks/evidence/staleness.md)."
-    )
-    behind = [group for group in groups if group.low != 0.0]
-    if behind:
-        fresh = sum(group.k3 for group in groups if group.low == 0.0)
-        worst = max(behind, key=lambda group: group.k3)
-        if not fresh or worst.k3 > STALE_FACTOR * fresh:
-            share = sum(group.num_tokens for group in behind) / sum(group.num_tokens for group in groups)
-            against = f", of fresh ones {fresh:.2g}" if fresh else ""
-            evidence = (
-                f"{share:.0%} of the tokens were sampled with older weights; k3 of those {worst.name} is "
-                f"{worst.k3:.2g}{against}"
-            )
-            yield Diagnosis("stale_weights", "likely", "weights of an earlier step", evidence, advice)
-        return
-    steps = {name: step.k3 for name, step in case.summary.steps.items() if step.num_tokens}
-    usual = sorted(steps.values())[len(steps) // 2] if steps else math.nan
-    jumps = {name: k3 for name, k3 in steps.items() if k3 > 10.0 * usual and k3 > KERNEL_K3}
-    if jumps and len(steps) >= 3:
-        listed = ", ".join([*jumps][:5])
-        evidence = f"in step {listed} k3 is {max(jumps.values()):.2g}, in most steps {usual:.2g}"
-        yield Diagnosis("stale_weights", "possible", "weights of an earlier step, in some steps", evidence, advice)
-    elif case.summary.overall.abs_mean > MAX_MEAN_ABS_DIFF:
-        evidence = f"a mean difference of {case.summary.overall.abs_mean:.2g} nats is far more than kernels give"
-        yield Diagnosis("stale_weights", "possible", "weights of another step, or another context", evidence, advice)
 
 
 def prefix(case: Case) -> Iterator[Diagnosis]:

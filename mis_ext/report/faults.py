@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
 
 from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF
 from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER
@@ -65,7 +68,9 @@ def other_tokens(case: Case) -> Iterator[Diagnosis]:
     if len(measured) < MIN_TOKENS or any(case.summary.by_version):
         return
     gap = measured["gap"] / measured["num_valid"]
-    is_outlier = (gap > OUTLIER_GAP) & (gap > OUTLIER_FACTOR * gap.median())
+    # Where all samples of a step differ, its weights do, not its text.
+    usual = _median_of_step(gap, measured.steps).clamp_min(float(gap.median()))
+    is_outlier = (gap > OUTLIER_GAP) & (gap > OUTLIER_FACTOR * usual)
     share = float(is_outlier.double().mean())
     if 0.0 < share < 0.4 and float((gap * is_outlier).sum()) > 0.5 * float(gap.sum()):
         evidence = (
@@ -80,6 +85,14 @@ def other_tokens(case: Case) -> Iterator[Diagnosis]:
             advice,
             is_fault=True,
         )
+
+
+def _median_of_step(values_S: Tensor, steps: Sequence[str]) -> Tensor:
+    """``[S]`` median over the samples of each sample's step."""
+    numbers = {step: number for number, step in enumerate(dict.fromkeys(steps))}
+    number_S = torch.tensor([numbers[step] for step in steps])
+    medians = [values_S[number_S == number].median() for number in range(len(numbers))]
+    return torch.stack(medians)[number_S]
 
 
 def temperature(case: Case) -> Iterator[Diagnosis]:
