@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_invariant_support import randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,10 +25,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # The name has changed with the versions of torch, and the oldest have none.
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 needs_grouped_mm = pytest.mark.skipif(grouped_mm is None, reason="this torch has no grouped product")
-
-
-def randn(*shape, dtype=torch.float32, seed=0, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def assert_same_bits(actual, expected):

@@ -1,0 +1,190 @@
+"""The exactness audit: what a difference points to, and what a pass does not show."""
+
+import pytest
+import torch
+from audit_lists import GOOD, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
+
+from mis_ext.onpolicy.audit.findings import Verdict
+
+
+def test_versions_that_differ_on_the_samples_that_differ_point_to_stale_weights() -> None:
+    train = log_probs(40, 40)
+    rollout = [train[0].clone(), *tied_to(train[1:], noise=1e-3)]
+    stale = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=["3", ["3", 2]])
+    assert "likely stale weights: 40 of 40 different tokens" in stale.hint
+    assert (stale.train_weight_versions, stale.rollout_weight_versions) == (("3",), ("2", "3"))
+    # The sample with the old weights is the one that is equal: they are not the cause.
+    other = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=[2, 3])
+    assert "stale" not in other.hint
+    same = audit_logprobs(train, rollout, train_weight_version=["3", None], rollout_weight_versions=[3, 9])
+    assert "stale" not in same.hint
+    assert "stale" not in audit_logprobs(train, rollout, rollout_weight_versions=[2, 3]).hint
+
+
+def test_versions_are_listed_in_the_order_of_numbers() -> None:
+    train = log_probs(1, 1, 1)
+    report = audit_logprobs(train, copies(train), rollout_weight_versions=[10, 9, None])
+    assert report.rollout_weight_versions == ("9", "10")
+
+
+@pytest.mark.parametrize(("noise", "is_stale"), [(5.5, True), (0.5, True), (0.1, False), (0.02, False)])
+def test_without_versions_a_difference_beyond_all_kernels_points_to_stale_weights(noise, is_stale) -> None:
+    train = log_probs(200, 200)
+    hint = audit_logprobs(train, tied_to(train, noise=noise)).hint
+    assert ("stale weights" in (hint or "")) == is_stale
+    known = audit_logprobs(train, tied_to(train, noise=5.5), train_weight_version=1, rollout_weight_versions=[1, 1])
+    assert "stale weights" in known.hint
+    assert "although the weight versions agree" in known.hint
+
+
+def test_a_difference_between_kernels_and_stale_weights_gets_no_hint() -> None:
+    train = log_probs(200)
+    rollout = tied_to(train, noise=0.2)
+    assert audit_logprobs(train, rollout).hint is None
+    rollout[0][0] = -9.0
+    assert audit_logprobs(train, rollout).hint is None
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_log_probs_moved_by_a_token_are_called_misaligned(by) -> None:
+    train = log_probs(60, 60)
+    report = audit_logprobs(train, [x.roll(by) for x in train])
+    assert "likely misaligned by one token" in report.hint
+    unrelated = audit_logprobs(train, log_probs(60, 60, seed=5))
+    assert "misaligned" not in unrelated.hint
+    # The same shift over too few pairs, and pairs across masked tokens do not count.
+    every_other = [torch.arange(60) % 2 for _ in train]
+    assert "misaligned" not in audit_logprobs(train, [x.roll(by) for x in train], masks=every_other).hint
+    assert "misaligned" not in audit_logprobs(log_probs(30), [x.roll(by) for x in log_probs(30)]).hint
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_stop_tokens_without_a_log_prob_are_called_placeholders(value) -> None:
+    train = log_probs(*[200] * 8)
+    rollout = copies(train)
+    for x, y in zip(train, rollout, strict=True):
+        x[-1], y[-1] = -2.5 - x[0], value
+    assert f"the 8 rollout log-probs that differ are all {value:g}" in audit_logprobs(train, rollout).hint
+    assert f"the 8 train log-probs that differ are all {value:g}" in audit_logprobs(rollout, train).hint
+    # Two values, too few tokens, and differences that kernels explain.
+    rollout[0][-1] = -0.25
+    assert "placeholder" not in audit_logprobs(train, rollout).hint
+    rollout[0][-1] = train[0][-1]
+    assert "placeholder" not in audit_logprobs(train, rollout).hint
+    near = [torch.full_like(x, value) for x in train]
+    noisy = tied_to(near, noise=1e-2)
+    noisy[0][0] = near[0][0] = -3.0
+    assert "placeholder" not in (audit_logprobs(noisy, near).hint or "")
+
+
+def test_one_token_far_apart_is_not_called_rounding() -> None:
+    train = log_probs(*[200] * 8)
+    rollout = copies(train)
+    rollout[3][5] -= 9.0
+    hint = audit_logprobs(train, rollout).hint
+    assert "likely single tokens" in hint
+    assert "1 of 1600 tokens differ, one by 9 nats" in hint
+    rollout[3][5] += 8.5
+    assert "likely other kernels" in audit_logprobs(train, rollout).hint
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_constant_stream_is_called_a_placeholder(value) -> None:
+    train = log_probs(20, 20)
+    constant = [torch.full_like(x, value) for x in train]
+    assert f"all 40 rollout log-probs are {value:g}" in audit_logprobs(train, constant).hint
+    assert "all 40 train log-probs" in audit_logprobs(constant, train).hint
+    assert "placeholder" not in audit_logprobs(train[:1], tensors([-1.0] * 19 + [-2.0])).hint
+    assert "placeholder" not in audit_logprobs(tensors(GOOD), tensors([value] * 3)).hint
+    both = audit_logprobs(constant, copies(constant))
+    assert both.passed
+    assert any("all 40 rollout log-probs" in caution for caution in both.cautions)
+
+
+def test_bf16_on_one_side_only_is_seen_whatever_dtype_it_is_stored_in() -> None:
+    train = log_probs(100)
+    rounded = [x.bfloat16() for x in train]
+    for rollout in (rounded, [x.float() for x in rounded]):
+        report = audit_logprobs(train, rollout)
+        assert report.verdict is Verdict.DIFFERENT
+        assert "likely log-probs in bfloat16 on one side: every rollout log-prob" in report.hint
+        assert "all tokens are equal once both sides are rounded" in report.hint
+        assert report.equal_after_bf16_rounding
+    assert "every train log-prob" in audit_logprobs(rounded, train).hint
+    noisy = audit_logprobs([x.bfloat16() for x in tied_to(train, noise=0.02)], train)
+    assert "every train log-prob" in noisy.hint
+    assert "tokens differ even" in noisy.hint
+    assert audit_logprobs([train[0][:20]], [rounded[0][:20]]).hint is None
+    both = audit_logprobs(rounded, [x.bfloat16() for x in tied_to(train, noise=0.02)])
+    assert "bfloat16 on one side" not in both.hint
+    neither = audit_logprobs(train, tied_to(train, noise=1e-4))
+    assert "bfloat16 on one side" not in neither.hint
+
+
+def scored(num_tokens: int = 400, vocabulary: int = 1000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, output weights and sampled tokens of a made-up model."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 128, generator=generator)
+    weight = torch.randn(vocabulary, 128, generator=generator) * 3.0 / 128**0.5
+    tokens = torch.multinomial((hidden @ weight.t()).softmax(-1), 1, generator=generator)
+    return hidden, weight, tokens
+
+
+def test_another_formula_of_the_same_log_prob_is_told_from_another_kernel() -> None:
+    hidden, weight, tokens = scored()
+    logits = hidden @ weight.t()
+    train = logits.log_softmax(-1).gather(1, tokens).squeeze(1)
+    formula = logits.softmax(-1).gather(1, tokens).squeeze(1).log()
+    assert "likely another log-prob formula" in audit_logprobs([train], [formula]).hint
+    halves = hidden[:, :64] @ weight[:, :64].t() + hidden[:, 64:] @ weight[:, 64:].t()
+    split_k = halves.log_softmax(-1).gather(1, tokens).squeeze(1)
+    assert "likely other kernels" in audit_logprobs([train], [split_k]).hint
+    low = (hidden.bfloat16() @ weight.bfloat16().t()).float().log_softmax(-1).gather(1, tokens).squeeze(1)
+    assert "likely other kernels" in audit_logprobs([train], [low]).hint
+    few = audit_logprobs([train[:20]], [formula[:20]])
+    assert few.verdict is Verdict.DIFFERENT
+    assert few.hint is None
+
+
+def test_first_tokens_equal_and_later_ones_different_points_to_decoding() -> None:
+    train = log_probs(*[20] * 8)
+    rollout = tied_to(train, noise=1e-3)
+    assert "decode" not in audit_logprobs(train, rollout).hint
+    for x, y in zip(train, rollout, strict=True):
+        y[0] = x[0]
+    report = audit_logprobs(train, rollout)
+    assert "likely decode or prefix dependence" in report.hint
+    # All 152 later ones differ: 152 of 153, with the one that keeps few tokens from making a certainty.
+    assert "first tokens of 8 responses are all equal, later ones differ in 99%" in report.hint
+    # One response proves nothing, nor do first tokens that are masked, or certain on both sides.
+    assert audit_logprobs(train[:1], rollout[:1]).hint is None
+    second = [torch.cat([y[:1], x[1:2], y[2:]]) for x, y in zip(train, rollout, strict=True)]
+    masks = [torch.arange(20) > 0 for _ in train]
+    assert "decode" not in audit_logprobs(train, second, masks=masks).hint
+    for x, y in zip(train, rollout, strict=True):
+        x[0] = y[0] = -1e-5
+    assert "decode" not in audit_logprobs(train, rollout).hint
+
+
+def test_first_tokens_that_are_equal_by_chance_do_not_point_to_decoding() -> None:
+    train = log_probs(*[20] * 8)
+    rollout = tied_to(train, noise=1e-3)
+    for x, y in zip(train, rollout, strict=True):
+        y[:11] = x[:11]
+    # Half of the later tokens differ: eight equal first tokens have a chance of 1 in 256.
+    assert "decode" not in audit_logprobs(train, rollout).hint
+
+
+def test_cautions_say_what_a_pass_does_not_show() -> None:
+    train = log_probs(10)
+    plain = audit_logprobs(train, copies(train), evidence=SHOWN)
+    assert plain.cautions == ()
+    assert plain.hint is None
+    assert "scoring the finished text again" in audit_logprobs(train, copies(train), provenance="prefill").cautions[0]
+    low = [x.bfloat16() for x in train]
+    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low), evidence=SHOWN).cautions[0]
+    moved = [x - 1 for x in low]
+    assert audit_logprobs(low, moved, train_weight_version=2, rollout_weight_versions=[1]).cautions == ()
+    stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1], evidence=SHOWN)
+    assert stale.verdict is Verdict.EXACT
+    assert "weight versions differ" in stale.cautions[0]

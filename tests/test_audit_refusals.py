@@ -1,0 +1,277 @@
+"""The exactness audit: what never passes, and what is only a copy."""
+
+import numpy as np
+import pytest
+import torch
+from audit_lists import GOOD, INF, NAN, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mis_ext.onpolicy.audit import log_probs as module
+from mis_ext.onpolicy.audit.findings import Evidence, Verdict
+
+
+def shared() -> dict:
+    both = tensors(GOOD)
+    return {"train": both, "rollout": both}
+
+
+INVALID = {
+    "no train list": ({"train": None}, "train log-probs are missing", None, None),
+    "no rollout list": ({"rollout": None}, "rollout log-probs are missing", None, None),
+    "no lists": ({"train": None, "rollout": None}, "train and rollout log-probs are missing", None, None),
+    "empty lists": ({"train": [], "rollout": [], "masks": None}, "no active token", None, None),
+    "missing rollout sample": ({"rollout": [None]}, "rollout log-probs are missing", 0, None),
+    "missing train sample": ({"train": [None]}, "train log-probs are missing", 0, None),
+    "fewer samples": ({"rollout": []}, "different lengths: 1 of train_log_probs, 0 of rollout_log_probs", None, None),
+    "fewer masks": ({"masks": []}, "0 of masks", None, None),
+    "fewer ids": ({"train_token_ids": []}, "0 of train_token_ids", None, None),
+    "shorter sample": ({"rollout": tensors(GOOD[:2])}, "3 train and 2 rollout log-probs", 0, None),
+    "shorter mask": ({"masks": tensors([1.0])}, r"3 log-probs, but mask values of shape \[1\]", 0, None),
+    "mask with two dimensions": ({"masks": [torch.ones(3, 3)]}, r"mask values of shape \[3, 3\]", 0, None),
+    "longer mask": ({"masks": tensors([1.0] * 4)}, r"of shape \[4\] \(a part of a response", 0, None),
+    "shorter ids": (
+        {"rollout_token_ids": [torch.tensor([1, 2])]},
+        r"3 log-probs, but rollout token ids of shape \[2\]",
+        0,
+        None,
+    ),
+    "train nan": ({"train": tensors([-0.5, NAN, -2.0])}, "the train log-prob is nan", 0, 1),
+    "rollout nan": ({"rollout": tensors([-0.5, -1.0, NAN])}, "the rollout log-prob is nan", 0, 2),
+    "both nan": ({"train": tensors([NAN] * 3), "rollout": tensors([NAN] * 3)}, "train log-prob is nan", 0, 0),
+    "infinity": ({"rollout": tensors([-INF, -1.0, -2.0])}, "the rollout log-prob is -inf", 0, 0),
+    "both infinite": ({"train": tensors([-INF] * 3), "rollout": tensors([-INF] * 3)}, "is -inf", 0, 0),
+    "integers": ({"train": [torch.tensor([-1, -1, -2])]}, "train log-probs are torch.int64", 0, None),
+    "not a tensor": ({"rollout": [GOOD]}, "rollout log-probs are a list", 0, None),
+    "two dimensions": ({"train": [torch.zeros(1, 3)]}, r"shape \[1, 3\]", 0, None),
+    "masked out": ({"masks": tensors([0.0] * 3)}, "no active token", None, None),
+    "no tokens": ({"train": [torch.zeros(0)], "rollout": [torch.zeros(0)], "masks": None}, "no active", None, None),
+    "same memory": (shared(), "same memory", 0, None),
+    "other ids": (
+        {"train_token_ids": [torch.tensor([7, 8, 9])], "rollout_token_ids": [torch.tensor([7, 5, 9])]},
+        "the token id is 8 in training and 5 in the rollout",
+        0,
+        1,
+    ),
+    "fractional train ids": (
+        {"train_token_ids": [torch.tensor([7.0, 8.5, 9.0])], "rollout_token_ids": [torch.tensor([7, 8, 9])]},
+        "the train token id is 8.5, no whole number",
+        0,
+        1,
+    ),
+    "fractional ids on both sides": (
+        {"train_token_ids": [[7, 8.25, 9]], "rollout_token_ids": [[7, 8.75, 9]]},
+        "token id is 8.25, no whole number",
+        0,
+        1,
+    ),
+    "fractional rollout ids alone": ({"rollout_token_ids": [[7, 8, NAN]]}, "rollout token id is nan", 0, 2),
+    "one version for all samples": (
+        {"rollout_weight_versions": 3},
+        "rollout_weight_versions must be a list with an entry per sample: TypeError: 'int' object",
+        None,
+        None,
+    ),
+    "a mapping of versions": (
+        {"rollout_weight_versions": {"version": 3}},
+        "rollout_weight_versions must be a list with an entry per sample: TypeError: it is a dict",
+        None,
+        None,
+    ),
+    "a number of masks": ({"masks": 3}, "masks must be a list with an entry per sample", None, None),
+    "a name": ({"names": "a"}, "names must be a list with an entry per sample", None, None),
+    "other ids under the mask": (
+        {
+            "train_token_ids": [torch.tensor([7, 8, 9])],
+            "rollout_token_ids": [torch.tensor([6, 8, 9])],
+            "masks": tensors([0.0, 1.0, 1.0]),
+        },
+        "the token id is 7 in training and 6 in the rollout",
+        0,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason", "sample", "position"), INVALID.values(), ids=INVALID)
+def test_what_cannot_be_compared_is_invalid_and_says_why_and_where(change, reason, sample, position) -> None:
+    inputs = {"train": tensors(GOOD), "rollout": tensors(GOOD), "masks": tensors([1.0] * 3)} | change
+    report = audit_logprobs(inputs.pop("train"), inputs.pop("rollout"), **inputs)
+    assert report.verdict is Verdict.INVALID
+    assert not report.passed
+    assert len(report.problems) == 1
+    problem = report.problems[0]
+    assert (problem.sample, problem.position) == (sample, position)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(str(problem))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"train_token_ids": [[1, 2, None]], "rollout_token_ids": [[1, 2, 3]]}, "RuntimeError"),
+        ({"masks": [[1, 0, None]]}, "RuntimeError"),
+        ({"train": [torch.tensor(GOOD, device="meta")]}, "NotImplementedError"),
+        ({"train": [torch.full([3], -1.7e308, dtype=torch.float64)]}, "OverflowError"),
+    ],
+)
+def test_what_cannot_even_be_read_is_invalid_and_no_exception(change, kind) -> None:
+    inputs = {"train": tensors(GOOD, GOOD), "rollout": tensors(GOOD, GOOD), "masks": [None, None]}
+    inputs |= {key: [inputs.get(key, [None])[0], *column] for key, column in change.items()}
+    report = audit_logprobs(inputs.pop("train"), inputs.pop("rollout"), **inputs, names=["a", "b"])
+    (problem,) = report.problems
+    assert (problem.sample, problem.name) == (1, "b")
+    assert f"not comparable: {kind}" in problem.reason
+
+
+def test_rows_of_a_padded_tensor_and_versions_and_ids_of_any_integer_type_are_taken() -> None:
+    train = torch.tensor([GOOD, GOOD])
+    report = audit_logprobs(
+        train,
+        train.clone(),
+        masks=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        train_token_ids=[torch.tensor([1, 2, 3], dtype=torch.uint16)] * 2,
+        rollout_token_ids=torch.tensor([[1, 2, 3]] * 2),
+        train_weight_version=np.int64(3),
+    )
+    assert report.verdict is Verdict.EXACT
+    assert (report.num_active_tokens, report.train_weight_versions) == (5, ("3",))
+
+
+def test_one_bad_sample_among_good_ones_is_invalid_and_the_numbers_are_those_of_the_rest() -> None:
+    train, rollout = tensors(GOOD, GOOD, GOOD), tensors(GOOD, [-0.5, NAN, -2.0], [-0.5, -1.0, -2.5])
+    report = audit_logprobs(
+        train, rollout, names=["a", "b", "c"], train_weight_version=2, rollout_weight_versions=[2, 2, 1]
+    )
+    assert report.verdict is Verdict.INVALID
+    assert (report.num_samples, report.num_active_tokens, report.num_nonzero) == (3, 6, 1)
+    assert str(report.problems[0]) == "sample 1 (b), position 1: the rollout log-prob is nan"
+    assert report.first_divergence[:2] == (2, 2)
+    assert report.hint is None
+    assert not report.equal_after_bf16_rounding
+
+
+def test_a_side_with_two_dtypes_is_invalid_unless_the_odd_sample_has_no_active_token() -> None:
+    train = [*tensors(GOOD), torch.tensor(GOOD).bfloat16()]
+    rollout = tensors(GOOD, GOOD)
+    assert "train log-probs of some samples are bfloat16 and of others float32" in str(
+        audit_logprobs(train, rollout).problems[0]
+    )
+    assert "rollout log-probs of some" in str(audit_logprobs(rollout, train).problems[0])
+    assert audit_logprobs(train, rollout, masks=tensors([1.0] * 3, [0.0] * 3)).passed
+
+
+def test_what_lies_under_the_mask_and_samples_without_active_tokens_are_ignored() -> None:
+    train = tensors([NAN, -1.0, 5.0], [INF], [])
+    rollout = tensors([-3.0, -1.0, NAN], [-9999.0], [])
+    report = audit_logprobs(train, rollout, masks=tensors([0.0, 2.0, 0.0], [0.0], []))
+    assert report.verdict is Verdict.EXACT
+    assert (report.num_samples, report.num_active_tokens) == (3, 1)
+    # The mask of one sample may be left out: all its tokens are active.
+    report = audit_logprobs(train, rollout, masks=[torch.tensor([0, 1, 0]), None, None])
+    assert report.problems[0][1:3] == (1, 0)
+
+
+def test_a_verdict_does_not_depend_on_how_the_processor_treats_the_smallest_numbers() -> None:
+    smallest = torch.tensor([1], dtype=torch.int32).view(torch.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    try:
+        report = audit_logprobs([smallest], [torch.zeros(1)])
+    finally:
+        torch.set_flush_denormal(False)
+    assert (report.verdict, report.max_ulp, report.num_nonzero) == (Verdict.DIFFERENT, 1, 1)
+    assert report.first_divergence.ulps == 1
+
+
+def test_two_views_of_one_storage_are_two_streams() -> None:
+    packed = torch.tensor(GOOD + GOOD)
+    assert audit_logprobs([packed[:3]], [packed[3:]]).verdict is Verdict.EXACT
+
+
+def test_log_probs_that_require_a_gradient_and_strided_ones_can_be_audited() -> None:
+    pairs = torch.tensor([GOOD, GOOD]).t()
+    assert audit_logprobs([pairs[:, 0].clone().requires_grad_()], [pairs[:, 1]]).verdict is Verdict.EXACT
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), length=st.integers(1, 9), fraction=st.floats(2**-8, 1 - 2**-8))
+def test_ids_that_are_whole_numbers_in_another_type_are_equal_and_fractions_never(data, length, fraction) -> None:
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, 2**15), min_size=length, max_size=length)))
+    position = data.draw(st.integers(0, length - 1))
+    train = log_probs(length)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.int32]))
+    same = audit_logprobs(train, copies(train), train_token_ids=[ids.to(dtype)], rollout_token_ids=[ids])
+    assert same.verdict is Verdict.EXACT
+    broken = ids.double()
+    broken[position] += fraction
+    for sides in ((broken, ids), (ids, broken), (broken, broken), (None, broken), (broken, None)):
+        given_ids = {key: None if x is None else [x] for key, x in zip(("train", "rollout"), sides, strict=True)}
+        columns = {f"{key}_token_ids": column for key, column in given_ids.items()}
+        report = audit_logprobs(train, copies(train), **columns)
+        assert (report.verdict, report.problems[0].position) == (Verdict.INVALID, position)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_log_probs_above_zero_are_a_caution_of_any_verdict(is_equal) -> None:
+    train = tensors([-1.1, 0.5, -2.1], [0.25, 3.0])
+    rollout = copies(train) if is_equal else tensors([-1.1, 0.5, -2.5], [0.25, -3.0])
+    report = audit_logprobs(train, rollout, masks=tensors([1.0] * 3, [1.0, 1.0]), evidence=SHOWN)
+    assert report.passed == is_equal
+    assert report.cautions == ("3 tokens have a log-prob above 0, 3 the largest: these are no log-probs",)
+    masked = audit_logprobs(train, rollout, masks=tensors([1.0, 0.0, 1.0], [0.0, 0.0]), evidence=SHOWN)
+    assert masked.cautions == ()
+
+
+# --- a copy
+
+
+@pytest.mark.parametrize("change", [lambda x: x.clone(), lambda x: torch.where(x == 0.0, 0.0, x)])
+def test_a_copy_without_a_word_of_where_it_came_from_is_unproved(change) -> None:
+    train = [torch.tensor([-0.0, -1.0, -2.0]), *log_probs(5)]
+    report = module.audit_logprobs(train, [change(x) for x in train])
+    assert (report.verdict, report.passed, report.num_nonzero) == (Verdict.UNPROVED, False, 0)
+    assert "nothing says that the rollout log-probs come from the engine" in report.cautions[0]
+    assert "nothing shows that the trainer computed its log-probs" in report.cautions[1]
+    assert "UNPROVED" in str(report)
+    other = [x - 1e-3 for x in train]
+    assert module.audit_logprobs(train, other).verdict is Verdict.DIFFERENT
+    assert module.audit_logprobs(train, train).verdict is Verdict.INVALID
+
+
+@pytest.mark.parametrize("provenance", ["unknown", "decode"])
+@pytest.mark.parametrize("evidence", [Evidence(), Evidence(rollout="a"), Evidence(train="b"), Evidence("a", "b")])
+def test_a_caution_remains_for_each_stream_of_which_nothing_shows_the_source(provenance, evidence) -> None:
+    train = log_probs(5)
+    report = audit_logprobs(train, copies(train), provenance=provenance, evidence=evidence)
+    unproved = provenance == "unknown" and evidence == Evidence()
+    assert report.verdict is (Verdict.UNPROVED if unproved else Verdict.EXACT)
+    assert len(report.cautions) == evidence.count(None)
+    assert [name for name, _ in report.rows()].count("evidence, rollout") == (evidence.rollout is not None)
+    assert report.to_dict()["evidence"] == {"rollout": evidence.rollout, "train": evidence.train}
+
+
+def test_samples_that_were_filled_in_among_others_that_differ_are_seen() -> None:
+    train = log_probs(*[30] * 6)
+    rollout = tied_to(train, noise=1e-3)
+    assert audit_logprobs(train, rollout).cautions == ()
+    rollout[2], rollout[4] = train[2].clone(), train[4].clone()
+    (caution,) = audit_logprobs(train, rollout).cautions
+    assert "2 of 6 samples are equal on every token, while in the others 99% of the tokens differ" in caution
+    assert "may have been filled in" in caution
+    versions = [1 if sample in (2, 4) else 0 for sample in range(6)]
+    assert audit_logprobs(train, rollout, train_weight_version=1, rollout_weight_versions=versions).cautions == ()
+    # A forgotten sync makes all samples stale: it does not explain that some are equal.
+    (caution,) = audit_logprobs(train, rollout, train_weight_version=1, rollout_weight_versions=[0] * 6).cautions
+    assert "may have been filled in" in caution
+    # One different token somewhere makes the others no copies; a short sample can be equal by chance.
+    few = copies(train)
+    few[0][3] -= 1e-3
+    assert audit_logprobs(train, few).cautions == ()
+    short = log_probs(30, 30, 2)
+    assert audit_logprobs(short, [*tied_to(short[:2], noise=1e-3), short[2].clone()]).cautions == ()
+
+
+def test_an_unknown_provenance_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"decode \| prefill \| unknown, got 'decoding'"):
+        audit_logprobs(tensors(GOOD), tensors(GOOD), provenance="decoding")

@@ -1,0 +1,183 @@
+"""Attention of packed sequences, whatever else is in the pack and however it is fed."""
+
+import math
+
+import pytest
+import torch
+from batch_invariant_support import DTYPES, equal_bits, exact_attention, packed, randn, tolerance
+from torch.autograd import forward_ad
+
+from mis_ext.onpolicy.batch_invariant import (
+    attention,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_attention_is_right_for_every_sequence(dtype):
+    lengths_q, lengths_k = [1, 70, 5, 0, 64], [129, 70, 65, 3, 64]
+    query, key, value, bounds = packed(lengths_q, lengths_k, dtype=dtype)
+    output = attention(query, key, value, **bounds)
+    parts = zip(*(x.split(n) for x, n in ((query, lengths_q), (key, lengths_k), (value, lengths_k))), strict=True)
+    expected = [exact_attention(q, k, v, offset=len(k) - len(q)) for q, k, v in parts]
+    assert output.dtype == dtype
+    assert (output.double() - torch.cat(expected)).abs().max() <= tolerance(dtype, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 16, 63, 64, 65, 130])
+def test_decode_chunked_prefill_and_prefill_have_the_same_bits(length, dtype):
+    query, key, value, bounds = packed([length], [length], dtype=dtype)
+    whole = attention(query, key, value, **bounds)
+
+    def chunk(start, stop):
+        q, k, v = query[start:stop], key[:stop], value[:stop]
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (stop - start, stop))
+        return attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=stop - start, max_seqlen_k=stop)
+
+    for size in (1, 7, 64):
+        pieces = [chunk(start, min(start + size, length)) for start in range(0, length, size)]
+        assert equal_bits(torch.cat(pieces), whole)
+
+
+def test_keys_may_lie_in_the_slots_of_a_paged_cache():
+    query, key, value, bounds = packed([1, 20], [70, 20])
+    slots = torch.randperm(97, generator=torch.Generator().manual_seed(0))
+    table = slots[-1].repeat(2, 72).int()
+    table[0, :70], table[1, :20] = slots[:70], slots[70:90]
+    paged_key, paged_value = (torch.full((97, *x.shape[1:]), math.nan) for x in (key, value))
+    paged_key[slots[:90]], paged_value[slots[:90]] = key, value
+    paged = attention(query, paged_key, paged_value, **{**bounds, "max_seqlen_k": 72}, key_slots=table)
+    assert equal_bits(paged, attention(query, key, value, **bounds))
+
+
+def test_other_sequences_of_the_pack_change_no_bit_even_when_they_are_nan():
+    lengths = [3, 70, 20]
+    query, key, value, bounds = packed(lengths, lengths)
+    alone, key_alone, value_alone = (x[3:73] for x in (query, key, value))
+    one = torch.tensor([0, 70], dtype=torch.int32)
+    expected = attention(alone, key_alone, value_alone, cu_seqlens_q=one, max_seqlen_q=70)
+    for other in (slice(0, 3), slice(73, 93)):
+        for x in (query, key, value):
+            x[other] = math.nan
+    assert equal_bits(attention(query, key, value, **bounds)[3:73], expected)
+
+
+def test_rows_after_the_last_sequence_get_zeros():
+    query, key, value, bounds = packed([5, 20], [5, 20])
+    leaves = [torch.cat([x, randn(7, *x.shape[1:])]).requires_grad_() for x in (query, key, value)]
+    # Fills new memory with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        output, lse = torch.ops.mis_ext.attention_forward(
+            *leaves, bounds["cu_seqlens_q"], bounds["cu_seqlens_k"], 20, 20, 0.25, True, None, None
+        )
+        grads = torch.autograd.grad(output.sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert equal_bits(output[:25], attention(query, key, value, **bounds))
+    for x in (output, lse.t(), *grads):
+        assert torch.equal(x[25:], torch.zeros_like(x[25:]))
+
+
+def test_autocast_does_not_reach_into_attention():
+    query, key, value, bounds = packed([70], [70])
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    expected = attention(*leaves, **bounds)
+    expected_grads = torch.autograd.grad(expected.sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attention(*leaves, **bounds)
+        grads = torch.autograd.grad(output.sum(), leaves)
+    assert equal_bits(output, expected)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert equal_bits(grad, expected_grad)
+
+
+def test_attention_compiles_into_one_graph():
+    query, key, value, bounds = packed([5, 20], [9, 20])
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def doubled(*tensors):
+        return 2 * attention(*tensors, **bounds)
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    output, expected = compiled(*leaves), doubled(*leaves)
+    assert equal_bits(output, expected)
+    compiled_grads, grads = (torch.autograd.grad(x.sum(), leaves) for x in (output, expected))
+    for compiled_grad, grad in zip(compiled_grads, grads, strict=True):
+        assert equal_bits(compiled_grad, grad)
+
+
+# torch writes the formulas of its own operators in it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_differentiating_attention_forward_is_an_error_and_not_zero():
+    query, key, value, bounds = packed([5], [5])
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"), forward_ad.dual_level():
+        attention(query, forward_ad.make_dual(key, key), value, **bounds)
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda x: attention(x, key, value, **bounds), (query,), (query,))
+
+
+def test_a_mask_comes_on_top_and_a_query_that_sees_nothing_gets_zeros():
+    query, key, value, bounds = packed([5, 40], [9, 70])
+    mask = torch.rand(2, 4, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.4
+    mask[1, :, 7] = False
+    # Sees nothing in the first block of keys, but something in the second.
+    mask[1, :, 39, :64] = False
+    output = attention(query, key, value, mask=mask, **bounds)
+    first = exact_attention(query[:5], key[:9], value[:9], offset=4, mask=mask[0, :, :5, :9])
+    second = exact_attention(query[5:], key[9:], value[9:], offset=30, mask=mask[1, :, :40, :70])
+    assert (output.double() - torch.cat([first, second])).abs().max() <= tolerance(torch.float32, 16)
+    assert torch.equal(output[12], torch.zeros(4, 16))
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_gradients_of_attention_are_the_exact_ones(with_mask):
+    query, key, value, bounds = packed([5, 40], [9, 70])
+    mask = torch.rand(2, 1, 40, 70, generator=torch.Generator().manual_seed(4)) > 0.3 if with_mask else None
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    weights = randn(45, 4, 16, seed=5)
+    ours = torch.autograd.grad((attention(*leaves, mask=mask, **bounds) * weights).sum(), leaves)
+    masks = (None, None) if mask is None else (mask[0, :, :5, :9], mask[1, :, :40, :70])
+    first = exact_attention(query[:5], key[:9], value[:9], offset=4, mask=masks[0])
+    second = exact_attention(query[5:], key[9:], value[9:], offset=30, mask=masks[1])
+    exact = torch.autograd.grad((torch.cat([first, second]) * weights.double()).sum(), leaves)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(4, 8)}, ValueError, r"takes \[tokens, heads, dim\]"),
+        ({"key": torch.zeros(4, 2, 8).bfloat16()}, TypeError, "takes one dtype"),
+        ({"value": torch.zeros(5, 2, 8)}, ValueError, "one shape"),
+        ({"query": torch.zeros(4, 3, 8)}, ValueError, "3 query heads are no multiple of 2 key heads"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
+        ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
+        ({"key_slots": torch.zeros(2, 4).long()}, ValueError, r"key_slots must be .* = \[1, 4\] .*, got \[2, 4\]"),
+        ({"key_slots": torch.zeros(1, 4)}, ValueError, "int32 or int64, got .* torch.float32"),
+        (
+            {"key_slots": torch.zeros(1, 4).long(), "mask": torch.ones(1, 1, 4, 4).bool()},
+            NotImplementedError,
+            "takes no mask: gather the keys first",
+        ),
+        (
+            {"key_slots": torch.zeros(1, 4).long(), "key": torch.zeros(4, 2, 8, requires_grad=True)},
+            NotImplementedError,
+            "no derivative: gather the keys first",
+        ),
+    ],
+)
+def test_inputs_of_attention_that_contradict_each_other_are_errors(change, error, message):
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    arguments = {
+        "query": torch.zeros(4, 4, 8),
+        "key": torch.zeros(4, 2, 8),
+        "value": torch.zeros(4, 2, 8),
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_k": bounds,
+        "max_seqlen_q": 4,
+    }
+    attention(**arguments)
+    with pytest.raises(error, match=message):
+        attention(**(arguments | change))

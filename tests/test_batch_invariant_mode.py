@@ -1,0 +1,221 @@
+"""Where the batch-invariant mode holds: blocks, threads and wrapped models; and what it refuses."""
+
+import asyncio
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batch_invariant_support import equal_bits, randn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mis_ext.onpolicy.batch_invariant import (
+    batch_invariant_forward,
+    batch_invariant_mode,
+    is_batch_invariant,
+)
+from mis_ext.onpolicy.batch_invariant.operators import kind_of
+
+
+def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels():
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=torch.float64, device="cuda")
+    with pytest.raises(NotImplementedError, match="float64 on cuda: take float32"), batch_invariant_mode():
+        x @ x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_over_everything_are_no_concern_of_a_row(dtype):
+    with FakeTensorMode():
+        x = torch.empty(2, 2, dtype=dtype, device="cuda")
+    with batch_invariant_mode():
+        assert x.sum().dtype == x.mean().dtype == dtype
+
+
+def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
+    linear, x = torch.nn.Linear(8, 4), randn(2, 8)
+    before = linear(x)
+    with pytest.raises(NotImplementedError, match="convolution"), batch_invariant_mode():
+        torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0\.1"), batch_invariant_mode():
+        F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match=r"boolean masks, got torch\.float32"), batch_invariant_mode():
+        F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, attn_mask=torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="query has 4 heads, key 2: pass enable_gqa=True"), batch_invariant_mode():
+        F.scaled_dot_product_attention(randn(1, 4, 4, 8), *[randn(1, 2, 4, 8)] * 2)
+    assert not is_batch_invariant()
+    assert equal_bits(linear(x), before)
+    torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+
+
+def refused():
+    a, b, vector, out = randn(2, 3), randn(3, 4), randn(3), randn(2, 4)
+    a3, b3, out3 = a[None], b[None], out[None]
+    return {
+        "mm.out": lambda: torch.mm(a, b, out=out),
+        "mm.out of matmul": lambda: torch.matmul(a, b, out=out),
+        "bmm.out": lambda: torch.bmm(a3, b3, out=out3),
+        "addmm.out": lambda: torch.addmm(out, a, b, out=out),
+        "addmm_.default": lambda: out.addmm_(a, b),
+        "baddbmm.out": lambda: torch.baddbmm(out3, a3, b3, out=out3),
+        "baddbmm_.default": lambda: out3.baddbmm_(a3, b3),
+        "addbmm.default": lambda: torch.addbmm(out, a3, b3),
+        "addbmm.out": lambda: torch.addbmm(out, a3, b3, out=out),
+        "addbmm_.default": lambda: out.addbmm_(a3, b3),
+        "mv.out": lambda: torch.mv(a, vector, out=randn(2)),
+        "addmv.default": lambda: torch.addmv(randn(2), a, vector),
+        "addmv_.default": lambda: randn(2).addmv_(a, vector),
+        "linear.out": lambda: torch.ops.aten.linear.out(a, b.t(), out=out),
+        "softmax.int_out": lambda: torch.softmax(a, 1, out=a),
+        "_trilinear.default": lambda: F.bilinear(a, a, randn(4, 3, 3)),
+        "_cdist_forward.default": lambda: torch.cdist(a, a),
+        "_euclidean_dist.default": lambda: torch.cdist(randn(64, 3), randn(64, 3)),
+        "mkldnn_rnn_layer.default": lambda: torch.nn.LSTM(3, 4)(a3),
+    }
+
+
+@pytest.mark.parametrize("name", refused())
+def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(name):
+    with pytest.raises(NotImplementedError, match=name.split()[0]), torch.no_grad(), batch_invariant_mode():
+        refused()[name]()
+
+
+def test_products_of_other_dtypes_and_the_kernels_of_attention_are_refused_where_torch_has_them():
+    names = ["_flash_attention_forward", "_efficient_attention_forward", "_scaled_grouped_mm"]
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    products = [getattr(torch.ops.aten, name) for name in ("mm", "bmm", "addmm", "baddbmm")]
+    expected = {packet.default for packet in packets} | {x.dtype for x in products if "dtype" in x.overloads()}
+    assert {kind_of(func) for func in expected} == {"refused"}
+
+
+def test_integers_may_be_multiplied_in_any_form():
+    a, out = torch.arange(4).reshape(2, 2), torch.zeros(2, 2, dtype=torch.int64)
+    with batch_invariant_mode():
+        assert torch.equal(torch.mm(a, a, out=out), a @ a)
+
+
+def test_the_mode_ends_with_the_last_of_the_blocks_that_coroutines_of_a_thread_have_open():
+    states = []
+
+    async def first(entered, leave):
+        with batch_invariant_mode():
+            entered.set()
+            await leave.wait()
+
+    async def second(entered, leave):
+        await entered.wait()
+        with batch_invariant_mode():
+            leave.set()
+            while len(asyncio.all_tasks()) > 2:
+                await asyncio.sleep(0)
+            states.append(is_batch_invariant())
+        states.append(is_batch_invariant())
+
+    async def both():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(first(entered, leave), second(entered, leave))
+
+    asyncio.run(both())
+    assert states == [True, False]
+
+
+def test_the_mode_may_be_entered_again_and_ends_with_the_outermost_block():
+    x, w = randn(3, 100), randn(70, 100, seed=1)
+    with batch_invariant_mode():
+        once = F.linear(x, w)
+        with batch_invariant_mode():
+            assert is_batch_invariant()
+            assert equal_bits(F.linear(x, w), once)
+        with pytest.raises(KeyError), batch_invariant_mode():
+            raise KeyError("inner")
+        assert is_batch_invariant()
+        assert equal_bits(F.linear(x, w), once)
+    assert not is_batch_invariant()
+    torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
+
+
+def test_inference_mode_does_not_hide_products_from_the_mode():
+    x, w, bias = randn(37, 1024), randn(70, 1024, seed=1), randn(70, seed=2)
+    with batch_invariant_mode():
+        expected = F.linear(x, w, bias)
+        with torch.inference_mode():
+            assert equal_bits(torch.cat([F.linear(row, w, bias) for row in x.split(1)]), expected)
+
+
+def test_another_thread_is_not_in_the_mode():
+    states = []
+    with batch_invariant_mode():
+        thread = threading.Thread(target=lambda: states.append(is_batch_invariant()))
+        thread.start()
+        thread.join()
+        assert is_batch_invariant()
+    assert states == [False]
+
+
+def test_ending_the_mode_in_another_thread_is_an_error():
+    mode = batch_invariant_mode()
+    errors = []
+
+    def begin_and_leave():
+        mode.__enter__()
+
+    thread = threading.Thread(target=begin_and_leave)
+    thread.start()
+    thread.join()
+    try:
+        mode.__exit__(None, None, None)
+    except RuntimeError as error:
+        errors.append(str(error))
+    assert errors == ["batch_invariant_mode must end in the thread that it began in"]
+    assert not is_batch_invariant()
+
+
+def test_a_wrapped_forward_is_invariant_in_every_thread_and_restored():
+    model = torch.nn.Sequential(torch.nn.Linear(100, 70), torch.nn.Tanh(), torch.nn.Linear(70, 30))
+    x = randn(37, 100)
+    with batch_invariant_mode():
+        expected = model(x)
+    outputs = []
+    with batch_invariant_forward(model):
+        thread = threading.Thread(target=lambda: outputs.append(torch.cat([model(row) for row in x.split(1)])))
+        thread.start()
+        thread.join()
+        assert equal_bits(outputs[0], expected)
+        with pytest.raises(ValueError, match="Sequential is batch-invariant already"), batch_invariant_forward(model):
+            pass
+    assert "forward" not in vars(model)
+    with pytest.raises(KeyError), batch_invariant_forward(model):
+        raise KeyError("in the block")
+    assert "forward" not in vars(model)
+
+
+def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights():
+    model, x = torch.nn.Linear(4, 4), randn(3, 4)
+    with batch_invariant_forward(model):
+        twin = copy.deepcopy(model)
+        torch.nn.init.zeros_(twin.weight)
+        torch.nn.init.zeros_(twin.bias)
+        assert torch.equal(twin(x), torch.zeros(3, 4))
+        assert not torch.equal(model(x), torch.zeros(3, 4))
+
+
+def test_a_forward_of_the_instance_comes_back():
+    model = torch.nn.Linear(4, 4)
+    own = lambda x: x + 1  # noqa: E731
+    model.forward = own
+    with batch_invariant_forward(model):
+        assert torch.equal(model(torch.zeros(2)), torch.ones(2))
+    assert vars(model)["forward"] is own
+
+
+def test_megatrons_own_mode_excludes_ours():
+    kernels = pytest.importorskip("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    kernels._batch_invariant_MODE = True
+    try:
+        assert kernels.is_batch_invariant_mode_enabled()
+        with pytest.raises(RuntimeError, match="Megatron-Core's batch-invariant mode is on"), batch_invariant_mode():
+            pass
+        assert not is_batch_invariant()
+    finally:
+        kernels._batch_invariant_MODE = False

@@ -1,0 +1,109 @@
+"""What a backward pass computes again is what the forward pass computed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batch_invariant_support import equal_bits, randn
+from torch.utils.checkpoint import checkpoint
+
+from mis_ext.onpolicy.batch_invariant import (
+    batch_invariant_forward,
+    batch_invariant_mode,
+    is_batch_invariant,
+    overrides,
+)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, 192)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers that a backward pass calls again, unless ``use_reentrant`` is None."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Attention() for _ in range(2))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            again = self.use_reentrant
+            x = layer(x) if again is None else checkpoint(layer, x, use_reentrant=again)
+        return x
+
+
+in_either_kind_of_checkpoint = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+@pytest.mark.skipif(overrides._redispatch is None, reason="attention in a backward pass is hidden from the mode")
+@in_either_kind_of_checkpoint
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
+def test_what_a_backward_pass_in_the_mode_computes_again_is_what_the_forward_computed(use_reentrant, backward):
+    x = randn(2, 70, 64)
+
+    def gradients(model):
+        leaf = x.clone().requires_grad_()
+        with batch_invariant_mode():
+            backward(model(leaf).square().sum())
+            assert is_batch_invariant()
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+    for mine, theirs in zip(gradients(Checkpointed(use_reentrant)), gradients(Checkpointed(None)), strict=True):
+        assert equal_bits(mine, theirs)
+    assert not is_batch_invariant()
+
+
+def wrapped_gradients(model, x, *, in_mode):
+    leaf = x.clone().requires_grad_()
+    with batch_invariant_forward(model):
+        loss = model(leaf).square().sum()
+        if in_mode:
+            with batch_invariant_mode():
+                loss.backward()
+        else:
+            loss.backward()
+    return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("hides_attention", [False, True])
+@pytest.mark.parametrize("in_mode", [False, True])
+@in_either_kind_of_checkpoint
+def test_what_a_backward_pass_of_a_wrapped_model_computes_again_is_what_the_forward_computed(
+    use_reentrant, in_mode, hides_attention, monkeypatch
+):
+    if hides_attention:
+        monkeypatch.setattr(overrides, "_redispatch", None)
+    x = randn(2, 70, 64)
+    ours = wrapped_gradients(Checkpointed(use_reentrant), x, in_mode=in_mode)
+    expected = wrapped_gradients(Checkpointed(None), x, in_mode=in_mode)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert equal_bits(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@in_either_kind_of_checkpoint
+def test_a_thread_of_autograd_computes_again_what_the_forward_computed(use_reentrant):
+    x = randn(2, 70, 64).cuda()
+    ours = wrapped_gradients(Checkpointed(use_reentrant).cuda(), x, in_mode=False)
+    expected = wrapped_gradients(Checkpointed(None).cuda(), x, in_mode=False)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert equal_bits(mine, theirs)
+
+
+def test_attention_that_torch_hides_from_the_mode_is_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(overrides, "_redispatch", None)
+    model, x = Checkpointed(True), randn(2, 70, 64).requires_grad_()
+    with batch_invariant_mode():
+        loss = model(x).sum()
+        with pytest.raises(NotImplementedError, match=r"around checkpoints use batch_invariant_forward\(model\)"):
+            loss.backward()
+        assert is_batch_invariant()

@@ -1,0 +1,57 @@
+"""A recording on disk: the same after loading, or an error."""
+
+import pytest
+import torch
+from tiny_decoder import TinyDecoder, packed, recording_of
+from torch import nn
+
+from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.recorder import record
+from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.rows import Rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_a_saved_recording_is_the_same_after_loading(tmp_path, dtype: torch.dtype) -> None:
+    model = nn.Identity()
+    values = torch.tensor([[[1.0, -0.0], [float("inf"), 3.0]]]).nan_to_num(posinf=7).to(dtype)
+    with record(model) as recorder, recorder.rows(Rows.packed([2])):
+        model((values, torch.zeros(4)))
+    recording = recorder.recording()
+    recording.save(tmp_path / "a.pt")
+    loaded = Recording.load(tmp_path / "a.pt")
+    assert loaded.skipped == recording.skipped != {}
+    for kind in ("outputs", "inputs"):
+        before, after = getattr(recording, kind), getattr(loaded, kind)
+        assert [*before] == [*after]
+        for module, entries in before.items():
+            for label, entry in entries.items():
+                other = after[module][label]
+                assert entry.dtype == other.dtype == dtype
+                assert entry.order == other.order
+                assert all(torch.equal(vars(entry)[x], vars(other)[x]) for x in ("values", "sequence_N", "position_N"))
+    assert compare(recording, loaded).passed
+
+
+def test_an_interrupted_save_keeps_what_was_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.pt"
+    recording_of(TinyDecoder(), packed(), modules=["head"]).save(path)
+    before, save = path.read_bytes(), torch.save
+
+    def interrupted(content: object, target: object) -> None:
+        save(content, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recording_of(TinyDecoder(seed=1), packed(), modules=["head"]).save(path)
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_is_no_recording_is_an_error(tmp_path) -> None:
+    (tmp_path / "text.pt").write_text("not a tensor")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    for name in ("text.pt", "weights.pt"):
+        with pytest.raises(ValueError, match=rf"{name} is not a (recording|file of tensors)"):
+            Recording.load(tmp_path / name)
