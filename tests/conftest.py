@@ -1,7 +1,13 @@
-"""Before any test module is imported: without a GPU, Triton's kernels run in its interpreter."""
+"""Before any test module is imported: without a GPU, Triton's kernels run in its interpreter.
+
+And the fixtures that several files share.
+"""
 
 import os
+import sys
+from types import ModuleType
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -12,3 +18,62 @@ def pytest_collection_modifyitems(items):
     """Files with long tests first, so that at the end no process is left alone with one of them."""
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("distributed")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """That of the recorded responses, where a file has no other."""
+    from responses import recorded_tokenizer
+
+    return recorded_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """The tiny English tokenizer as a checkpoint; to be read only."""
+    from tiny_tokenizers import english_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    english_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """Between attempts to reach a server."""
+    from mis_ext.rollout.custom_generate import http
+
+    monkeypatch.setattr(http, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Names an environment that says what it was given, and records what it was told."""
+
+    def install(*replies):
+        module = ModuleType("an_environment")
+        module.told = []
+        left = list(replies)
+
+        async def step(sample, text):
+            module.told.append(text)
+            return left.pop(0)
+
+        module.step = step
+        monkeypatch.setitem(sys.modules, "an_environment", module)
+        return module
+
+    return install

@@ -1,13 +1,6 @@
 """`mis-ext check-rollouts` on genuine responses, and on conversations of every class of boundary."""
 
-import gzip
 import json
-import os
-import re
-import sys
-import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +8,13 @@ pytest.importorskip("rich", reason="the command shows its report with rich: pip 
 pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install mis_ext[cli]")
 pytest.importorskip("transformers")
 
-from conversations import CASES, MORE, QUESTION, Case, call
+from conversations import CASES, MORE, QUESTION, call
 from responses import FOLDER, recorded, vllm_chat, vllm_completions
+from rollout_logs import case_rows, error_of, every_case, genuine, good, logged, main, report_of, write
 from tiny_tokenizers import TURN_END, encode, english_tokenizer, render
 
-from mis_ext.cli import main as mis_ext_command
-from mis_ext.rollout.generation import Generation
+pytestmark = pytest.mark.usefixtures("wide_terminal")
+
 
 GENUINE = {
     "generate_length": "sglang",
@@ -31,77 +25,6 @@ GENUINE = {
     "completions_token_ids": "sglang-completions",
 }
 HARMLESS = ("contiguous", "truncated_and_closed", "retry", "duplicate", "empty_generation")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    english_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-
-
-def main(*arguments: object) -> int:
-    return mis_ext_command(["check-rollouts", *map(str, arguments)])
-
-
-def error_of(capsys, *arguments: object) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(*arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
-
-
-def report_of(path: Path, *arguments: object) -> dict[str, Any]:
-    report = path.parent / "report.json"
-    code = main(path, *arguments, "--json", report)
-    found = json.loads(report.read_text())
-    assert code == (0 if found["passed"] else 1)
-    return found
-
-
-def write(folder: Path, *rows: dict[str, Any] | str, name: str = "log.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def genuine(name: str, **keys: Any) -> dict[str, Any]:
-    request, response = recorded(name)
-    return {"conversation": name, "request": request, "response": response, **keys}
-
-
-def logged(conversation: str, generation: Generation, **keys: Any) -> dict[str, Any]:
-    """The line of a call, as SGLang would have answered it."""
-    ids = generation.sampled_ids
-    meta = {
-        "id": generation.request_id,
-        "finish_reason": {"type": generation.finish_reason},
-        "prompt_tokens": len(generation.prompt_ids),
-        "completion_tokens": len(ids),
-        "output_token_logprobs": [[x, i, None] for x, i in zip(generation.log_probs, ids, strict=True)],
-        "weight_version": generation.weight_version,
-    }
-    response = {"output_ids": ids, "meta_info": meta}
-    return {"conversation": conversation, "request": {"input_ids": generation.prompt_ids}, "response": response, **keys}
-
-
-def case_rows(name: str, case: Case) -> list[dict[str, Any]]:
-    return [logged(name, each) for each in case.calls]
-
-
-def every_case() -> list[dict[str, Any]]:
-    """Two calls for each case, all first calls before all second ones."""
-    rows = [case_rows(name, make(english_tokenizer())) for name, make in CASES.items()]
-    return [pair[0] for pair in rows] + [pair[1] for pair in rows]
-
-
-def good(conversation: str = "good") -> list[dict[str, Any]]:
-    return case_rows(conversation, CASES["contiguous"](english_tokenizer()))
 
 
 def test_genuine_responses_pass_and_their_formats_are_told(tmp_path, capsys) -> None:
@@ -231,74 +154,6 @@ def test_the_markers_of_reasoning_are_those_that_are_given(tmp_path, tokenizer_f
     assert "must not be empty" in error_of(capsys, path, "--reasoning", "[[", "")
 
 
-def test_refused_responses_are_counted_by_class_with_place_and_message(tmp_path, capsys) -> None:
-    broken = good("broken")[0]
-    broken["response"]["meta_info"]["completion_tokens"] += 1
-    no_ids = good("ids")[0]
-    no_ids["request"]["input_ids"][3] = True
-    rows = [*good(), genuine("generate_abort"), genuine("generate_error"), broken, no_ids, genuine("generate_text")]
-    path = write(tmp_path, *rows)
-    report = report_of(path)
-    assert {kind: each["count"] for kind, each in report["refused"].items()} == {
-        "AbortedRequest": 2,
-        "CountMismatch": 1,
-        "MalformedResponse": 1,
-        "UnprovenTokenIds": 1,
-    }
-    assert report["refused"]["AbortedRequest"]["first"] == {
-        "conversation": "generate_abort",
-        "file": str(path),
-        "line": 3,
-        "message": "request 'aebc6a5b2a264cf89c61a0f446227622': response.meta_info.finish_reason.type is 'abort'",
-    }
-    assert "prompt_ids[3]" in report["refused"]["MalformedResponse"]["first"]["message"]
-    assert report["reasons"] == ["5 lines or responses were refused"]
-    assert "prompt_ids[3]" in capsys.readouterr().out
-
-
-def test_a_refused_call_is_left_out_and_the_next_compared_with_the_one_before(tmp_path) -> None:
-    first, second = good("a")
-    aborted = genuine("generate_abort", conversation="a")
-    report = report_of(write(tmp_path, first, aborted, second))
-    assert report["boundaries"]["contiguous"]["first"]["line"] == 3
-    assert list(report["boundaries"]) == ["contiguous"]
-
-
-BROKEN = {
-    "json": ('{"conversation": "a", ', "no JSON: Expecting property name enclosed in double quotes at character 2"),
-    "bytes": (b'{"conversation": "\xff"}', "can't decode byte 0xff"),
-    "list": ("[1]", "a line must be an object, got a list"),
-    "nested": ("[" * 100_000, "recursion"),
-    "misspelt": ({"conversaton": "a"}, "unknown keys: 'conversaton' (did you mean 'conversation'?). Known: choice"),
-    "missing": ({"conversation": "a"}, "request and response missing"),
-    "number": (genuine("generate_text", conversation=7), "conversation must be of type str, got 7"),
-    "text": (genuine("generate_text", text=["a"]), "text must be of type str, got ['a']"),
-    "choice": (genuine("chat_two", format="sglang-chat", choice=True), "choice must be of type int, got True"),
-    "format": (genuine("generate_text", format="slang"), "'slang' (did you mean 'sglang'?)"),
-    "format of another type": (genuine("generate_text", format=["sglang"]), "format must be one of sglang |"),
-    "key of another format": (
-        genuine("generate_text", prompt_ids=[1]),
-        "unknown keys for format sglang: 'prompt_ids'",
-    ),
-    "no format": ({"conversation": "a", "request": {}, "response": {"choices": []}}, "does not prove its format"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_is_reported_with_its_place_and_the_others_are_read(tmp_path, name) -> None:
-    line, message = BROKEN[name]
-    line = json.dumps(line) if isinstance(line, dict) else line
-    path = tmp_path / "log.jsonl"
-    first, second = ((json.dumps(row) + "\n").encode() for row in good())
-    path.write_bytes(first + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n" + second)
-    report = report_of(path)
-    (kind,) = report["refused"]
-    found = report["refused"][kind]
-    assert (kind, found["count"], found["first"]["file"], found["first"]["line"]) == ("LogLineError", 1, str(path), 3)
-    assert message in found["first"]["message"]
-    assert report["boundaries"]["contiguous"]["count"] == 1
-
-
 def test_a_plain_openai_response_needs_its_format_named_and_a_tokenizer(tmp_path, tokenizer_folder) -> None:
     request, response = recorded("chat_plain")
     choice = response["choices"][0]
@@ -321,55 +176,6 @@ def test_choices_of_one_response_are_read_one_by_one(tmp_path) -> None:
     assert (
         "choice" in report_of(write(tmp_path, genuine("chat_two")))["refused"]["MalformedResponse"]["first"]["message"]
     )
-
-
-TEXTS = {
-    "It is mild.": ("stop_trimmed", True),
-    f"It is mild.{TURN_END}": ("exact", True),
-    "It is": ("prefix_truncated", False),
-    "is mild.": ("prefix_removed", False),
-    "It is mild. Yes.": ("suffix_added", False),
-    "It was mild.": ("edited", False),
-}
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_text_that_an_agent_kept_is_compared_with_what_was_sampled(
-    tmp_path, capsys, tokenizer_folder, text
-) -> None:
-    tokenizer = english_tokenizer()
-    kind, passes = TEXTS[text]
-    generation = call("a", render(tokenizer, QUESTION), encode(tokenizer, f"It is mild.{TURN_END}"))
-    path = write(tmp_path, logged("a", generation, text=text))
-    report = report_of(path, "--tokenizer", tokenizer_folder)
-    assert {kind: found["count"] for kind, found in report["texts"].items()} == {kind: 1}
-    assert report["passed"] is passes
-    cure = report["texts"][kind]["first"]["cure"]
-    assert bool(cure) is (kind != "exact")
-    assert cure in capsys.readouterr().out
-    unchecked = report_of(path)
-    assert unchecked["reasons"] == ["1 texts were not compared with the sampled ids: give --tokenizer"]
-    assert unchecked["texts"] == {}
-
-
-def test_what_was_not_compared_is_counted(tmp_path, tokenizer_folder) -> None:
-    without_text = logged("a", call("a", [3], [7, 8]))
-    report = report_of(write(tmp_path, without_text), "--tokenizer", tokenizer_folder)
-    assert report["texts"]["not_compared"]["first"]["cure"] == "log the text that was kept"
-    without_tokenizer = report_of(write(tmp_path, genuine("generate_length")))
-    assert without_tokenizer["texts"]["not_compared"]["first"]["cure"] == "give a tokenizer"
-    assert report["passed"] is without_tokenizer["passed"] is True
-
-
-def test_stop_strings_of_the_request_explain_a_text_that_ends_before_them(tmp_path, tokenizer_folder) -> None:
-    tokenizer = english_tokenizer()
-    row = logged(
-        "a", call("a", render(tokenizer, QUESTION), encode(tokenizer, "It is mild.\nuser")), text="It is mild."
-    )
-    for parameters in ({"sampling_params": {"stop": "\nuser"}}, {"stop": ["x", "\nuser"]}):
-        path = write(tmp_path, row | {"request": row["request"] | parameters})
-        assert list(report_of(path, "--tokenizer", tokenizer_folder)["texts"]) == ["stop_trimmed"]
-    assert list(report_of(write(tmp_path, row), "--tokenizer", tokenizer_folder)["texts"]) == ["prefix_truncated"]
 
 
 def trained(case: str) -> dict[str, tuple[int, int]]:
@@ -413,179 +219,3 @@ def test_a_conversation_that_the_policy_refuses_fails_even_if_it_is_harmless(tmp
     assert report["policy"]["errors"]["strict"]["first"]["conversation"] == "again"
     assert report["policy"]["samples"] == 1
     assert "the prompt ends" in capsys.readouterr().out
-
-
-def test_conversations_may_be_interleaved_and_spread_over_files_and_compressed(tmp_path, tokenizer_folder) -> None:
-    rows = every_case()
-    whole = report_of(write(tmp_path, *rows), "--tokenizer", tokenizer_folder)
-    parts = [write(tmp_path, *rows[:7], name="1.jsonl"), tmp_path / "2.jsonl.gz"]
-    parts[1].write_bytes(gzip.compress(write(tmp_path, *rows[7:], name="2.jsonl").read_bytes()))
-    spread = report_of(parts[0], parts[1], "--tokenizer", tokenizer_folder)
-    assert counts(spread) == counts(whole)
-    apart = sorted(rows, key=lambda row: row["conversation"])
-    assert counts(report_of(write(tmp_path, *apart), "--tokenizer", tokenizer_folder)) == counts(whole)
-    assert spread["boundaries"]["retry"]["first"]["file"] == str(parts[1])
-
-
-def counts(report: dict[str, Any]) -> dict[str, Any]:
-    tables = {name: {kind: found["count"] for kind, found in report[name].items()} for name in ("boundaries", "texts")}
-    return tables | {name: report[name] for name in ("conversations", "calls", "sampled_tokens")}
-
-
-def test_what_comes_before_the_damage_of_a_compressed_file_is_read(tmp_path) -> None:
-    path = tmp_path / "log.jsonl.gz"
-    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in good()).encode())
-    path.write_bytes(whole[:-8])
-    report = report_of(path)
-    assert report["boundaries"]["contiguous"]["count"] == 1
-    assert report["refused"]["LogLineError"]["first"]["line"] == 3
-    assert "cannot be decompressed" in report["refused"]["LogLineError"]["first"]["message"]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_is_read(tmp_path) -> None:
-    path, rows = tmp_path / "pipe", good()
-    os.mkfifo(path)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    writer = threading.Thread(target=path.write_text, args=(text,))
-    writer.start()
-    report = report_of(path)
-    writer.join()
-    assert (report["passed"], report["calls"]) == (True, 2)
-
-
-def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
-    from mis_ext.rollout.logs.files import RolloutLog
-
-    path = write(tmp_path, *every_case())
-    with RolloutLog([path]) as log:
-        assert sum(log.scan()) == log.size == path.stat().st_size
-        assert [*log.places] == [*CASES]
-        calls = log.calls(log.places["retry"])
-        assert [each.line for each in calls] == [7, 17]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_several_processes_find_what_one_finds_and_in_the_same_order(tmp_path, tokenizer_folder) -> None:
-    parts = [write(tmp_path, *every_case(), name="1.jsonl"), tmp_path / "2.jsonl.gz"]
-    rows = [json.dumps(row) for name in "abcdefghijkl" for row in good(name)]
-    parts[1].write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
-    found, samples = [], tmp_path / "samples.jsonl"
-    for processes in (1, 3):
-        options = ("--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
-        found.append((report_of(parts[0], parts[1], *options, "--processes", processes), samples.read_text()))
-    assert found[0] == found[1]
-    assert found[0][0]["conversations"] == len(CASES) + 12
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch, capsys) -> None:
-    from mis_ext.cli import check_rollouts
-
-    monkeypatch.setattr(check_rollouts, "_check_one", lambda *_: os._exit(9))
-    message = error_of(capsys, write(tmp_path, *good()), "--processes", 2)
-    assert "a process that checks conversations died, perhaps for want of memory: use fewer" in message
-
-
-def test_a_large_log_is_checked_by_all_processors_and_its_progress_is_shown(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.cli import check_rollouts
-    from mis_ext.rollout.logs import processes
-
-    asked = []
-    monkeypatch.setattr(processes, "count_processes", lambda: asked.append(1) or 1)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    path = write(tmp_path, *good())
-    report_of(path)
-    assert (asked, "checking" in capfd.readouterr().err) == ([], False)
-    monkeypatch.setattr(check_rollouts, "_LARGE", 1)
-    report_of(path)
-    shown = capfd.readouterr().err
-    size = path.stat().st_size / 1000
-    assert asked == [1]
-    assert "reading" in shown
-    # Bytes done of all bytes, and the time that is left.
-    assert f"{size:.1f}/{size:.1f} kB" in shown
-    assert "0:00:00" in shown
-
-
-@pytest.mark.parametrize("rows", [(), (genuine("generate_empty"),), (genuine("generate_abort"),)])
-def test_a_log_without_a_sampled_token_never_passes(tmp_path, rows) -> None:
-    report = report_of(write(tmp_path, *rows))
-    assert report["reasons"][0] == "nothing was measured: no sampled token could be read"
-
-
-def test_a_file_without_a_call_fails_beside_a_good_one(tmp_path, capsys) -> None:
-    empty = write(tmp_path, " ", name="empty.jsonl")
-    assert main(write(tmp_path, *good()), empty) == 1
-    assert "the file holds no call" in capsys.readouterr().out
-
-
-def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) -> None:
-    rows = [*every_case(), genuine("generate_abort"), "{", logged("kept", call("kept", [3], [7, 8]), text="?")]
-    path = write(tmp_path, *rows)
-    report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", "split")
-    shown = capsys.readouterr().out
-    assert "FAILED" in shown
-    for reason in report["reasons"]:
-        assert re.search(rf"^because +{reason} *$", shown, re.MULTILINE)
-    for name in ("conversations", "calls", "sampled_tokens"):
-        assert re.search(rf"^{name.replace('_', ' ')} +{report[name]} *$", shown, re.MULTILINE)
-    for table in ("refused", "boundaries", "texts"):
-        assert report[table]
-        for kind, found in report[table].items():
-            cells = rf"{kind} +│ +{found['count']} +│ +{found['share']:.1%} +│ +{found['failing']} +│"
-            assert re.search(cells, shown), cells
-            assert f"{path}, line {found['first']['line']}" in shown
-    for found in report["boundaries"].values():
-        first = found["first"]
-        if first["position"] is not None:
-            assert f"position {first['position']}: id {first['expected_id']} is known" in shown
-            assert f"known: {first['expected_text']!r}" in shown
-            assert f"prompt: {first['found_text']!r}" in shown
-    for kind, found in report["weight_versions"].items():
-        example = f"the first {found['first']['conversation']!r}: {', '.join(found['first']['versions'])}"
-        assert re.search(rf"weight versions: {kind} +{found['count']} conversations, {example}", shown)
-    policy = report["policy"]
-    assert re.search(rf"policy split +{policy['samples']} samples", shown)
-    assert re.search(rf"trained tokens +{policy['trained_tokens']} ", shown)
-    assert re.search(rf"dropped tokens +{policy['dropped_tokens']} ", shown)
-    assert re.search(rf"tokens behind other ids +{policy['tokens_behind_other_ids']} ", shown)
-    assert re.search(f"actions +.*split {policy['actions']['split']}", shown)
-
-
-def test_names_from_a_log_are_neither_markup_nor_control_sequences(tmp_path, capsys) -> None:
-    row = genuine("generate_abort", conversation="[red]\x1b[2J\ud800", request_id="[bold]\x1b")
-    refused = {"conversation": "a", "request": {}, "response": {"error": "[blue]\x1b[3J\ud800"}}
-    version = genuine("generate_length")
-    version["response"]["meta_info"] |= {"weight_version": "\x1b[4J", "weight_versions": None}
-    for each in (row, refused, version):
-        main(write(tmp_path, each))
-    shown = capsys.readouterr().out
-    assert "[blue]\\x1b[3J\\ud800" in shown
-    assert "\\x1b[4J" in shown
-    assert "[red]\\x1b[2J\\ud800" in shown
-    assert "[bold]" in shown
-    assert "\x1b" not in shown
-
-
-def test_wrong_usage_is_named(tmp_path, capsys) -> None:
-    path = write(tmp_path, *good())
-    assert "--samples needs --policy" in error_of(capsys, path, "--samples", tmp_path / "samples.jsonl")
-    assert "--behind-splice flag needs --policy correct" in error_of(capsys, path, "--behind-splice", "flag")
-    assert "--policy correct needs --tokenizer" in error_of(capsys, path, "--policy", "correct")
-    assert "none.jsonl" in error_of(capsys, path, tmp_path / "none.jsonl")
-    assert "nowhere does not exist" in error_of(capsys, path, "--tokenizer", tmp_path / "nowhere")
-    assert "strict" in error_of(capsys, path, "--policy", "loose")
-    assert "--processes must be in [1, 256], got 0" in error_of(capsys, path, "--processes", 0)
-    assert "Is a directory" in error_of(capsys, tmp_path)
-    before = path.read_bytes()
-    for options in (["--json", path], ["--policy", "strict", "--samples", path]):
-        assert "is one of the logs" in error_of(capsys, path, *options)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("module", ["rich", "msgspec"])
-def test_without_a_module_the_error_says_what_to_install(tmp_path, capsys, monkeypatch, module) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    message = error_of(capsys, write(tmp_path, *good()))
-    assert f"needs {module}: pip install mis_ext[cli]" in message

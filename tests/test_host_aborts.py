@@ -59,13 +59,6 @@ class State:
         return self.aborts_at is not None and self.looks > self.aborts_at
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    TOKENIZER.save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def told(monkeypatch) -> list[str]:
     """What the environment was told; it has as many answers as the model has turns."""
@@ -80,10 +73,10 @@ def told(monkeypatch) -> list[str]:
     return texts
 
 
-def arguments(port: int, checkpoint: Path, *, partial: bool = True) -> Any:
+def arguments(port: int, tokenizer_folder: Path, *, partial: bool = True) -> Any:
     settings = {"environment": "an_environment.step"}
     others = {"rollout_max_context_len": 10_000, "partial_rollout": partial}
-    return host_args(port, checkpoint, on_policy_tokens=settings, **others)
+    return host_args(port, tokenizer_folder, on_policy_tokens=settings, **others)
 
 
 def serve(number: int, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -104,9 +97,9 @@ def trained(sample: Sample) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
-def test_a_partial_rollout_is_the_same_wherever_the_host_aborted_it(checkpoint, told, sample_class) -> None:
+def test_a_partial_rollout_is_the_same_wherever_the_host_aborted_it(tokenizer_folder, told, sample_class) -> None:
     with loopback_server(serve) as server:
-        args = arguments(server.port, checkpoint)
+        args = arguments(server.port, tokenizer_folder)
         whole = sample_class(prompt="The weather")
         num_looks = run(args, whole).looks
         expected, said = server.requests[:], told[:]
@@ -128,29 +121,29 @@ def test_a_partial_rollout_is_the_same_wherever_the_host_aborted_it(checkpoint, 
             assert sample.metadata["on_policy_tokens"]["aborted_requests"] == 0
 
 
-def test_an_aborted_rollout_without_partial_samples_leaves_them_as_they_came(checkpoint, told) -> None:
+def test_an_aborted_rollout_without_partial_samples_leaves_them_as_they_came(tokenizer_folder, told) -> None:
     with loopback_server(serve) as server:
         for aborts_at, discarded in enumerate((0, 5, 5, 11, 11, 15)):
             sample = Sample(prompt="The weather")
             before = copy.deepcopy(sample)
             server.requests.clear()
             told.clear()
-            run(arguments(server.port, checkpoint, partial=False), sample, aborts_at)
+            run(arguments(server.port, tokenizer_folder, partial=False), sample, aborts_at)
             assert sample.metadata.pop("on_policy_tokens") == {"aborted_requests": 0, "discarded_tokens": discarded}
             assert sample.status is Status.ABORTED
             sample.status, sample.non_generation_time = before.status, before.non_generation_time
             assert sample == before
 
 
-def test_a_turn_at_the_token_limit_is_whole_though_the_host_aborted_meanwhile(checkpoint, told) -> None:
+def test_a_turn_at_the_token_limit_is_whole_though_the_host_aborted_meanwhile(tokenizer_folder, told) -> None:
     with loopback_server(lambda number, request: (200, cut(request, "look"))) as server:
         sample = Sample(prompt="The weather")
-        run(arguments(server.port, checkpoint), sample, aborts_at=1)
+        run(arguments(server.port, tokenizer_folder), sample, aborts_at=1)
     assert sample.status is Status.TRUNCATED
     assert told == []
 
 
-def test_a_rollout_of_slime_looks_at_slimes_one_state(checkpoint, told, monkeypatch) -> None:
+def test_a_rollout_of_slime_looks_at_slimes_one_state(tokenizer_folder, told, monkeypatch) -> None:
     requests = []
 
     async def post(url, payload, max_retries=60, **options):
@@ -174,7 +167,7 @@ def test_a_rollout_of_slime_looks_at_slimes_one_state(checkpoint, told, monkeypa
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     sample = type("Sample", (SlimeSample,), {"__module__": "slime.utils.types"})(prompt="The weather")
-    asyncio.run(generate(arguments(9, checkpoint), sample, LIMITS))
+    asyncio.run(generate(arguments(9, tokenizer_folder), sample, LIMITS))
     assert sample.status is Status.ABORTED
     assert (len(requests), len(told)) == (1, 1)
     assert sample.response == f"look{TURN_END}[rain]"
@@ -192,11 +185,11 @@ def retracted(request: dict[str, Any], text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
 @pytest.mark.parametrize("text", ["", "lo"])
 def test_a_request_that_was_retracted_and_then_aborted_leaves_a_partial_sample(
-    checkpoint, told, sample_class, text
+    tokenizer_folder, told, sample_class, text
 ) -> None:
     with loopback_server(lambda number, request: (200, retracted(request, text))) as server:
         sample = sample_class(prompt="The weather")
-        run(arguments(server.port, checkpoint), sample)
+        run(arguments(server.port, tokenizer_folder), sample)
     assert sample.status is Status.ABORTED
     assert sample.response == text
     assert (sample.loss_mask or []) == [1] * len(text)

@@ -1,0 +1,30 @@
+"""Runs of the custom generate function, against a server on the loopback that answers as SGLang 0.5.23 does."""
+
+import asyncio
+
+from host_samples import loopback_server
+from tokens.sample import host_args
+
+from mis_ext.rollout.custom_generate.function import generate
+
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+LIMITS = {"max_new_tokens": 32, "temperature": 0.7, "top_p": 1.0, "no_stop_trim": True, "skip_special_tokens": False}
+TOOL_RESULT = [{"role": "tool", "content": "rain"}]
+WITH_ENVIRONMENT = {"environment": "an_environment.step"}
+CONTEXT = 100_000
+
+
+def run(script, tokenizer_folder, sample, *, params=LIMITS, settings=None, **others):
+    """The server's requests after ``generate``; its answers are those of the scripts, in order."""
+    scripts = iter(script)
+
+    def serve(number, request):
+        reply = next(scripts)(request)
+        return reply if isinstance(reply, tuple) else (200, reply)
+
+    others.setdefault("rollout_max_context_len", CONTEXT)
+    with loopback_server(serve) as server:
+        args = host_args(server.port, tokenizer_folder, on_policy_tokens=settings, **others)
+        assert asyncio.run(generate(args, sample, params)) is sample
+    assert not list(scripts)
+    return server

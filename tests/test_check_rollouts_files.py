@@ -1,0 +1,112 @@
+"""`mis-ext check-rollouts` on several files, compressed ones and pipes, with one process or many."""
+
+import gzip
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
+pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install mis_ext[cli]")
+pytest.importorskip("transformers")
+
+from conversations import CASES
+from rollout_logs import error_of, every_case, good, report_of, write
+
+pytestmark = pytest.mark.usefixtures("wide_terminal")
+
+
+def test_conversations_may_be_interleaved_and_spread_over_files_and_compressed(tmp_path, tokenizer_folder) -> None:
+    rows = every_case()
+    whole = report_of(write(tmp_path, *rows), "--tokenizer", tokenizer_folder)
+    parts = [write(tmp_path, *rows[:7], name="1.jsonl"), tmp_path / "2.jsonl.gz"]
+    parts[1].write_bytes(gzip.compress(write(tmp_path, *rows[7:], name="2.jsonl").read_bytes()))
+    spread = report_of(parts[0], parts[1], "--tokenizer", tokenizer_folder)
+    assert counts(spread) == counts(whole)
+    apart = sorted(rows, key=lambda row: row["conversation"])
+    assert counts(report_of(write(tmp_path, *apart), "--tokenizer", tokenizer_folder)) == counts(whole)
+    assert spread["boundaries"]["retry"]["first"]["file"] == str(parts[1])
+
+
+def counts(report: dict[str, Any]) -> dict[str, Any]:
+    tables = {name: {kind: found["count"] for kind, found in report[name].items()} for name in ("boundaries", "texts")}
+    return tables | {name: report[name] for name in ("conversations", "calls", "sampled_tokens")}
+
+
+def test_what_comes_before_the_damage_of_a_compressed_file_is_read(tmp_path) -> None:
+    path = tmp_path / "log.jsonl.gz"
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in good()).encode())
+    path.write_bytes(whole[:-8])
+    report = report_of(path)
+    assert report["boundaries"]["contiguous"]["count"] == 1
+    assert report["refused"]["LogLineError"]["first"]["line"] == 3
+    assert "cannot be decompressed" in report["refused"]["LogLineError"]["first"]["message"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_read(tmp_path) -> None:
+    path, rows = tmp_path / "pipe", good()
+    os.mkfifo(path)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    writer = threading.Thread(target=path.write_text, args=(text,))
+    writer.start()
+    report = report_of(path)
+    writer.join()
+    assert (report["passed"], report["calls"]) == (True, 2)
+
+
+def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
+    from mis_ext.rollout.logs.files import RolloutLog
+
+    path = write(tmp_path, *every_case())
+    with RolloutLog([path]) as log:
+        assert sum(log.scan()) == log.size == path.stat().st_size
+        assert [*log.places] == [*CASES]
+        calls = log.calls(log.places["retry"])
+        assert [each.line for each in calls] == [7, 17]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_several_processes_find_what_one_finds_and_in_the_same_order(tmp_path, tokenizer_folder) -> None:
+    parts = [write(tmp_path, *every_case(), name="1.jsonl"), tmp_path / "2.jsonl.gz"]
+    rows = [json.dumps(row) for name in "abcdefghijkl" for row in good(name)]
+    parts[1].write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
+    found, samples = [], tmp_path / "samples.jsonl"
+    for processes in (1, 3):
+        options = ("--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
+        found.append((report_of(parts[0], parts[1], *options, "--processes", processes), samples.read_text()))
+    assert found[0] == found[1]
+    assert found[0][0]["conversations"] == len(CASES) + 12
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch, capsys) -> None:
+    from mis_ext.cli import check_rollouts
+
+    monkeypatch.setattr(check_rollouts, "_check_one", lambda *_: os._exit(9))
+    message = error_of(capsys, write(tmp_path, *good()), "--processes", 2)
+    assert "a process that checks conversations died, perhaps for want of memory: use fewer" in message
+
+
+def test_a_large_log_is_checked_by_all_processors_and_its_progress_is_shown(tmp_path, monkeypatch, capfd) -> None:
+    from mis_ext.cli import check_rollouts
+    from mis_ext.rollout.logs import processes
+
+    asked = []
+    monkeypatch.setattr(processes, "count_processes", lambda: asked.append(1) or 1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = write(tmp_path, *good())
+    report_of(path)
+    assert (asked, "checking" in capfd.readouterr().err) == ([], False)
+    monkeypatch.setattr(check_rollouts, "_LARGE", 1)
+    report_of(path)
+    shown = capfd.readouterr().err
+    size = path.stat().st_size / 1000
+    assert asked == [1]
+    assert "reading" in shown
+    # Bytes done of all bytes, and the time that is left.
+    assert f"{size:.1f}/{size:.1f} kB" in shown
+    assert "0:00:00" in shown
