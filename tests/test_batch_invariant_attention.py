@@ -7,9 +7,7 @@ import torch
 from batch_invariant_support import DTYPES, equal_bits, exact_attention, packed, randn, tolerance
 from torch.autograd import forward_ad
 
-from mis_ext.onpolicy.batch_invariant import (
-    attention,
-)
+from mis_ext.onpolicy.batch_invariant import attention
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

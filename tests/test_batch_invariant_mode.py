@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from batch_invariant_support import equal_bits, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_ext.onpolicy.batch_invariant import (
-    batch_invariant_forward,
-    batch_invariant_mode,
-    is_batch_invariant,
-)
+from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, batch_invariant_mode, is_batch_invariant
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
 
 

@@ -9,11 +9,7 @@ from batch_invariant_support import DTYPES, equal_bits, exact_attention, packed,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis_ext.onpolicy.batch_invariant import (
-    attention,
-    batch_invariant_mode,
-    rms_norm,
-)
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_mode, rms_norm
 
 PRODUCTS = {
     "linear": lambda x, w, bias: F.linear(x, w, bias),

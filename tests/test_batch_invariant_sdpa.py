@@ -7,10 +7,7 @@ import torch
 import torch.nn.functional as F
 from batch_invariant_support import equal_bits, randn
 
-from mis_ext.onpolicy.batch_invariant import (
-    batch_invariant_mode,
-    overrides,
-)
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode, overrides
 from mis_ext.onpolicy.bits import same_bits
 
 SDPA_CASES = {

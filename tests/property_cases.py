@@ -1,0 +1,36 @@
+"""What the tests of mathematical properties share: settings, weights of a configuration, parts of samples."""
+
+import pytest
+import torch
+from cases import GATES, WEIGHTS
+from hypothesis import HealthCheck, settings
+from reference import Samples
+
+import mis_ext
+
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LENGTHS = [5, 1, 9, 3, 12, 1, 2]
+LEVELS = ["token", "sequence", "geometric"]
+ALL = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}
+weights_of_grid = pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
+gates_of_grid = pytest.mark.parametrize("gate", GATES)
+
+
+def weights_masks(keys: dict, samples: Samples) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    weights, masks, _ = mis_ext.compute_mis_weights(
+        mis_ext.config_from_mapping(keys),
+        train_log_probs=samples.train,
+        rollout_log_probs=samples.rollout,
+        loss_masks=samples.masks,
+    )
+    return weights, masks
+
+
+def subset(samples: Samples, order: list[int]) -> Samples:
+    return Samples(*([column[index] for index in order] for column in (samples.train, samples.rollout, samples.masks)))
+
+
+def assert_same(first: dict, second: dict) -> None:
+    assert list(first) == list(second)
+    for name, value in first.items():
+        assert torch.equal(value.nan_to_num(nan=-7.0), second[name].nan_to_num(nan=-7.0)), name

@@ -1,0 +1,218 @@
+"""Properties that hold by mathematics: order, padding, what lies under a mask, and what is not finite."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from cases import (
+    ATOL,
+    GATES,
+    RTOL,
+    args_of,
+    call_hook,
+    correction_keys,
+    drawn_keys,
+    drawn_samples,
+    flat,
+    random_samples,
+    sprinkle,
+)
+from host_loop import sum_of_sample_mean
+from hypothesis import assume, given
+from property_cases import FUZZ, LENGTHS, assert_same, gates_of_grid, subset, weights_masks, weights_of_grid
+from reference import Samples, correct
+
+from mis_ext import prepare_rollout
+
+# These bounds are far apart for what a geometric mean does in practice, and the package says so.
+pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
+
+
+@FUZZ
+@given(keys=drawn_keys(), samples=drawn_samples(), data=st.data())
+def test_the_order_of_sequences_does_not_matter(keys, samples, data):
+    assume(correct([samples], keys)[0].margin > 1e-5)
+    order = data.draw(st.permutations(range(len(samples.masks))))
+    weights, masks = weights_masks(keys, samples)
+    permuted_weights, permuted_masks = weights_masks(keys, subset(samples, order))
+    # The normaliser adds up in another order.
+    torch.testing.assert_close(flat(permuted_weights), flat([weights[i] for i in order]), rtol=1e-6, atol=0)
+    assert torch.equal(flat(permuted_masks), flat([masks[i] for i in order]))
+
+
+@FUZZ
+@given(keys=drawn_keys(), samples=drawn_samples())
+def test_padding_every_response_to_one_length_with_garbage_under_the_mask_changes_nothing(keys, samples):
+    assume(correct([samples], keys)[0].margin > 1e-5)
+    longest = 2 + max(m.numel() for m in samples.masks)
+
+    def pad(columns: list[torch.Tensor], filling: float) -> list[torch.Tensor]:
+        return [torch.cat([c, torch.full((longest - c.numel(),), filling, dtype=c.dtype)]) for c in columns]
+
+    padded = Samples(pad(samples.train, math.nan), pad(samples.rollout, math.inf), pad(samples.masks, 0))
+    lengths = [m.numel() for m in samples.masks]
+    loss, masks, metrics = call_hook(keys, samples)
+    padded_loss, padded_masks, padded_metrics = call_hook(keys, padded)
+    places = torch.cat([torch.arange(longest) < length for length in lengths])
+    # Sums over the batch are cut into chunks at other places.
+    torch.testing.assert_close(padded_loss[places], loss, rtol=1e-6, atol=0)
+    assert not padded_loss[~places].any()
+    assert torch.equal(flat(padded_masks)[places], flat(masks))
+    response = flat(samples.masks) != 0
+    for name, value in metrics.items():
+        actual = padded_metrics[name][places][response]
+        torch.testing.assert_close(actual, value[response], rtol=RTOL, atol=ATOL, equal_nan=True)
+        assert padded_metrics[name][~places].isfinite().all()
+
+
+@weights_of_grid
+@gates_of_grid
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38, -1e4])
+def test_what_lies_under_masked_tokens_changes_nothing_bit_for_bit(weight, gate, garbage):
+    clean = random_samples(LENGTHS, seed=31, mask=0.6)
+    clean.masks[4].zero_()
+    for column in (clean.train, clean.rollout):
+        for tensor, mask in zip(column, clean.masks, strict=True):
+            tensor[mask == 0] = 0.0
+    for train_garbage, rollout_garbage in [(garbage, 0.0), (0.0, garbage), (garbage, -garbage)]:
+        dirty = Samples(
+            [torch.where(m != 0, t, train_garbage) for t, m in zip(clean.train, clean.masks, strict=True)],
+            [torch.where(m != 0, r, rollout_garbage) for r, m in zip(clean.rollout, clean.masks, strict=True)],
+            clean.masks,
+        )
+        response = torch.cat(clean.masks) != 0
+        for veto, normalizer, denominator in [("all vetoes", "kept", "kept"), ("no veto", "valid", "fixed")]:
+            keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
+            pg_loss = torch.linspace(-1, 1, sum(LENGTHS))
+            loss, masks, metrics = call_hook(keys, clean, pg_loss=pg_loss)
+            dirty_loss, dirty_masks, dirty_metrics = call_hook(keys, dirty, pg_loss=pg_loss)
+            assert torch.equal(loss, dirty_loss)
+            assert all(torch.equal(a, b) for a, b in zip(masks, dirty_masks, strict=True))
+            assert_same(
+                {name: value[response] for name, value in metrics.items()},
+                {name: value[response] for name, value in dirty_metrics.items()},
+            )
+            assert all(value.isfinite().all() for value in dirty_metrics.values())
+
+
+@weights_of_grid
+def test_a_loss_that_is_not_finite_under_the_mask_does_not_leak(weight):
+    samples = random_samples(LENGTHS, seed=32, mask=0.6)
+    response = torch.cat(samples.masks) != 0
+    pg_loss = torch.where(response, 1.0, math.nan).requires_grad_()
+    loss, _, _ = call_hook(correction_keys(weight), samples, pg_loss=pg_loss)
+    assert torch.equal(loss.detach()[~response], torch.zeros(int((~response).sum())))
+    loss.sum().backward()
+    assert pg_loss.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("over", ["kept", "valid"])
+@pytest.mark.parametrize("denominator", ["fixed", "kept"])
+@weights_of_grid
+def test_under_rollout_scope_any_split_into_micro_batches_gives_the_same_weights(weight, denominator, over):
+    for gate in ["token gate", "sequence gate"]:
+        keys = correction_keys(weight, gate=gate, mis_denominator=denominator, tis_normalize_scope="rollout")
+        if weight[0] != "none":
+            keys |= {"tis_batch_normalize": True, "tis_normalize_over": over}
+        elif denominator == "fixed":
+            continue
+        for samples in [random_samples(LENGTHS, seed=33), sprinkle(random_samples(LENGTHS, seed=34), seed=1)]:
+            for per_token_loss in [False, True] if denominator == "kept" else [False]:
+                args = args_of(keys, per_token_loss=per_token_loss)
+                prepare_rollout(args, 0, rollout_data(samples))
+                whole, _, _ = call_hook(keys, samples, args=args)
+                parts = [[0, 1], [2], [3, 4, 5, 6]]
+                split = [subset(samples, part) for part in parts]
+                outputs = [call_hook(keys, part, args=args) for part in split]
+                assert torch.equal(torch.cat([loss for loss, _, _ in outputs]), whole)
+                expected = correct(split, keys, per_token_loss=per_token_loss, rollout=[samples])
+                for (loss, masks, _), judge in zip(outputs, expected, strict=True):
+                    torch.testing.assert_close(loss.double(), flat(judge.weights), rtol=RTOL, atol=0)
+                    assert torch.equal(flat(masks), flat(judge.masks))
+
+
+def rollout_data(samples: Samples) -> dict:
+    lengths = [m.numel() for m in samples.masks]
+    return {
+        "log_probs": samples.train,
+        "rollout_log_probs": samples.rollout,
+        "loss_masks": samples.masks,
+        "response_lengths": lengths,
+        "total_lengths": [length + 3 for length in lengths],
+    }
+
+
+@pytest.mark.parametrize("gate", ["no gate", "token gate"])
+def test_at_token_level_a_non_finite_token_is_like_a_masked_one(gate):
+    clean = random_samples(LENGTHS, seed=47)
+    broken = Samples([t.clone() for t in clean.train], [r.clone() for r in clean.rollout], clean.masks)
+    masked = Samples(clean.train, clean.rollout, [m.clone() for m in clean.masks])
+    for sample, index, column, value in [(0, 0, broken.train, math.nan), (4, 2, broken.rollout, -math.inf)]:
+        column[sample][index] = value
+        broken.masks[sample][index] = 1
+        masked.masks[sample][index] = 0
+    keys = correction_keys(("token", "clip"), gate=gate, normalizer="kept")
+    loss, masks, metrics = call_hook(keys, broken)
+    expected_loss, expected_masks, expected_metrics = call_hook(keys, masked)
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(flat(masks), flat(expected_masks))
+    for name in metrics:
+        if "kept" in name or "nonfinite" in name or "invalid" in name:
+            continue
+        actual = sum_of_sample_mean(metrics[name].split(LENGTHS), broken.masks)
+        expected = sum_of_sample_mean(expected_metrics[name].split(LENGTHS), masked.masks)
+        torch.testing.assert_close(
+            actual, expected, rtol=RTOL, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    share = sum_of_sample_mean(metrics["mis_nonfinite_token_fraction"].split(LENGTHS), broken.masks)
+    wanted = 1 / float(broken.masks[0].sum()) + 1 / float(broken.masks[4].sum())
+    torch.testing.assert_close(share, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "gate"),
+    [
+        (("sequence", "truncate"), "no gate"),
+        (("geometric", "clip"), "no gate"),
+        (("token", "truncate"), "sequence gate"),
+        (("none", "unbounded"), "geometric gate"),
+    ],
+    ids=str,
+)
+def test_above_token_level_a_non_finite_token_takes_its_sequence_out(weight, gate):
+    clean = random_samples(LENGTHS, seed=48)
+    broken = Samples([t.clone() for t in clean.train], clean.rollout, clean.masks)
+    broken.train[4][0] = math.nan
+    without = Samples(clean.train, clean.rollout, [m.clone() for m in clean.masks])
+    without.masks[4].zero_()
+    keys = correction_keys(weight, gate=gate, normalizer="kept" if weight[0] != "none" else "no normaliser")
+    loss, masks, metrics = call_hook(keys, broken)
+    expected_loss, expected_masks, _ = call_hook(keys, without)
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(flat(masks), flat(expected_masks))
+    # The mismatch of its other tokens is still measured.
+    assert (metrics["mis_logprob_abs_diff"].split(LENGTHS)[4][1:][clean.masks[4][1:] != 0] != 0).any()
+
+
+@weights_of_grid
+def test_inputs_are_never_changed_and_two_calls_give_the_same(weight):
+    samples = sprinkle(random_samples(LENGTHS, seed=49), seed=6)
+    copies = [[x.clone() for x in column] for column in (samples.train, samples.rollout, samples.masks)]
+    for gate in GATES:
+        keys = correction_keys(weight, gate=gate, veto="all vetoes", normalizer="kept", mis_denominator="kept")
+        args = args_of(keys)
+        before = dict(vars(args))
+        pg_loss = torch.linspace(-1, 1, sum(LENGTHS)).requires_grad_()
+        first = call_hook(keys, samples, pg_loss=pg_loss, args=args)
+        second = call_hook(keys, samples, pg_loss=pg_loss, args=args)
+        assert torch.equal(first[0], second[0])
+        assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+        assert_same(first[2], second[2])
+        assert torch.equal(pg_loss.detach(), torch.linspace(-1, 1, sum(LENGTHS)))
+        assert {key: vars(args)[key] for key in before} == before
+        for copy, column in zip(copies, (samples.train, samples.rollout, samples.masks), strict=True):
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(copy, column, strict=True))
+        for new in first[1]:
+            new.fill_(7)
+        assert all(torch.equal(a, b) for a, b in zip(copies[2], samples.masks, strict=True))
