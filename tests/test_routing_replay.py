@@ -1,45 +1,47 @@
 """Routing replay in Megatron-Core: whose experts are used and who weights them, what is refused, what is restored."""
 
-# The imports after the skip need packages that only the example's environment has.
-# ruff: noqa: E402
-
 import copy
-import importlib.util
 import statistics
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from replayed_model import (
+    CHECKPOINTS,
+    SHAPE,
+    Wrapper,
+    backward_reversed,
+    checkpoint_layers,
+    chosen,
+    gradients,
+    padded_routing,
+    pipeline_stage,
+    random_routing,
+    recompute,
+    router_outputs,
+    score_plainly,
+    score_under,
+    slots,
+    tokens,
+    train_on,
+    train_under,
+    wrap_in_megatron,
+)
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
-
-for needed in ("megatron", "transformers"):
-    if importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} not installed (requirements/example.txt)", allow_module_level=True)
-
-for folder in ("benchmarks", "examples"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
     warnings.simplefilter("ignore")
     from grpo.layout import build_inputs
-    from megatron.core import tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from routing_replay import measure
     from toy_moe import MoEShape, build_trainer, score, single_process
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import LocalRouting, RoutingLayout
+from mis_ext.onpolicy.routing.layout import RoutingLayout
 from mis_ext.onpolicy.routing.passes import ForwardPasses
 from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
 
@@ -50,8 +52,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
 
-# Layers 0 and 2 are mixtures of experts, layer 1 is dense.
-SHAPE = MoEShape(num_layers=3, moe_layer_freq=2, hidden_size=32, expert_size=16, num_experts=8, topk=2, vocab_size=64)
 FIRST_ROUTER = r"decoder\.layers\.0\.mlp\.router"
 
 
@@ -67,51 +67,6 @@ def process() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(process) -> torch.nn.Module:
     return build_trainer(SHAPE, seed=0)
-
-
-def tokens(batch: int = 2, length: int = 6, seed: int = 0) -> Tensor:
-    return torch.randint(SHAPE.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def random_routing(length: int, *, seed: int, layers: int = 2, topk: int = 2, num_experts: int = 8) -> RoutedExperts:
-    """Any experts, for all tokens but the last."""
-    order = torch.rand(length - 1, layers, num_experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    return RoutedExperts.from_rows(order[..., :topk], num_tokens=length, num_experts=num_experts)
-
-
-def padded_routing(lengths: tuple[int, ...] = (6, 6), *, seed: int = 0, length: int = 6) -> LocalRouting:
-    samples = [random_routing(n, seed=seed + index) for index, n in enumerate(lengths)]
-    return RoutingLayout.padded(lengths, padded_length=length).local(samples)
-
-
-@contextmanager
-def router_outputs(model: torch.nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor, Tensor]]]]:
-    """Input, gate weights and routing map of every router call, as the dispatcher gets them."""
-    seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda _, args, out, name=name: seen.setdefault(name, []).append((args[0].flatten(0, 1), *out))
-        )
-        for name, module in model.named_modules()
-        if name.endswith("router")
-    ]
-    yield seen
-    for hook in hooks:
-        hook.remove()
-
-
-def chosen(routing_map_TE: Tensor) -> list[set[int]]:
-    return [set(row.nonzero().flatten().tolist()) for row in routing_map_TE]
-
-
-def gradients(model: torch.nn.Module) -> list[Tensor]:
-    grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return grads
-
-
-def slots(model: torch.nn.Module) -> list[object]:
-    return [module.router_replay for module in model.modules() if hasattr(module, "router_replay")]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -234,33 +189,12 @@ def test_micro_batches_are_consumed_in_order(model) -> None:
     assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
 
 
-CHECKPOINTS: dict[str, Callable[..., Any]] = {
-    "Megatron-Core": lambda function, x: tensor_parallel.checkpoint(function, False, x),
-    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
-    "not reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
-}
-
-
 @pytest.fixture(autouse=True)
 def no_cuda_generator(monkeypatch) -> None:
     """Megatron-Core's checkpoints keep the states of CUDA's generators, which nothing here draws from."""
     monkeypatch.setattr(random, "_get_all_rng_states", lambda: ())
     monkeypatch.setattr(random, "_set_all_rng_states", lambda: None)
     monkeypatch.setattr(random, "_fork_rng", nullcontext)
-
-
-def recompute(module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, kind: str) -> None:
-    """Recompute a layer, or the whole decoder, in the backward pass."""
-
-    def run(*, hidden_states: Tensor, forward=module.forward, **rest: object) -> object:
-        return CHECKPOINTS[kind](lambda x: forward(hidden_states=x, **rest), hidden_states)
-
-    monkeypatch.setattr(module, "forward", run)
-
-
-def checkpoint_layers(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, *, kind: str) -> None:
-    for layer in model.decoder.layers:
-        recompute(layer, monkeypatch, kind=kind)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
@@ -276,11 +210,6 @@ def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batc
         assert len(record.micro_batches()) == 2
         results.append(gradients(model))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def backward_reversed(losses: list[Tensor]) -> None:
-    for loss in reversed(losses):
-        loss.backward()
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
@@ -344,24 +273,6 @@ def test_a_pass_without_gradients_made_no_node_that_recomputes(model, monkeypatc
     assert len(passes.current.nodes) == 0
 
 
-def score_plainly(model: torch.nn.Module) -> Tensor:
-    return score(model, tokens())
-
-
-def train_on(
-    model: torch.nn.Module,
-    *,
-    scorer: Callable[[torch.nn.Module], Tensor] = score_plainly,
-    before: Tensor | float = 0,
-    passes: int = 1,
-) -> None:
-    """Train on one micro-batch, and on what was scored before the replay."""
-    with replay_routing(model, [padded_routing()]):
-        loss = (scorer(model) + before).sum()
-        for _ in range(passes):
-            loss.backward(retain_graph=True)
-
-
 def test_a_recomputation_for_no_forward_pass_within_the_replay_is_an_error(model, monkeypatch) -> None:
     one_that_trains = torch.zeros(1, requires_grad=True)
     unknown = r"router is recomputed for a checkpoint that no forward pass of the model within the block made"
@@ -398,13 +309,6 @@ def test_all_layers_share_one_copy_of_a_micro_batch(model) -> None:
     assert moves.moved == 2
 
 
-def train_under(routings: list[LocalRouting], model: torch.nn.Module, *, backward_passes: int) -> None:
-    with replay_routing(model, routings):
-        scored = [score(model, tokens()) for _ in routings]
-        for log_probs in scored[:backward_passes]:
-            log_probs.sum().backward()
-
-
 def test_checkpointed_layers_must_be_recomputed_within_the_replay(model, monkeypatch) -> None:
     routing = padded_routing()
     with monkeypatch.context() as patched:
@@ -416,13 +320,6 @@ def test_checkpointed_layers_must_be_recomputed_within_the_replay(model, monkeyp
     with pytest.raises(ValueError, match=FIRST_ROUTER + " is recomputed in the backward pass, and 1 of 2 backward"):
         train_under([routing, routing], model, backward_passes=1)
     model.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def score_under(routings: list[LocalRouting], model: torch.nn.Module, *, passes: int) -> None:
-    with replay_routing(model, routings):
-        for _ in range(passes):
-            score(model, tokens())
 
 
 def test_a_layer_must_consume_exactly_its_rows(model) -> None:
@@ -465,13 +362,6 @@ def test_routers_are_restored_also_after_an_exception(model) -> None:
     finally:
         first.router_replay = None
         RouterReplay.global_router_replay_instances.remove(theirs)
-
-
-def pipeline_stage(model: torch.nn.Module) -> torch.nn.Module:
-    stage = torch.nn.Module()
-    stage.config = copy.copy(model.config)
-    stage.config.pipeline_model_parallel_size = 2
-    return stage
 
 
 def test_a_pipeline_stage_takes_the_columns_of_its_own_layers(model) -> None:
@@ -528,23 +418,6 @@ def test_models_that_would_not_keep_to_the_routing_are_refused(model, key, value
     for context in (lambda: replay_routing(changed, []), lambda: record_routing(changed)):
         with pytest.raises(ValueError, match=message), context():
             pass
-
-
-class Wrapper(torch.nn.Module):
-    """Like torch's ``DistributedDataParallel``, it has no config."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        return self.module(*args, **kwargs)
-
-
-def wrap_in_megatron(model: torch.nn.Module) -> torch.nn.Module:
-    model.config.bf16, model.config.params_dtype = True, torch.bfloat16
-    half = Float16Module(model.config, model)
-    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), half)
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, wrap_in_megatron])

@@ -1,0 +1,145 @@
+"""The evidence harness: grades, intervals, conditions, and what its exact enumeration says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from evidence import mismatch
+from evidence.enumerable import Enumerated
+from evidence.group import Method
+from evidence.outcomes import Condition, Difference, pareto_k
+from evidence.studies import STUDIES
+from evidence.task import Problems, grade
+from evidence_runs import NONE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_grading() -> None:
+    problems = Problems.draw(50, 20, torch.Generator().manual_seed(0))
+    solved = problems.solve()
+    assert grade(problems.prompts_BP, solved, problems.mask_BL).tolist() == [1.0] * 50
+    broken = solved.clone()
+    broken[:, 3] = 11
+    share = grade(problems.prompts_BP, broken, problems.mask_BL)
+    torch.testing.assert_close(share, 1 - 2 / problems.mask_BL.sum(-1))
+
+
+def test_differences_are_judged_by_their_intervals() -> None:
+    difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
+    assert difference == pytest.approx((0.2, 0.2 - 0.1299, 0.2 + 0.1299, 4), abs=1e-3)
+    assert difference.verdict(0.02) == "better"
+    assert Difference.of_pairs([-0.2, -0.21, -0.19]).verdict(0.02) == "worse"
+    assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
+    assert Difference.of_pairs([0.3, -0.3, 0.1]).verdict(0.02) == "not resolved"
+    assert Difference.of_pairs([0.3]).verdict(0.02) == "not resolved"
+
+
+def test_conditions_pair_seeds_and_see_a_fall() -> None:
+    rewards = {"none": {1: [0.5] * 40, 2: [0.9] * 40}, "better": {1: [0.6] * 40, 2: [1.0] * 20 + [0.7] * 20}}
+    rows = [
+        {"method": method, "seed": seed, "step": step, "reward": reward}
+        for method, seeds in rewards.items()
+        for seed, curve in seeds.items()
+        for step, reward in enumerate(curve)
+    ]
+    condition = Condition.of_rows("c", rows)
+    assert condition.base == "none"
+    assert condition.difference("better", "none", "reward").mean == pytest.approx((0.1 - 0.05) / 2)
+    assert condition.difference("better", "none", "reward", slice(0, 10)).mean == pytest.approx(0.1)
+    assert (condition.fell("none"), condition.fell("better")) == (0, 0.5)
+
+
+def test_settings_are_compared_with_the_uncorrected_runs_of_another_by_seed() -> None:
+    def condition(name: str, rewards: dict[str, dict[int, list[float]]]) -> Condition:
+        return Condition.of_rows(
+            name,
+            [
+                {"method": method, "seed": seed, "step": step, "reward": reward}
+                for method, seeds in rewards.items()
+                for seed, curve in seeds.items()
+                for step, reward in enumerate(curve)
+            ],
+        )
+
+    reference = condition("whole", {"none": {1: [0.5] * 40, 2: [0.9] * 40}, "other": {1: [0.0] * 40, 2: [0.0] * 40}})
+    part = condition("part", {"tis": {1: [0.4] * 30 + [0.7] * 10, 2: [0.8] * 40, 3: [0.0] * 40}})
+    assert part.difference_to("tis", reference, "reward", slice(0, 30)).mean == pytest.approx(-0.1)
+    last = part.difference_to("tis", reference, "reward", None)
+    assert (last.mean, last.num_pairs) == (pytest.approx(0.05), 2)
+
+
+@pytest.mark.parametrize("shape", [0.1, 0.5, 0.9])
+def test_the_tail_index_is_found(shape: float) -> None:
+    uniform = (np.arange(200_000) + 0.5) / 200_000
+    assert pareto_k(uniform**-shape) == pytest.approx(shape, abs=0.12)
+    assert math.isnan(pareto_k(np.ones(1000)))
+
+
+def test_tokens_with_flipped_experts_are_told_from_the_others() -> None:
+    d = np.array([[[0.01, -0.75, 0.02, 5.0]]], dtype=np.float16)
+    flips, mask = np.array([[[0, 1, 0, 1]]], dtype=bool), np.array([[[1, 1, 1, 0]]], dtype=bool)
+    streams = mismatch.Streams(behavior=np.zeros_like(d), log_ratio=d, mask=mask, flips=flips)
+    row = mismatch._flips({"engine": {"step7": [streams]}})[-2]
+    # One of three tokens; k3 = e^-0.75 - 1 + 0.75 there, and the ratio e^0.75.
+    assert row == "| engine | 7 | 3.3e-01 | 1.00 | 2.2e-01 | 1.0e+00 | 2.117 | 1.3e-04 | 0.0e+00 | 1.020 |"
+    assert not mismatch._flips({"dense": {"step7": [dataclasses.replace(streams, flips=None)]}})
+
+
+def test_the_gaussian_law_is_that_of_simulated_ratios() -> None:
+    rng = np.random.default_rng(0)
+    k3, length = 3e-3, 100
+    d = rng.normal(-k3, math.sqrt(2 * k3), (4000, length))
+    sums = d.cumsum(1)
+    for band in mismatch.BANDS:
+        assert mismatch._share(sums, length, band) == pytest.approx(mismatch._law(k3, length, band), abs=0.03)
+
+
+def test_exact_weights_have_no_bias_and_the_spread_is_that_of_draws() -> None:
+    exact = Method(name="exact", keys={"use_tis": True, "tis_level": "sequence", "tis_mode": "unbounded"})
+    problem = Enumerated(0.3, seed=1)
+    assert problem.bias_and_spread(exact)[0] < 1e-5
+    assert Enumerated(0.0, seed=1).bias_and_spread(NONE)[0] < 1e-9
+    bias, spread = problem.bias_and_spread(NONE)
+    assert bias > 0.1
+
+    probability = problem._behavior.sum(1).exp()
+    drawn = probability.multinomial(4000, replacement=True, generator=torch.Generator().manual_seed(0))
+    softmax = problem._logits.detach().softmax(-1)
+    gradients = torch.zeros(len(drawn), *softmax.shape, dtype=torch.float64)
+    per_token = torch.nn.functional.one_hot(problem._responses, 2) - softmax[problem._nodes]
+    rows = torch.arange(len(drawn))[:, None]
+    gradients[rows, problem._nodes[drawn]] = per_token[drawn] * problem._reward[drawn, None, None]
+    length = problem._true_gradient.norm()
+    assert float(gradients.var(0).sum().sqrt() / length) == pytest.approx(spread, rel=0.05)
+    assert float((gradients.mean(0) - problem._true_gradient).norm() / length) == pytest.approx(
+        math.hypot(bias, spread / math.sqrt(len(drawn))), rel=0.15
+    )
+
+
+def test_a_call_of_one_response_normalises_sequence_weights_away() -> None:
+    problem = Enumerated(0.4, seed=1)
+    sequence = Method(name="sequence", keys={"use_tis": True, "tis_level": "sequence", "tis_mode": "unbounded"})
+    uncorrected = problem.rollout_error(NONE, None)
+    assert problem.rollout_error(sequence, 1) == pytest.approx(uncorrected)
+    assert problem.rollout_error(sequence, 256) != pytest.approx(uncorrected, rel=0.01)
+    bias, spread = problem.bias_and_spread(NONE)
+    assert uncorrected == pytest.approx(math.hypot(bias, spread / 16), rel=0.05)
+
+
+def test_every_study_has_unique_groups_and_controls_with_models() -> None:
+    groups = [group for study in STUDIES.values() for group in study.groups]
+    assert len({group.name for group in groups}) == len(groups)
+    for group in groups:
+        names = {method.name for method in group.methods}
+        assert all(method.like is None or method.like in names for method in group.methods)
+        assert not group.methods[0].keys

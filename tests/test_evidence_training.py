@@ -1,0 +1,164 @@
+"""The evidence harness: its training of many runs at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from evidence import ensemble
+from evidence.engines import Engines, EngineSpec
+from evidence.group import Method
+from evidence.results import Results
+from evidence_runs import CPU, EXPERTS, GATE, NONE, TINY, rows_of, training_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_trainer_scores_and_learns_with_the_experts_of_the_engine() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(), shape=EXPERTS, dump_steps=(0,))
+    k3, entropy = {}, {}
+    for replays in (False, True):
+        kept: dict[str, Any] = {}
+        training = training_of(dataclasses.replace(group, replays_routing=replays))
+        rows = training.step(lambda name, arrays, kept=kept: kept.update(arrays))
+        counted = (kept["flips"] & kept["mask"]).sum((1, 2)) / kept["mask"].sum((1, 2))
+        assert [row["routing_flips"] for row in rows] == pytest.approx(counted.tolist(), rel=1e-3)
+        assert 0 < counted.mean() < 0.5
+        k3[replays] = [row["k3"] for row in rows]
+        entropy[replays] = [row["entropy"] for row in training.step(lambda name, arrays: None)]
+    assert k3[True] != k3[False]
+    assert k3[True] == pytest.approx(k3[False], rel=0.5)
+    assert entropy[True] == pytest.approx(entropy[False], rel=0.1)
+
+
+def test_runs_of_a_group_do_not_see_each_other() -> None:
+    together = rows_of(training_of(TINY))
+    alone = rows_of(training_of(dataclasses.replace(TINY, methods=(NONE,), seeds=(2,))))
+    found = [row for row in together if row["method"] == "none" and row["seed"] == 2]
+    for row, expected in zip(found, alone, strict=True):
+        numbers = [name for name, value in expected.items() if isinstance(value, float)]
+        assert [row[name] for name in numbers] == pytest.approx([expected[name] for name in numbers], rel=1e-3)
+
+
+def test_a_correction_reaches_the_weights_and_none_does_not() -> None:
+    rows = rows_of(training_of(dataclasses.replace(TINY, methods=(NONE, Method(name="also none"), GATE))))
+    last = {row["method"]: row for row in rows if row["step"] == 2 and row["seed"] == 1}
+    assert last["none"]["kept_tokens"] == 1
+    assert 0 < last["gate"]["kept_sequences"] < 1
+    assert last["none"]["own_reward"] == last["also none"]["own_reward"]
+    assert last["none"]["entropy"] != last["gate"]["entropy"]
+
+
+def test_the_control_rejects_as_much_as_its_model_but_others() -> None:
+    training = training_of(TINY)
+    kept: dict[str, Any] = {}
+    rows = training.step(lambda name, arrays: kept.update({name: arrays}))
+    by_method = {(row["method"], row["seed"]): row for row in rows}
+    for seed in TINY.seeds:
+        model, control = by_method["gate", seed], by_method["gate, random", seed]
+        assert control["kept_sequences"] == model["kept_sequences"] < 1
+        assert control["grad_norm"] != model["grad_norm"]
+
+
+def test_stale_weights_are_those_of_earlier_steps() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(dtype="float32"), learning_rate=0.02)
+    fresh, stale = (rows_of(training_of(dataclasses.replace(group, staleness=k))) for k in (0, 2))
+    assert [row["k3"] for row in fresh if row["seed"] == 1] == pytest.approx([0, 0, 0], abs=1e-6)
+    first, second, third = [row["k3"] for row in stale if row["seed"] == 1]
+    assert first == pytest.approx(0, abs=1e-6)
+    assert 1e-5 < second < third
+
+
+def test_an_interrupted_group_goes_on_where_it_was(tmp_path: Path) -> None:
+    results, expected = Results(tmp_path), Results(tmp_path / "whole")
+    for where, stops in ((results, (1, 2, 3)), (expected, (3,))):
+        for stop in stops:
+            training = training_of(TINY)
+            rows = where.resume(TINY, training)
+            with where.saving(TINY, training, rows) as keep:
+                while training.num_steps_done < stop:
+                    rows += training.step(keep)
+            assert where.is_done(TINY) == (stop == 3)
+    assert results.rows(TINY) == expected.rows(TINY)
+    assert not list(tmp_path.glob("*.state.pt"))
+    with pytest.raises(ValueError, match="results of other settings than tiny"):
+        results.is_done(dataclasses.replace(TINY, learning_rate=0.5))
+    found, whole = results.log_probs(TINY), expected.log_probs(TINY)
+    assert list(found) == list(whole) == ["step1"]
+    assert all(np.array_equal(found["step1"][name], whole["step1"][name]) for name in ("behavior", "log_ratio", "mask"))
+    assert found["step1"]["mask"].shape == (2, 32, 10)
+
+
+def test_only_the_scoring_with_the_mask_has_no_mismatch_and_the_right_log_probs() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(dtype="float32"), top_p=0.8)
+    rows = {
+        scoring: training_of(dataclasses.replace(group, scoring=scoring)).step(lambda name, arrays: None)
+        for scoring in ("reported", "sampled", "kept")
+    }
+    k3, entropy, norm = (
+        {name: [row[number] for row in of] for name, of in rows.items()} for number in ("k3", "entropy", "grad_norm")
+    )
+    assert max(k3["reported"] + k3["kept"]) < 1e-8
+    # The ratio is the mass of the kept tokens, 0.8 or a little more.
+    assert k3["sampled"] == pytest.approx([math.log(1 / 0.83) - 1 + 0.83] * 2, rel=0.5)
+    assert entropy["reported"] == entropy["sampled"]
+    assert entropy["kept"] == pytest.approx([value + math.log(0.83) for value in entropy["reported"]], abs=0.05)
+    assert norm["reported"] == norm["sampled"] != norm["kept"]
+
+
+def test_the_loss_has_the_ratio_1_at_first_whatever_the_engine_chose() -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(), top_p=0.7, scoring="kept", shape=EXPERTS)
+    training = training_of(dataclasses.replace(group, replays_routing=True))
+    trainer = training._trainer
+    rollout, _ = ensemble._sample(training.group, training._engine, trainer.weights, training._problems, 0, CPU)
+    assert rollout.choices.kept is not None
+    assert rollout.choices.experts is not None
+    proximal, _ = ensemble._score(trainer, rollout)
+    inputs = rollout.ids, proximal, rollout.advantage, torch.ones_like(proximal), rollout.mask, rollout.mask
+    loss_R = ensemble._loss(trainer, *inputs, rollout.choices)
+    # The ratio 1 leaves the advantages. That of other choices does not.
+    torch.testing.assert_close(loss_R, -rollout.advantage.sum(1), rtol=0, atol=1e-3)
+    for choices in (
+        ensemble.Choices(rollout.choices.experts, None),
+        ensemble.Choices(rollout.choices.experts.flip(0).roll(1, 1), rollout.choices.kept),
+    ):
+        assert ((ensemble._loss(trainer, *inputs, choices) - loss_R).abs() > 1e-3).all()
+
+
+def test_runs_are_equal_until_they_branch() -> None:
+    group = dataclasses.replace(TINY, engine=EngineSpec(dtype="float32"), learning_rate=0.02, staleness=1)
+    rows = rows_of(training_of(dataclasses.replace(group, methods=(NONE, GATE), branch_step=2)))
+    of = {(row["method"], row["seed"], row["step"]): row for row in rows}
+    for seed in TINY.seeds:
+        for step, kept in ((0, 1.0), (1, 1.0), (2, of["gate", seed, 2]["kept_sequences"])):
+            none, gate = of["none", seed, step], of["gate", seed, step]
+            assert gate["kept_sequences"] == kept
+            assert (none["entropy"], none["reward"]) == (gate["entropy"], gate["reward"])
+            assert (none["k3"] > 1e-5) == (step == 2)
+        assert of["gate", seed, 2]["kept_sequences"] < 1
+        assert of["gate", seed, 2]["grad_norm"] != of["none", seed, 2]["grad_norm"]
+
+
+def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "examples" / "evidence.py"
+    specification = importlib.util.spec_from_file_location("evidence_command", path)
+    command = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(command)
+    broken = dataclasses.replace(TINY, name="broken", replays_routing=True)
+    short = dataclasses.replace(TINY, methods=(NONE,), num_steps=1)
+    results = Results(tmp_path)
+    with Engines(CPU) as engines:
+        assert command.run_all((broken, short), results, engines, False) == ["broken"]
+    assert (results.is_done(broken), results.is_done(short)) == (False, True)
+    assert "replays_routing: this engine does not tell" in capsys.readouterr().err
+    assert 0 < results.sampling_seconds(short) < 60
