@@ -1,15 +1,14 @@
 """The exactness audit gives the report of one process on any number of ranks."""
 
 import json
-import multiprocessing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from audit_lists import GOOD, NAN, SHOWN, audit_logprobs, copies, log_probs, next_number, tensors, tied_to
+from process_ranks import joined, run_processes
 
 from mis_ext.onpolicy.audit.findings import Evidence
 
@@ -43,10 +42,13 @@ def of_rank(column: list | None, spread: list[int], rank: int) -> list | None:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=40)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timeout)
-    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in SPREADS}
+    with joined(rank, 4, folder, seconds=40):
+        Path(folder, f"{rank}.json").write_text(json.dumps(reports_of(rank)))
+        dist.barrier()
+
+
+def reports_of(rank: int) -> dict[str, dict | str]:
+    groups = {size: dist.new_group(list(range(size)), timeout=timedelta(seconds=40)) for size in SPREADS}
     out = {}
     for size, spread in SPREADS.items():
         if rank >= size:
@@ -77,16 +79,12 @@ def work(rank: int, folder: str) -> None:
         out["4 wrong provenance"] = str(error)
     said = "decode" if rank == 0 else "prefill"
     out["4 provenances"] = audit_logprobs(log_probs(3), log_probs(3), provenance=said, group=groups[4]).to_dict()
-    Path(folder, f"{rank}.json").write_text(json.dumps(out))
-    dist.barrier()
-    dist.destroy_process_group()
+    return out
 
 
 @pytest.mark.distributed
 def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_path) -> None:
-    # One process imports torch and forks the four: their imports would take longer than all of the tests.
-    multiprocessing.set_forkserver_preload(["mis_ext.onpolicy.audit.log_probs", "torch.distributed", __name__])
-    mp.start_processes(work, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
+    run_processes(work, str(tmp_path), world_size=4)
     found = [json.loads(Path(tmp_path, f"{rank}.json").read_text()) for rank in range(4)]
     for name, (train, rollout, columns) in cases().items():
         expected = json.loads(json.dumps(audit_logprobs(train, rollout, **columns).to_dict()))

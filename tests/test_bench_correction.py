@@ -3,7 +3,6 @@
 import json
 import sys
 import traceback
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ import host_loop
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import args_of, call_hook, flat, random_samples
+from process_ranks import joined, run_processes
 from reference import Samples
 from test_parity import averaged, batch, compat, settings_of
 from torch.autograd import DeviceType
@@ -207,13 +206,10 @@ def test_device_work_is_counted_by_kind_and_without_what_the_profiler_does(monke
 
 def work(rank: int, folder: str) -> None:
     """The baseline's part of every setting, then a whole run of the benchmark; writes down what fails."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     failure = ""
     try:
-        compare_with_whole_responses(rank)
-        with pytest.MonkeyPatch.context() as patch:
+        with joined(rank, 2, folder, seconds=60), pytest.MonkeyPatch.context() as patch:
+            compare_with_whole_responses(rank)
             patch.setenv("WORLD_SIZE", "2")
             file = str(Path(folder) / "rows.json")
             choice = ["--cp", "2", "--shapes", "5x40", "--configs", "token gates"]
@@ -223,7 +219,6 @@ def work(rank: int, folder: str) -> None:
         raise
     finally:
         (Path(folder) / f"{rank}.txt").write_text(failure)
-        dist.destroy_process_group()
 
 
 def compare_with_whole_responses(rank: int) -> None:
@@ -261,7 +256,7 @@ def compare_with_whole_responses(rank: int) -> None:
 @pytest.mark.whole_run
 def test_two_context_parallel_ranks_share_the_baseline_and_a_run(tmp_path: Path) -> None:
     try:
-        mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+        run_processes(work, str(tmp_path), world_size=2)
     except Exception as error:
         failures = [file.read_text()[-1500:] for file in tmp_path.glob("*.txt")]
         raise AssertionError("\n".join(failures)) from error

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import args_of, random_samples
+from parallel_worker import TOPOLOGIES, Worker, grid
+from process_ranks import joined, run_processes
 from reference import Samples
-from test_parallel import TIMEOUT, TOPOLOGIES, Worker, grid
 
 import mis_ext
 
@@ -81,18 +80,16 @@ def work(rank: int, topology: str, folder: str) -> None:
     world_size = TOPOLOGIES[topology][0] * TOPOLOGIES[topology][1]
     torch.cuda.set_device(rank)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    store = f"file://{folder}/store"
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
-        worker = CudaWorker(topology)
-        failures = worker.compare_hook(grid()[::12], "plain") + worker.compare_hook(grid()[1::18], "broken")
-        failures += worker.compare_hook(grid()[::24], "plain", max_seq_lens=True, qkv_format="bshd")
+        with joined(rank, world_size, folder, seconds=60, backend="nccl"):
+            worker = CudaWorker(topology)
+            failures = worker.compare_hook(grid()[::12], "plain") + worker.compare_hook(grid()[1::18], "broken")
+            failures += worker.compare_hook(grid()[::24], "plain", max_seq_lens=True, qkv_format="bshd")
     except Exception:
         failures = [traceback.format_exc()]
         raise
     finally:
         (Path(folder) / f"{rank}.json").write_text(json.dumps(failures))
-        dist.destroy_process_group()
 
 
 @pytest.mark.distributed
@@ -101,6 +98,7 @@ def test_nccl_gives_the_results_of_one_rank(topology: str, tmp_path: Path) -> No
     world_size = TOPOLOGIES[topology][0] * TOPOLOGIES[topology][1]
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices")
-    mp.spawn(work, args=(topology, str(tmp_path)), nprocs=world_size)
+    # A process that has asked for CUDA cannot be forked.
+    run_processes(work, topology, str(tmp_path), world_size=world_size, start_method="spawn")
     failures = [text for path in tmp_path.glob("*.json") for text in json.loads(path.read_text())]
     assert not failures, f"{len(failures)} differences, the first:\n" + "\n".join(failures[:3])

@@ -1,17 +1,12 @@
 """Context, tensor and data parallelism give the whole loss of one rank: value, metrics, and every rank's gradient."""
 
-import json
-import multiprocessing
-import traceback
-from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from process_ranks import run_checks
 from thread_ranks import Rank, run_ranks
 
 import mis_ext
@@ -185,29 +180,10 @@ def megatron(rank: int) -> None:
 CHECKS = {check.__name__: check for check in (tensor_parallel, context_parallel, megatron)}
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
-    report = {}
-    for name, check in CHECKS.items():
-        try:
-            check(rank)
-            report[name] = ""
-        except BaseException:
-            report[name] = traceback.format_exc()[-2500:]
-        Path(folder, f"{rank}.json").write_text(json.dumps(report))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    # One process imports what the four need, and forks them.
-    multiprocessing.set_forkserver_preload([__name__, "megatron.core.parallel_state"])
-    mp.start_processes(work, args=(str(folder),), nprocs=4, start_method="forkserver")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    folder, preload = tmp_path_factory.mktemp("gloo"), ("megatron.core.parallel_state",)
+    return run_checks(CHECKS, folder=folder, world_size=4, seconds=30, preload=preload)
 
 
 @pytest.mark.distributed

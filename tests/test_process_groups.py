@@ -1,17 +1,13 @@
 """Real gloo processes: where a rank stands, and what the other one learns when it fails."""
 
 import argparse
-import json
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from process_ranks import run_checks
 from test_guards import make_batch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -133,35 +129,9 @@ CHECKS: dict[str, Callable[[int], None]] = {
 }
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=10)
-    )
-    report = {}
-    for name, check in CHECKS.items():
-        try:
-            check(rank)
-            report[name] = ""
-        except BaseException:
-            report[name] = traceback.format_exc()[-2500:]
-        Path(folder, f"{rank}.json").write_text(json.dumps(report))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    try:
-        mp.spawn(work, args=(str(folder),), nprocs=2)
-    except Exception as error:
-        crash = str(error)
-    else:
-        crash = ""
-    paths = [folder / f"{rank}.json" for rank in range(2)]
-    found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
-    return [dict.fromkeys(CHECKS, f"not reached: {crash}") | each for each in found]
+    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=2, seconds=10)
 
 
 @pytest.mark.parametrize("check", CHECKS)

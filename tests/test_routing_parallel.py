@@ -8,7 +8,6 @@ two topologies and write down what their routers used and what they scored.
 # ruff: noqa: E402
 
 import importlib.util
-import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from process_ranks import run_processes
 from torch import Tensor
 
 for needed in ("megatron", "transformers"):
@@ -204,9 +203,7 @@ def folder(tmp_path_factory) -> Path:
             whole[NO_REPLAY] = score(model, inputs)
     torch.set_num_threads(threads)
     torch.save(whole, folder / "whole.pt")
-    # One process imports what the four need, and forks them.
-    multiprocessing.set_forkserver_preload([__name__])
-    mp.start_processes(work, args=(str(folder),), nprocs=WORLD_SIZE, start_method="forkserver")
+    run_processes(work, str(folder), world_size=WORLD_SIZE)
     return folder
 
 

@@ -1,0 +1,80 @@
+"""Ranks as processes: how they start, join one group, and write down what each of them found.
+
+``thread_ranks`` has ranks as threads, for what needs no process group of torch's own.
+"""
+
+import json
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@contextmanager
+def joined(rank: int, world_size: int, folder: str | Path, *, seconds: float, backend: str = "gloo") -> Iterator[None]:
+    """This process as one of ``world_size`` ranks that meet in ``folder``, and wait ``seconds`` for each other."""
+    torch.set_num_threads(1)
+    store, timeout = f"file://{folder}/store", timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_processes(
+    work: Callable[..., None],
+    *args: Any,
+    world_size: int,
+    preload: tuple[str, ...] = (),
+    start_method: str = "forkserver",
+) -> None:
+    """Call ``work(rank, *args)`` in a process for each rank, and raise what a rank raised.
+
+    One process imports the module of ``work``, and ``preload``, and forks the ranks: their imports would take longer
+    than most tests. With ``start_method="spawn"`` each imports for itself.
+    """
+    multiprocessing.set_forkserver_preload([work.__module__, *preload])
+    mp.start_processes(work, args=args, nprocs=world_size, start_method=start_method)
+
+
+def run_checks(
+    checks: Mapping[str, Callable[[int], None]],
+    *,
+    folder: Path,
+    world_size: int,
+    seconds: float,
+    preload: tuple[str, ...] = (),
+) -> list[dict[str, str]]:
+    """What each rank says of each check, called with its rank: nothing, or where it failed."""
+    crash = ""
+    modules = tuple({check.__module__ for check in checks.values()})
+    try:
+        run_processes(
+            _check, world_size, str(folder), seconds, checks, world_size=world_size, preload=modules + preload
+        )
+    except Exception as error:
+        crash = str(error)
+    paths = [folder / f"{rank}.json" for rank in range(world_size)]
+    found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    return [dict.fromkeys(checks, f"not reached: {crash}") | each for each in found]
+
+
+def _check(rank: int, world_size: int, folder: str, seconds: float, checks: Mapping[str, Callable]) -> None:
+    report = {}
+    with joined(rank, world_size, folder, seconds=seconds):
+        for name, check in checks.items():
+            try:
+                check(rank)
+                report[name] = ""
+            except BaseException:
+                report[name] = traceback.format_exc()[-2500:]
+            Path(folder, f"{rank}.json").write_text(json.dumps(report))
+            dist.barrier()
