@@ -229,13 +229,13 @@ class Worker:
         # Every setting in one of the four topologies.
         topology = (self.cp_size, self.dp_size)
         cases = grid()[[*TOPOLOGIES.values()].index(topology) :: len(TOPOLOGIES)]
-        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::14], "broken")
+        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::29], "broken")
         return (
-            failures + self.compare_hook(grid()[::18], "single tokens") + self.compare_hook(grid()[::18], "all masked")
+            failures + self.compare_hook(grid()[::37], "single tokens") + self.compare_hook(grid()[::37], "all masked")
         )
 
     def run_bshd(self) -> list[str]:
-        return self.compare_hook(grid()[::9], "plain", max_seq_lens=True, qkv_format="bshd")
+        return self.compare_hook(grid()[::19], "plain", max_seq_lens=True, qkv_format="bshd")
 
     def run_contiguous(self) -> list[str]:
         failures: list[str] = []
@@ -253,7 +253,7 @@ class Worker:
                     partition=partition,
                     device=torch.device("cpu"),
                 )
-                for keys, _ in grid()[::15]:
+                for keys, _ in grid()[::31]:
                     expected = correct(calls, keys)[self.dp_rank]
                     correction = mis_ext.compute_correction(
                         proximal_logprobs_T=torch.cat(self.local(samples.train, totals, partition=partition)),
