@@ -1,6 +1,6 @@
 """What ``mis-ext report`` costs: by default 100 million tokens, all presets.
 
-    python benchmarks/bench_report.py [--tokens 100000000] [--length 1000] [--files 25] [--folder DIR] [--smoke]
+    python benchmarks/bench_report.py [--tokens 100000000] [--files 25] [--config yaml/mis.yaml] [--smoke]
 
 Writes dumps as slime does (``format_version`` 2, with advantages, rewards, prompts and masks), runs the command as a
 process of its own, and prints a line of a Markdown table: wall and CPU seconds, CPU seconds that other processes took
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=25, help="one per step")
     parser.add_argument("--folder", type=Path, help="where to write the dumps, by default a temporary folder")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", action="append", default=[], help="as of the report; without it all presets")
     parser.add_argument("--smoke", action="store_true", help="a hundred thousand tokens: does it run?")
     options = parser.parse_args()
     tokens, files = (100_000, 2) if options.smoke else (options.tokens, options.files)
@@ -53,6 +54,7 @@ def main() -> None:
         size = sum(path.stat().st_size for path in dumps.iterdir())
         before, busy, start = resource.getrusage(resource.RUSAGE_CHILDREN), _busy_seconds(), time.perf_counter()
         command = [sys.executable, "-m", "mis_ext", "report", str(dumps), "--out", str(Path(folder, "out"))]
+        command += [part for config in options.config for part in ("--config", config)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         busy = _busy_seconds() - busy
