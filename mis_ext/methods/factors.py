@@ -45,8 +45,19 @@ class Factor(Protocol):
         """``[T]``: a weight, or bool: whether to keep."""
 
 
+class WeightFactor:
+    """A factor that weighs tokens and drops none."""
+
+    __slots__ = ()
+
+    @property
+    def action(self) -> Action | None:
+        """None: a weight drops no token."""
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight:
+class Weight(WeightFactor):
     """The ratio of ``pair`` at ``level``, to a ``power``, clamped into ``[low, high]``; 1 where ``when`` does not hold.
 
     Without gradient: a bound truncates, it does not stop a token's gradient.
@@ -63,11 +74,6 @@ class Weight:
     def reduces(self) -> tuple[Reduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (REDUCE_OF_LEVEL[self.level],)
-
-    @property
-    def action(self) -> Action | None:
-        """None: a weight drops no token."""
-        return None
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
+from mis_ext.methods.factors import WeightFactor
 from mis_ext.methods.method import Method
 from mis_ext.methods.preset import preset
 from mis_ext.methods.reductions import Reduce
@@ -58,7 +58,7 @@ class Sigmoid:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gamma:
+class Gamma(WeightFactor):
     """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
 
     Args:
@@ -76,11 +76,6 @@ class Gamma:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
-    @property
-    def action(self) -> Action | None:
-        """None: a weight drops no token."""
-        return None
-
     def of(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
@@ -89,7 +84,7 @@ class Gamma:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture:
+class Mixture(WeightFactor):
     """``1 + mix (ratio - 1)``: between no correction, 0, and the token's ratio, 1."""
 
     pair: Pair
@@ -100,18 +95,13 @@ class Mixture:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("token",)
 
-    @property
-    def action(self) -> Action | None:
-        """None: a weight drops no token."""
-        return None
-
     def of(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
         return 1.0 + self.mix * (bounded_exp(batch.log_ratio(self.pair)) - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaussianGate:
+class GaussianGate(WeightFactor):
     """``exp(-(ratio - 1)^2 / (2 sigma^2))`` where the update moves the ratio away from 1, elsewhere 1.
 
     ``sigma`` is ``scale / q ** power``, ``q`` the denominator's probability, within ``[scale, high]``; times
@@ -138,11 +128,6 @@ class GaussianGate:
     def reduces(self) -> tuple[Reduce, ...]:
         """What it needs to know of a sequence."""
         return ("token",)
-
-    @property
-    def action(self) -> Action | None:
-        """It is a weight."""
-        return None
 
     def of(self, batch: Batch) -> Tensor:
         """``[T]``."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import Batch, Pair
+from mis_ext.methods.factors import WeightFactor
 from mis_ext.methods.reductions import Reduce
 
 _MIN_TAIL = 5
@@ -94,16 +94,11 @@ def _fit(excess_M: Tensor, in_tail_M: Tensor, num: Tensor) -> tuple[Tensor, Tens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoWeight:
+class ParetoWeight(WeightFactor):
     """The product of the sequence's ratios, Pareto-smoothed over the sequences of the call, at most ``high``."""
 
     pair: Pair
     high: float | None = None
-
-    @property
-    def action(self) -> Action | None:
-        """None: a weight drops no token."""
-        return None
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
