@@ -12,8 +12,10 @@ contender's loss, gradients and shared metrics are compared with the loop's; a w
   that no call has had before (*new*, as in training).
 
 Times are from the call until the device is idle, medians. *Launches* and *waits* are of one call of the profiler, on a
-CPU ATen operations and reads of a value. *Inside* is without the hosts' own tensor of the metrics, which copies numbers
-to the device.
+CPU ATen operations and reads of a value. *Inside* is what mis_ext itself does: from packed log-probs and entropies, as
+its own scoring makes them, to the loss, the coefficient of each token and the metrics on the host. It leaves out
+autograd's way through the lists, 128 tensors, and the hosts' own tensor of the metrics, which copies numbers to the
+device. The coefficients are there when the call returns; the backward pass multiplies them by its incoming gradient.
 """
 
 from __future__ import annotations
@@ -102,6 +104,8 @@ def host_args(keys: dict[str, Any], **more: Any) -> argparse.Namespace:
 
 def read_scores(_args: Any, batch: Any, logits: Tensor, layout: Any, _groups: Groups) -> Scores:
     """In place of the log-probs of the logits: those of the item."""
+    if "scores" in batch:
+        return batch["scores"]
     return Scores(*(pack(name, batch[name], layout.local_lengths, device=logits.device) for name in LEAVES))
 
 
@@ -111,12 +115,17 @@ def ours(args: argparse.Namespace, item: dict[str, Any], *, metrics: frozenset[s
     return found.loss, on_host(found.metrics)
 
 
-def run(loss_of: Call, item: dict[str, Any], *, with_tensor: bool = True) -> tuple:
+def run(loss_of: Call, item: dict[str, Any]) -> tuple:
     """Loss, gradients, and the metrics as the hosts' wrapper puts them together."""
     loss, metrics = loss_of(item)
     gradients = torch.autograd.grad(loss, [*item["current"], *item["entropy"]], materialize_grads=True)
-    values = torch.tensor([0, *metrics.values()], device=loss.device) if with_tensor else None
-    return loss, gradients, metrics, values
+    return loss, gradients, metrics, torch.tensor([0, *metrics.values()], device=loss.device)
+
+
+def run_inside(loss_of: Call, item: dict[str, Any]) -> tuple:
+    """Loss, coefficients and metrics from packed log-probs and entropies."""
+    loss, metrics = loss_of(item | {"scores": item["packed"]})
+    return loss, metrics
 
 
 class Inputs:
@@ -161,6 +170,7 @@ class Inputs:
         item: dict[str, Any] = {name: [*map(Tensor.clone, responses.split(x))] for name, x in columns.items()}
         for name in LEAVES:
             item[name] = [sample.requires_grad_() for sample in item[name]]
+        item["packed"] = Scores(*(columns[name].clone().requires_grad_() for name in LEAVES))
         lengths = {"total_lengths": responses.total_lengths, "response_lengths": responses.response_lengths}
         sums = torch.stack([mask.sum() for mask in item["loss_masks"]]).float()
         return {**item, **lengths, "rollout_mask_sums": sums, "logits": torch.zeros(1, 1, 2, device=self.device)}
@@ -218,13 +228,13 @@ def _check_equal(name: str, mine: tuple, loop: tuple) -> None:
         )
 
 
-def measure(
-    call: Call, next_item: Call, *, world: World, options: argparse.Namespace, is_compiled: bool
-) -> dict[str, Any]:
+def measure(name: str, call: Call, next_item: Call, *, world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one contender."""
-    whole, inside = partial(run, call), partial(run, call, with_tensor=False)
+    # The loops have no inside: they take lists.
+    whole, inside = partial(run, call), partial(run if name.startswith("loop") else run_inside, call)
     for _ in range(measuring.WARM_UP_CALLS):
         whole(next_item())
+        inside(next_item())
     times = measuring.time_calls(whole, next_item, world=world, repeats=options.repeats, budget=options.budget)
     within = measuring.time_calls(inside, next_item, world=world, repeats=options.repeats, budget=options.budget)
     row: dict[str, Any] = {
@@ -234,7 +244,7 @@ def measure(
         "host_s": statistics.median(times.host),
         "inside_s": within.median,
     }
-    if world.device.type != "cuda" and is_compiled:
+    if world.device.type != "cuda" and name.endswith("compiled"):
         return row  # Nothing dispatches inside of a graph.
     if world.device.type != "cuda":
         counted = [measuring.count_dispatched(each, next_item(), world) for each in (whole, inside)]
@@ -299,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
         layouts = {"same": lambda: inputs.same()} | ({} if name.startswith("loop") else {"new": lambda: inputs.new()})
         for layout, next_item in layouts.items():
             print(f"{name}, {layout}", file=sys.stderr, flush=True)
-            found = measure(call, next_item, world=world, options=options, is_compiled=name.endswith("compiled"))
+            found = measure(name, call, next_item, world=world, options=options)
             rows.append({"contender": name, "layout": layout} | found)
     for row in rows:
         row["speedup"] = rows[0]["median_s"] / row["median_s"]

@@ -107,7 +107,7 @@ def test_values_of_sequences_reach_their_tokens() -> None:
 
 @pytest.mark.parametrize("lengths", [[5, 3, 4], [400, 1, 0, 1, 1, 2, 1, 1, 1, 1], [7], [0, 0], []])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_sums_over_sequences_and_their_spread_are_those_of_each_sequence(lengths, cp_size) -> None:
+def test_sums_and_minima_over_sequences_and_their_spread_are_those_of_each_sequence(lengths, cp_size) -> None:
     """Padded where lengths are alike, reduced as a tree where one is far longer."""
     for cp_rank in range(cp_size):
         layout = PackedLayout.context_parallel(
@@ -119,5 +119,9 @@ def test_sums_over_sequences_and_their_spread_are_those_of_each_sequence(lengths
         found = layout.sum_over_sequences(rows)
         torch.testing.assert_close(found, torch.stack(wanted, dim=-1).float() if wanted else torch.zeros(2, 0))
         assert torch.equal(found, layout.sum_over_sequences(rows))
+        # Positive numbers, which a padding of 0 would be below; no tokens, infinity.
+        lowest = [sample.abs().amin(-1) if sample.numel() else torch.full((2,), torch.inf) for sample in samples]
+        wanted_lowest = torch.stack(lowest, dim=-1).float() if lowest else torch.zeros(2, 0)
+        assert torch.equal(layout.reduce(rows.abs(), "min"), wanted_lowest)
         spread = layout.spread(torch.arange(len(lengths)))
         assert spread.tolist() == [i for i, length in enumerate(layout.local_lengths) for _ in range(length)]

@@ -1,5 +1,7 @@
 """The whole loss on a GPU: the numbers of the CPU, the same bits twice, and one wait for all metrics."""
 
+from argparse import Namespace
+
 import loss_cases
 import pytest
 import torch
@@ -26,19 +28,19 @@ def moved(batch: dict, device: str) -> dict:
     return {key: move(value) for key, value in batch.items()}
 
 
-def computed(keys: dict, batch: dict) -> tuple:
+def computed(args: Namespace, batch: dict) -> tuple:
     batch = batch | {"current": [x.clone().requires_grad_() for x in batch["current"]]}
     scores = given_scores(None, batch, None, None, None)
     host = HOST._replace(score=lambda *_: scores)
-    found = policy_loss_of(host, loss_cases.host_args(**keys), batch, batch["logits"])
+    found = policy_loss_of(host, args, batch, batch["logits"])
     return found, torch.autograd.grad(found.loss, [scores.current_T, scores.entropy_T])
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_gpu_gives_the_numbers_of_the_cpu_and_the_same_bits_twice(name) -> None:
-    keys, batch = KEYS | MODES[name], big(12, 700)
+    args, batch = loss_cases.host_args(**KEYS | MODES[name]), big(12, 700)
     (on_cpu, wanted), (first, found), (again, same) = (
-        computed(keys, moved(batch, device)) for device in ("cpu", "cuda", "cuda")
+        computed(args, moved(batch, device)) for device in ("cpu", "cuda", "cuda")
     )
     torch.testing.assert_close(on_host(first.metrics), on_host(on_cpu.metrics), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close([x.cpu() for x in found], list(wanted), rtol=1e-4, atol=1e-6)
@@ -48,16 +50,17 @@ def test_a_gpu_gives_the_numbers_of_the_cpu_and_the_same_bits_twice(name) -> Non
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_loss_never_waits_and_its_metrics_wait_once(name) -> None:
-    keys, batch = KEYS | MODES[name], moved(big(12, 700), "cuda")
+    args, batch = loss_cases.host_args(**KEYS | MODES[name]), moved(big(12, 700), "cuda")
+    # The guards look at the first calls of each args at once, and wait for what they see.
     for _ in range(3):
-        on_host(computed(keys, batch)[0].metrics)
-    torch.cuda.set_sync_debug_mode("error")
+        on_host(computed(args, batch)[0].metrics)
     try:
-        found, _ = computed(keys, batch)
+        torch.cuda.set_sync_debug_mode("error")
+        found, _ = computed(args, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         on_host(found.metrics)
     waits = [event.name for event in profiler.events() if "StreamSynchronize" in event.name]
     assert len(waits) <= 1

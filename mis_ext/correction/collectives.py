@@ -38,6 +38,11 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     return rows
 
 
+def sum_over_ranks(row: Tensor, group: Group | None) -> Tensor:
+    """The sum of the rows of all ranks, in rank order: the same bits on every one."""
+    return row if group is None else gather_rows(row, group).sum(0)
+
+
 def gather_objects(value: Any, group: Group | None) -> list[Any]:
     """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
     if group is None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class PackedLayout:
     _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
     _lengths: list[Tensor] = field(default_factory=list, init=False, repr=False)
     _positions: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _sequences: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -140,31 +141,51 @@ class PackedLayout:
         """``[T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
         return values_R if self.is_whole else self.index.local_part(values_R)
 
-    def spread(self, values_S: Tensor) -> Tensor:
-        """``[T]``: give every local token the value of its sequence.
+    @property
+    def sequence_T(self) -> Tensor:
+        """``[T]``: the sequence of each local token.
 
-        Without the index tensors of :attr:`index`, whose building takes a while: a micro-batch has new lengths, and
-        here only they are copied to the device. So in :meth:`sum_over_sequences`.
+        Without the other index tensors of :attr:`index`, whose building takes a while: a micro-batch has new lengths,
+        and here only they are copied to the device. So in :meth:`reduce`.
         """
-        return values_S.repeat_interleave(self._length_S, output_size=self.num_local_tokens)
+        if not self._sequences:
+            length_S = self._length_and_start_2S[0]
+            self._sequences.append(torch.repeat_interleave(length_S, output_size=self.num_local_tokens))
+        return self._sequences[0]
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """``[T]``: give every local token the value of its sequence."""
+        return values_S.index_select(0, self.sequence_T)
+
+    def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
+        """``[F, S]``: sums or minima over the local tokens of each sequence, the same bits on every run.
+
+        A sequence without local tokens gets 0, or infinity.
+        """
+        longest = max(self.local_lengths, default=0) or 1
+        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
+            return self.index.reduce(rows_FT.unbind(), op)
+        if not self._positions:
+            length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
+            place_L = torch.arange(longest, device=self.device)
+            position_SL = (start_S + place_L).masked_fill_(place_L >= length_S, self.num_local_tokens)
+            self._positions.append(position_SL.flatten())
+        identity = 0.0 if op == "sum" else torch.inf
+        padded = torch.nn.functional.pad(rows_FT, (0, 1), value=identity).index_select(-1, self._positions[0])
+        values_FSL = padded.view(len(rows_FT), self.num_sequences, longest)
+        return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
 
     def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
-        """``[F, S]``: sums over the local tokens of each sequence, the same bits on every run."""
-        longest = max(self.local_lengths, default=0)
-        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
-            return self.index.reduce(rows_FT.unbind(), "sum")
-        if not self._positions:
-            length_S = self._length_S.unsqueeze(-1)
-            place_L = torch.arange(longest, device=length_S.device)
-            position_SL = length_S.cumsum(0) - length_S + place_L
-            self._positions.append(torch.where(place_L < length_S, position_SL, self.num_local_tokens).flatten())
-        padded = torch.nn.functional.pad(rows_FT, (0, 1)).index_select(-1, self._positions[0])
-        return padded.view(len(rows_FT), self.num_sequences, longest).sum(-1)
+        """``[F, S]``: sums over the local tokens of each sequence."""
+        return self.reduce(rows_FT, "sum")
 
     @property
-    def _length_S(self) -> Tensor:
+    def _length_and_start_2S(self) -> Tensor:
+        """Length and first local token of each sequence, in one copy to the device."""
         if not self._lengths:
-            self._lengths.append(to_device(torch.tensor(self.local_lengths, dtype=torch.int64), self.device))
+            start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
+            both_2S = torch.tensor([self.local_lengths, start_S], dtype=torch.int64)
+            self._lengths.append(to_device(both_2S, self.device))
         return self._lengths[0]
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows
+from mis_ext.correction.collectives import Group, sum_over_ranks
 
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 """Place and width of the digits of a float32 without its sign, from the leading one."""
@@ -42,7 +42,7 @@ def covering_value(values_N: Tensor, counted_N: Tensor, *, share: float, groups:
         # Integers, whose sum does not depend on the order.
         counts = counts.index_add(0, digit_N, matches_N.long())
         for group in groups:
-            counts = gather_rows(counts, group).sum(0)
+            counts = sum_over_ranks(counts, group)
         if rank is None:
             num_counted = counts.sum()
             rank = (num_counted.double() * share - _SLACK).ceil().long().clamp_min(1)

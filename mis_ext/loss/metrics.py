@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.collectives import sum_over_ranks
 from mis_ext.correction.formula import MAX_LOG_RATIO, Values, bounded_exp
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.loss.denominators import num_tokens
@@ -108,9 +108,9 @@ def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
     ratio_T = torch.where(response_T, bounded_exp(log_ratio_T), 0.0)
-    local_2S = tokens.layout.sum_over_sequences(torch.stack([ratio_T, ratio_T.square()]))
-    sum_S, squares_S = gather_rows(local_2S, tokens.cp_group).sum(0).unbind()
-    count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)
+    local_3S = tokens.layout.sum_over_sequences(torch.stack([ratio_T, ratio_T.square(), response_T.to(ratio_T.dtype)]))
+    sum_S, squares_S, count_S = sum_over_ranks(local_3S, tokens.cp_group).unbind()
+    count_S = count_S.clamp_min(1.0)
     share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))
     total = (share_S * count_S if settings.per_token_loss else share_S).sum()
     return total if tokens.cp_rank == 0 else torch.zeros_like(total)

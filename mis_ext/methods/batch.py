@@ -105,7 +105,7 @@ class Batch:
     def position_T(self) -> Tensor:
         """``[T]``: the how-manieth valid token of its response it is, from 1."""
         if self._position_T is None:
-            position_T = self.reductions.position(self.valid_T).clamp_min(1.0)
+            position_T = self.reductions.position(self.valid_T).clamp_min(1)
             self._position_T = position_T.to(self.advantages_T.dtype)
         return self._position_T
 

@@ -178,14 +178,17 @@ class Method:
     def weigh(self, batch: Batch) -> Weighed:
         """What the factors say, without advantages."""
         live_T = kept_T = batch.valid_T
-        weight_T = torch.ones_like(batch.advantages_T)
+        weight_T: Tensor | None = None
         for factor in self.factors:
             if factor.action is not None:
                 is_kept_T = factor.of(batch)
                 live_T = live_T & is_kept_T
                 kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T
             else:
-                weight_T = weight_T * factor.of(batch)
+                factor_T = factor.of(batch)
+                weight_T = factor_T if weight_T is None else weight_T * factor_T
+        if weight_T is None:
+            weight_T = torch.ones_like(batch.advantages_T)
         if self.normalize_over is not None:
             share_T = terms_of(batch.reductions, live_T, self.normalize_over, weight_T.dtype)
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
@@ -199,13 +202,11 @@ class Method:
         found = self.surrogate.of(batch)
         value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
         if self.surrogate.spread == "sequence":
-            coefficient_T = batch.reductions.of(coefficient_T, valid_T, "mean")
+            coefficient_T = torch.where(valid_T, batch.reductions.of(coefficient_T, valid_T, "mean"), 0.0)
         for term in self.terms:
             penalty = term.of(batch)
             scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)
             value_T, coefficient_T = value_T - scale_T * penalty.value_T, coefficient_T - scale_T * penalty.slope_T
-        coefficient_T = torch.where(valid_T, coefficient_T, 0.0)
-        value_T = torch.where(valid_T, value_T, 0.0)
         num_invalid = (batch.response_T & ~valid_T).sum()
         return value_T, MethodResult(
             loss_T=value_T,

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows, group_size
+from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.token_index import to_device
 
@@ -44,10 +44,12 @@ class Reductions:
         if reduce == "prefix":
             return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
         if reduce in ("segment_sum", "segment_mean"):
-            total_T = self._segment_sum(values_T, mask_T)
+            offset_T, last_T = self._segments(mask_T)
+            total_T = self._scan(torch.where(mask_T, values_T, 0.0), offset_T, self._longest).index_select(0, last_T)
             if reduce == "segment_sum":
                 return total_T
-            return total_T / self._segment_sum(torch.ones_like(values_T), mask_T).clamp_min(1.0)
+            count_T = self._scan(mask_T.long(), offset_T, self._longest).index_select(0, last_T)
+            return total_T / count_T.clamp_min(1)
         if reduce == "batch_mean":
             total = self.batch_total(values_T, mask_T) / self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(
                 1
@@ -58,8 +60,11 @@ class Reductions:
         if reduce in ("max", "min"):
             sign = -1.0 if reduce == "max" else 1.0
             return sign * self._over_sequence(torch.where(mask_T, sign * values_T, torch.inf), is_sum=False)
-        total_T = self._over_sequence(torch.where(mask_T, values_T, 0.0), is_sum=True)
-        return total_T if reduce == "sum" else total_T / self.count(mask_T).clamp_min(1.0).to(total_T.dtype)
+        masked_T = torch.where(mask_T, values_T, 0.0)
+        if reduce == "sum":
+            return self._over_sequence(masked_T, is_sum=True)
+        total_S, count_S = self._sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
+        return self.to_tokens(total_S / count_S.clamp_min(1.0))
 
     @property
     def has_other_sequences(self) -> bool:
@@ -70,7 +75,7 @@ class Reductions:
         """0-dim: the sum of the values under the mask over the tokens of all ranks."""
         total = torch.where(mask_T, values_T, 0.0).sum()
         for group in (self._cp_group, self._dp_group):
-            total = gather_rows(total, group).sum(0)
+            total = sum_over_ranks(total, group)
         return total
 
     def count(self, mask_T: Tensor) -> Tensor:
@@ -79,35 +84,39 @@ class Reductions:
 
     def position(self, mask_T: Tensor) -> Tensor:
         """``[T]``: the how-manieth token of the mask it is in its sequence, from 1."""
-        return self._prefix_sum(mask_T.float())
+        return self._prefix_sum(mask_T.long())
 
     def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """``[S]``: the sum of each sequence over the tokens of the mask."""
-        row_S = self._layout.sum_over_sequences(torch.where(mask_T, values_T, 0).unsqueeze(0))[0]
-        return gather_rows(row_S, self._cp_group).sum(0)
+        return self._sums(torch.where(mask_T, values_T, 0).unsqueeze(0))[0]
 
     def to_tokens(self, values_S: Tensor) -> Tensor:
         """``[T]``: the value of each token's sequence."""
         return self._layout.spread(values_S)
 
     def _over_sequence(self, values_T: Tensor, *, is_sum: bool) -> Tensor:
-        layout = self._layout
         if is_sum:
-            return layout.spread(gather_rows(layout.sum_over_sequences(values_T[None])[0], self._cp_group).sum(0))
-        return layout.spread(gather_rows(layout.index.reduce([values_T], "min")[0], self._cp_group).amin(0))
+            return self.to_tokens(self._sums(values_T[None])[0])
+        return self.to_tokens(gather_rows(self._layout.reduce(values_T[None], "min")[0], self._cp_group).amin(0))
 
-    def _segment_sum(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+    def _sums(self, rows_FT: Tensor) -> Tensor:
+        """``[F, S]``: sums over all tokens of each sequence."""
+        return sum_over_ranks(self._layout.sum_over_sequences(rows_FT), self._cp_group)
+
+    @property
+    def _longest(self) -> int:
+        return max(self._layout.local_lengths, default=0)
+
+    def _segments(self, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        """``[T]`` each: how many tokens of its segment stand before a token, and where its segment ends."""
         if not self._layout.is_whole:
             raise ValueError("segments need whole responses on each rank: context parallelism would cut them")
-        values_T = torch.where(mask_T, values_T, 0.0)
-        sequence_T = self._layout.index.sequence_T
+        sequence_T = self._layout.sequence_T
         continues_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
         place_T = torch.arange(len(mask_T), device=mask_T.device)
         first_T = torch.where(torch.nn.functional.pad(~continues_T, (1, 0), value=True), place_T, 0).cummax(0).values
         last_T = torch.where(torch.nn.functional.pad(~continues_T, (0, 1), value=True), place_T, len(mask_T))
-        last_T = last_T.flip(0).cummin(0).values.flip(0)
-        longest = max(self._layout.local_lengths, default=0)
-        return self._scan(values_T, place_T - first_T, longest).index_select(0, last_T)
+        return place_T - first_T, last_T.flip(0).cummin(0).values.flip(0)
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if group_size(self._cp_group) > 1 or group_size(self._dp_group) > 1:
@@ -125,6 +134,11 @@ class Reductions:
     @staticmethod
     def _scan(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
         """Sums of each run up to each token: it adds what the token 1, 2, 4, ... before it has added up so far."""
+        if not values_T.is_floating_point():
+            # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
+            running_T = values_T.cumsum(0)
+            first_T = torch.arange(len(values_T), device=values_T.device) - offset_T
+            return running_T - (running_T - values_T).index_select(0, first_T)
         step = 1
         while step < longest:
             before_T = torch.nn.functional.pad(values_T, (step, 0))[: len(values_T)]
@@ -140,12 +154,12 @@ class Reductions:
             return values_T
         is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
         # One token of each piece, so that the order of additions does not matter.
-        total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0.0))
+        total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))
         mine_SP = start_P.view(-1, pieces.per_sequence)
         starts_WSP = gather_rows(mine_SP, self._cp_group)
         totals_WSP = gather_rows(total_P.view_as(mine_SP), self._cp_group)
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
-        earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0.0).sum(dim=(0, 3))
+        earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)
 
 
