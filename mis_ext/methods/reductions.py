@@ -139,12 +139,16 @@ class Reductions:
             running_T = values_T.cumsum(0)
             first_T = torch.arange(len(values_T), device=values_T.device) - offset_T
             return running_T - (running_T - values_T).index_select(0, first_T)
-        step = 1
-        while step < longest:
-            before_T = torch.nn.functional.pad(values_T, (step, 0))[: len(values_T)]
-            values_T = torch.where(offset_T >= step, values_T + before_T, values_T)
-            step *= 2
-        return values_T
+        size, device = len(values_T), values_T.device
+        step_K1 = 2 ** torch.arange(max(longest - 1, 0).bit_length(), device=device).unsqueeze(-1)
+        # Behind the last token stands a 0, which is what a token adds whose run starts later than the step reaches.
+        offset_N = torch.nn.functional.pad(offset_T, (0, 1), value=-1)
+        place_N = torch.arange(size + 1, device=device)
+        before_KN = (place_N - step_K1).masked_fill_(offset_N < step_K1, size).int()
+        values_N = torch.nn.functional.pad(values_T, (0, 1))
+        for before_N in before_KN:
+            values_N = values_N + values_N.index_select(0, before_N)
+        return values_N[:-1]
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         pieces = self._layout.pieces
