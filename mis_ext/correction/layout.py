@@ -29,6 +29,13 @@ class Pieces(NamedTuple):
     whole_starts: tuple[int, ...]
 
 
+class Padding(NamedTuple):
+    """Sequences side by side, as long as the longest: the token of each slot ``[S * L]``, and where there is none."""
+
+    position_N: Tensor
+    is_empty_SL: Tensor
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
     """``T`` local tokens of ``S`` sequences; ``R`` tokens in the whole responses, equal on all context-parallel ranks.
@@ -52,7 +59,7 @@ class PackedLayout:
     num_whole_tokens: int
     _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
     _lengths: list[Tensor] = field(default_factory=list, init=False, repr=False)
-    _positions: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _padding: list[Padding] = field(default_factory=list, init=False, repr=False)
     _sequences: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
@@ -165,14 +172,14 @@ class PackedLayout:
         longest = max(self.local_lengths, default=0) or 1
         if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
             return self.index.reduce(rows_FT.unbind(), op)
-        if not self._positions:
+        if not self._padding:
             length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
             place_L = torch.arange(longest, device=self.device)
-            position_SL = (start_S + place_L).masked_fill_(place_L >= length_S, self.num_local_tokens)
-            self._positions.append(position_SL.flatten())
-        identity = 0.0 if op == "sum" else torch.inf
-        padded = torch.nn.functional.pad(rows_FT, (0, 1), value=identity).index_select(-1, self._positions[0])
-        values_FSL = padded.view(len(rows_FT), self.num_sequences, longest)
+            position_SL = (start_S + place_L).clamp_(max=self.num_local_tokens - 1)
+            self._padding.append(Padding(position_SL.flatten(), place_L >= length_S))
+        position_N, is_empty_SL = self._padding[0]
+        values_FSL = rows_FT.index_select(-1, position_N).view(len(rows_FT), self.num_sequences, longest)
+        values_FSL = values_FSL.masked_fill_(is_empty_SL, 0.0 if op == "sum" else torch.inf)
         return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
 
     def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:

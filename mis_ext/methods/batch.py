@@ -53,7 +53,7 @@ class Batch:
         # What is not finite minus itself is NaN: few launches for all rows together.
         valid_T = response_mask_T & ((rows - rows).sum(0) == 0.0)
         if whole_sequences:
-            valid_T = response_mask_T & (reductions.count(response_mask_T & ~valid_T) == 0.0)
+            valid_T = response_mask_T & (reductions.count(response_mask_T != valid_T) == 0.0)
         self.valid_T = valid_T
         self.advantages_T, *finite = torch.where(valid_T, rows, 0.0).unbind()
         self._state_values_T = finite.pop(0) if values else None

@@ -207,7 +207,7 @@ class Method:
             penalty = term.of(batch)
             scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)
             value_T, coefficient_T = value_T - scale_T * penalty.value_T, coefficient_T - scale_T * penalty.slope_T
-        num_invalid = (batch.response_T & ~valid_T).sum()
+        num_invalid = (batch.response_T != valid_T).sum()
         return value_T, MethodResult(
             loss_T=value_T,
             coefficient_T=coefficient_T,
