@@ -193,6 +193,7 @@ def contenders(keys: dict[str, Any]) -> dict[str, Call]:
         "bypass": partial(ours, args_of(mis_loss_mode="bypass")),
         "reinforce": partial(ours, args_of(mis_loss_mode="reinforce")),
         "gspo": partial(ours, args_of(advantage_estimator="gspo")),
+        "gspo, compiled": partial(ours, args_of(advantage_estimator="gspo", mis_loss_compile=True)),
         "cispo": partial(ours, args_of(advantage_estimator="cispo", eps_clip=1.0)),
         "no correction": partial(ours, args_of(use_tis=False, use_rs=False)),
         "no correction, compiled": partial(ours, args_of(use_tis=False, use_rs=False, mis_loss_compile=True)),

@@ -82,8 +82,6 @@ REFUSED = [
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
     ({"use_opsm": "yes"}, "use_opsm must be true or false"),
-    ({"mis_loss_compile": True, "use_opsm": True}, "mis_loss_compile: no effect, because --use-opsm reduces over sequ"),
-    ({"mis_loss_compile": True, "advantage_estimator": "gspo"}, "because --advantage-estimator gspo reduces over seq"),
     (
         {"mis_loss_compile": True, "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
         "mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled",
@@ -191,20 +189,27 @@ def reentrant(keys: dict, function) -> tuple:
     return loss.detach(), metrics, logits.grad
 
 
-@pytest.mark.parametrize("mode", ["baseline", "bypass"])
-def test_one_graph_holds_the_whole_pass_over_tokens(mode, monkeypatch) -> None:
-    """Captured as a whole, and run as captured: what Inductor makes of it takes half a minute to compile."""
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch):
+    """What is compiled, captured as a whole and run as captured: Inductor takes half a minute."""
+    found = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        found.append(graph)
         return graph.forward
 
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=backend, **options))
+    token_pass_of.cache_clear()
+    torch.compiler.reset()
+    yield found
+    token_pass_of.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["baseline", "bypass"])
+def test_one_graph_holds_the_whole_pass_over_tokens(mode, graphs) -> None:
     keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1, "mis_loss_mode": mode}
     keys |= {"mis_loss_constant": 5.0, "mis_loss_denominator": "constant"} | (BEHAVIOR if mode == "bypass" else {})
-    token_pass_of.cache_clear()
     shorter = loss_cases.whole_batch()
     for key in (*loss_cases.PER_TOKEN, "loss_masks", "unconcat_tokens", "logits", "total_lengths", "response_lengths"):
         shorter[key] = shorter[key][1:]
@@ -214,7 +219,23 @@ def test_one_graph_holds_the_whole_pass_over_tokens(mode, monkeypatch) -> None:
         assert torch.equal(found[2], wanted[2])
         assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
     assert len(graphs) == 1
-    token_pass_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"advantage_estimator": "gspo", "calculate_per_token_loss": True}, {"use_opsm": True, "opsm_delta": 1e-4}],
+    ids=["gspo", "opsm"],
+)
+def test_few_graphs_hold_sums_over_sequences_of_any_lengths(keys, graphs) -> None:
+    """One for several sequences, one for a sequence alone; where one is far longer than the others, none."""
+    host = hosts.Host(Groups(), given_scores, MILES_METRICS)
+    args = [loss_cases.host_args(**GATES | keys | {"mis_loss_compile": compiled}) for compiled in (True, False)]
+    for lengths in ([5, 9, 4], [7, 3], [300] + [1] * 11, [6] * 4, [900, 2] + [1] * 20, [40], [3], [8, 8, 7, 9, 2]):
+        batch = of_lengths(lengths)
+        found, wanted = (policy_loss_of(host, each, batch, batch["logits"]) for each in args)
+        assert torch.equal(found.loss, wanted.loss)
+        assert all(torch.equal(found.metrics[name], wanted.metrics[name]) for name in wanted.metrics)
+    assert 1 <= len(graphs) <= 2
 
 
 def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:
@@ -223,19 +244,19 @@ def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:
     assert all(value.shape == () and not value.requires_grad and not value.is_cuda for value in metrics.values())
 
 
-def big(num_samples: int, length: int) -> dict:
-    """A micro-batch of equal lengths, with log-probs in place of logits."""
+def of_lengths(lengths: list) -> dict:
+    """A micro-batch with log-probs in place of logits."""
     generator = torch.Generator().manual_seed(0)
 
     def column() -> list:
-        return list((torch.randn(num_samples, length, generator=generator) * 0.05 - 1.0).unbind())
+        return list((torch.randn(sum(lengths), generator=generator) * 0.05 - 1.0).split(lengths))
 
     keys = ("current", "entropy", "advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
     return {key: column() for key in keys} | {
-        "loss_masks": [torch.ones(length, dtype=torch.int32) for _ in range(num_samples)],
-        "rollout_mask_sums": torch.full((num_samples,), float(length)),
-        "total_lengths": [length + 3] * num_samples,
-        "response_lengths": [length] * num_samples,
+        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
+        "rollout_mask_sums": torch.tensor(lengths).float(),
+        "total_lengths": [length + 3 for length in lengths],
+        "response_lengths": lengths,
         "logits": torch.zeros(1, 1, 2),
     }
 
@@ -260,7 +281,7 @@ def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(
     args = loss_cases.host_args(**GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1} | MODES[name])
     counts = []
     for num_samples, length in ((40, 64), (8, 64), (24, 64)):
-        batch = big(num_samples, length)
+        batch = of_lengths([length] * num_samples)
         # The guards read until they have seen enough, and index tensors of new lengths are built from Python numbers.
         policy_loss_of(host, args, batch, batch["logits"])
         inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -69,6 +69,16 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
 
 
+def test_what_exchanges_sums_is_not_compiled() -> None:
+    keys = {"advantage_estimator": "gspo", "mis_loss_compile": True}
+    batch = loss_cases.whole_batch()
+    for error in run_ranks(lambda rank: computed(rank.groups, keys, batch), cp_size=2):
+        with pytest.raises(
+            ValueError, match=r"mis_loss_compile: --advantage-estimator gspo sums over sequences, which"
+        ):
+            raise error
+
+
 def no_scores(*_) -> Scores:
     return Scores(torch.zeros(0), torch.zeros(0))
 

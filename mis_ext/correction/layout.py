@@ -30,10 +30,16 @@ class Pieces(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Sequences side by side, as long as the longest: the token of each slot ``[S * L]``, and where there is none."""
+    """Sequences side by side, as long as the longest: ``[S, L]`` the token of each slot, and where there is none."""
 
-    position_N: Tensor
+    position_SL: Tensor
     is_empty_SL: Tensor
+
+    def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
+        """``[F, S]``: as :meth:`PackedLayout.reduce`."""
+        values_FSL = rows_FT.index_select(-1, self.position_SL.flatten()).view(len(rows_FT), *self.position_SL.shape)
+        values_FSL = values_FSL.masked_fill_(self.is_empty_SL, 0.0 if op == "sum" else torch.inf)
+        return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,10 +63,11 @@ class PackedLayout:
     device: torch.device
     num_local_tokens: int
     num_whole_tokens: int
+    # Built when first asked for.
     _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
-    _lengths: list[Tensor] = field(default_factory=list, init=False, repr=False)
-    _padding: list[Padding] = field(default_factory=list, init=False, repr=False)
+    _length_and_start: list[Tensor] = field(default_factory=list, init=False, repr=False)
     _sequences: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _padding: list[Padding | None] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -169,18 +176,9 @@ class PackedLayout:
 
         A sequence without local tokens gets 0, or infinity.
         """
-        longest = max(self.local_lengths, default=0) or 1
-        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
+        if self.padding is None:
             return self.index.reduce(rows_FT.unbind(), op)
-        if not self._padding:
-            length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
-            place_L = torch.arange(longest, device=self.device)
-            position_SL = (start_S + place_L).clamp_(max=self.num_local_tokens - 1)
-            self._padding.append(Padding(position_SL.flatten(), place_L >= length_S))
-        position_N, is_empty_SL = self._padding[0]
-        values_FSL = rows_FT.index_select(-1, position_N).view(len(rows_FT), self.num_sequences, longest)
-        values_FSL = values_FSL.masked_fill_(is_empty_SL, 0.0 if op == "sum" else torch.inf)
-        return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
+        return self.padding.reduce(rows_FT, op)
 
     def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over the local tokens of each sequence."""
@@ -189,11 +187,26 @@ class PackedLayout:
     @property
     def _length_and_start_2S(self) -> Tensor:
         """Length and first local token of each sequence, in one copy to the device."""
-        if not self._lengths:
+        if not self._length_and_start:
             start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
             both_2S = torch.tensor([self.local_lengths, start_S], dtype=torch.int64)
-            self._lengths.append(to_device(both_2S, self.device))
-        return self._lengths[0]
+            self._length_and_start.append(to_device(both_2S, self.device))
+        return self._length_and_start[0]
+
+    @property
+    def padding(self) -> Padding | None:
+        """How sequences are padded; None where one is far longer than the others."""
+        if not self._padding:
+            self._padding.append(self._padded())
+        return self._padding[0]
+
+    def _padded(self) -> Padding | None:
+        longest = max(self.local_lengths, default=0) or 1
+        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
+            return None
+        length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
+        place_L = torch.arange(longest, device=self.device)
+        return Padding((start_S + place_L).clamp_(max=self.num_local_tokens - 1), place_L >= length_S)
 
     @property
     def num_sequences(self) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 from mis_ext.correction.collectives import sum_over_ranks
 from mis_ext.correction.formula import MAX_LOG_RATIO, Values, bounded_exp
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.loss.denominators import num_tokens
 from mis_ext.loss.evaluation import Evaluation
 from mis_ext.loss.objective import LOW_VAR_CAP, pair_of
 from mis_ext.loss.settings import LossSettings
@@ -125,5 +124,5 @@ def masked_sequences(settings: LossSettings, tokens: LossTokens, found: Evaluati
     assert settings.opsm_delta is not None
     divergence_T = found.batch.statistic("k1", pair_of(settings), "mean")
     masked_T = (tokens.advantages_T < 0.0) & (divergence_T > settings.opsm_delta)
-    count_S = num_tokens(tokens.response_mask_R, tokens.layout).clamp_min(1.0)
-    return torch.where(masked_T, tokens.layout.spread(count_S.reciprocal()), 0.0).sum()
+    count_T = found.batch.reductions.count(found.batch.response_T).clamp_min(1.0)
+    return torch.where(masked_T, count_T.reciprocal(), 0.0).sum()

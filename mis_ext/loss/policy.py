@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from mis_ext.loss.objective import method_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.tokens import LossTokens
 from mis_ext.methods.method import Method
-from mis_ext.methods.reductions import Reductions
+from mis_ext.methods.reductions import GraphReductions, Reductions
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -69,9 +70,23 @@ def compute_policy_loss(
         token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
         reducer: From the loss of each local token to its sum, in place of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
+
+    Raises:
+        ValueError: The pass over tokens cannot be compiled under context parallelism.
     """
+    layout = tokens.layout
+    reductions = Reductions(layout, cp_group=tokens.cp_group)
+    if settings.compiled and settings.sums_sequences is not None:
+        if tokens.cp_group is not None:
+            raise ValueError(
+                f"mis_loss_compile: {settings.sums_sequences} sums over sequences, which context parallelism exchanges "
+                "among ranks inside of what would be compiled; remove mis_loss_compile"
+            )
+        if layout.padding is None:
+            settings = replace(settings, compiled=False)
+        else:
+            reductions = GraphReductions(layout.padding, layout.sequence_T)
     with torch.no_grad():
-        layout = tokens.layout
         share_T = _share(settings, tokens, tokens.divisor_S)
         policy_share_T = share_T
         if settings.denominator != "original":
@@ -81,7 +96,7 @@ def compute_policy_loss(
             tokens.detached(),
             corrected=Corrected.by(correction),
             response_T=response_T,
-            reductions=Reductions(layout, cp_group=tokens.cp_group),
+            reductions=reductions,
             share_T=share_T,
             policy_share_T=policy_share_T,
             reducer=reducer,
@@ -116,7 +131,12 @@ class _Passed(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def token_pass_of(settings: LossSettings) -> Callable[..., _Passed]:
     """The pass over tokens, compiled where the settings say so: one graph for micro-batches of any lengths."""
-    one_pass = functools.partial(_token_pass, settings, method_of(settings))
+    method = method_of(settings)
+
+    # Not functools.partial, of which torch counts the graphs of everyone in the process together, up to its limit.
+    def one_pass(*args: Any, **kwargs: Any) -> _Passed:
+        return _token_pass(settings, method, *args, **kwargs)
+
     if not settings.compiled:
         return one_pass
     compiled: Callable[..., _Passed] = torch.compile(one_pass, dynamic=True, fullgraph=True)

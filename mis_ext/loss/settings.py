@@ -71,7 +71,7 @@ class LossSettings:
         denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.denominators`.
         constant: The constant of ``denominator="constant"``, in tokens.
         per_token_loss: The host divides by the tokens of the whole batch itself.
-        compiled: Whether ``torch.compile`` fuses the pass over tokens, where each has its own gradient.
+        compiled: Whether ``torch.compile`` fuses the pass over tokens.
 
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
@@ -132,10 +132,6 @@ class LossSettings:
             of = "mis_loss_mode: reinforce" if self.mode == "reinforce" else "--advantage-estimator cispo"
             raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
 
-        if self.compiled and (self.ratios == "sequence" or self.opsm_delta is not None):
-            what = "--use-opsm" if self.opsm_delta is not None else "--advantage-estimator gspo"
-            raise ValueError(f"mis_loss_compile: no effect, because {what} reduces over sequences; remove it")
-
     def _check_denominator(self) -> None:
         if self.denominator == "constant":
             if self.constant is None:
@@ -164,6 +160,13 @@ class LossSettings:
         if self.use_behavior:
             return "--use-rollout-logprobs"
         return "mis_loss_unbiased_kl" if self.kl is not None and self.kl.ratio == "behavior" else None
+
+    @property
+    def sums_sequences(self) -> str | None:
+        """The flag that sums over sequences in the pass over tokens, or None."""
+        if self.opsm_delta is not None:
+            return "--use-opsm"
+        return "--advantage-estimator gspo" if self.ratios == "sequence" else None
 
     @property
     def needs_correction(self) -> bool:

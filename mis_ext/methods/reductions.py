@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
-from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.layout import PackedLayout, Padding
 from mis_ext.correction.token_index import to_device
 
 Reduce = Literal[
@@ -165,6 +165,25 @@ class Reductions:
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
         earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)
+
+
+class GraphReductions(Reductions):
+    """Sums and means over whole responses, of tensors alone: a graph of ``torch.compile`` holds for other lengths too.
+
+    Args:
+        padding: How sequences are padded.
+        sequence_T: ``[T]``, the sequence of each token.
+    """
+
+    def __init__(self, padding: Padding, sequence_T: Tensor) -> None:
+        self._padding, self._sequence_T = padding, sequence_T
+
+    def to_tokens(self, values_S: Tensor) -> Tensor:
+        """``[T]``: the value of each token's sequence."""
+        return values_S.index_select(0, self._sequence_T)
+
+    def _sums(self, rows_FT: Tensor) -> Tensor:
+        return self._padding.reduce(rows_FT, "sum")
 
 
 @functools.lru_cache(maxsize=2)
