@@ -1,4 +1,4 @@
-"""Draw the pictures of these pages that show what the code computes.
+"""Draw the pictures of these pages: what the code computes, and what `benchmarks/RESULTS.md` has measured.
 
 python docs/pictures.py
 """
@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "examples", "tests"))]
 
 import matplotlib.pyplot as plt  # noqa: E402
 from evidence.pictures import save  # noqa: E402
+from picture_of_engines import draw_engines  # noqa: E402
+from picture_of_tokens import draw_tokens  # noqa: E402
 
 from mis_ext import BOUNDS  # noqa: E402
 
@@ -39,4 +41,7 @@ def draw_bounds(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_bounds(ROOT / "docs" / "images" / "bounds.png")
+    images = ROOT / "docs" / "images"
+    draw_bounds(images / "bounds.png")
+    draw_engines(ROOT / "benchmarks" / "RESULTS.md", images / "true_on_policy.png")
+    draw_tokens(images / "on_policy_tokens.png")

@@ -1,6 +1,5 @@
 """The pictures of the evidence are drawn from its results, as small files."""
 
-import runpy
 import sys
 from pathlib import Path
 
@@ -26,11 +25,6 @@ def test_the_front_picture_is_drawn_of_complete_studies_only(
     assert not (tmp_path / "front.png").exists()
     front.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
     assert (tmp_path / "front.png").read_bytes()[25] == PALETTE
-
-
-def test_the_modes_of_a_weight_are_drawn(tmp_path: Path) -> None:
-    runpy.run_path(str(REPOSITORY / "docs" / "pictures.py"))["draw_bounds"](tmp_path / "bounds.png")
-    assert (tmp_path / "bounds.png").read_bytes()[25] == PALETTE
 
 
 def test_pictures_of_the_repository_have_a_palette() -> None:

@@ -1,0 +1,51 @@
+"""The pictures of the pages show what was measured, and what the code does."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs", "examples")]
+
+for needed in ("matplotlib", "tokenizers", "transformers"):
+    pytest.importorskip(needed)
+
+import picture_of_engines  # noqa: E402
+import picture_of_tokens  # noqa: E402
+from picture_of_tokens import EXACT, NEVER, PROMPT, SHIFTED  # noqa: E402
+from pictures import draw_bounds  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+PALETTE, MOST_BYTES = 3, 80_000
+
+
+def test_they_are_drawn_as_small_files(tmp_path: Path) -> None:
+    draw_bounds(tmp_path / "bounds.png")
+    picture_of_engines.draw_engines(RESULTS, tmp_path / "true_on_policy.png")
+    picture_of_tokens.draw_tokens(tmp_path / "on_policy_tokens.png")
+    for path in tmp_path.iterdir():
+        assert (ROOT / "docs" / "images" / path.name).is_file()
+        assert path.read_bytes()[25] == PALETTE
+        assert path.stat().st_size < MOST_BYTES
+
+
+def test_of_the_engines_all_rows_of_the_page_are_shown_and_only_all_aligned_is_zero_in_both_dtypes() -> None:
+    found = picture_of_engines.read_differences(RESULTS)
+    largest = {(each.row, each.dtype): each.high for each in found}
+    assert len(found) == len(largest) == 2 * (3 + len(picture_of_engines.TITLES))
+    assert all(math.isfinite(each.low) and each.low <= each.high for each in found)
+    rows = dict.fromkeys(each.row for each in found)
+    assert [row for row in rows if largest[row, "bfloat16"] == largest[row, "float32"] == 0.0] == ["all aligned"]
+    assert min(size for size in largest.values() if size) > picture_of_engines.EXACT
+    assert largest["nothing aligned", "bfloat16"] == 9.7e-2
+
+
+def test_of_the_tokens_one_written_again_makes_the_rest_of_its_turn_another_context() -> None:
+    sampled, from_text, first, second = picture_of_tokens.conversation().values()
+    assert [box.kind for box in from_text] == [PROMPT, *[EXACT] * 3, NEVER, *[SHIFTED] * 3, PROMPT, EXACT]
+    assert from_text[4].token_id != sampled[4].token_id
+    # With mis_ext all that was sampled is trained, as it was sampled.
+    assert first == sampled == [sampled[0], *(box for box in sampled[1:] if box.kind is EXACT)]
+    assert [box.kind for box in second] == [PROMPT, *[EXACT] * 6]
