@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from cases import random_samples, sprinkle
-from reference import LOG_STATISTICS, STATISTICS, Rules, Samples
-from reference import Gate as JudgedGate
+from reference import Samples
+from reference_rules import LOG_STATISTICS, STATISTICS, Rules
+from reference_rules import Gate as JudgedGate
 
 import mis_ext
 

@@ -8,7 +8,8 @@ import torch
 from cases import assert_close, assert_hook_metrics, assert_values, drawn_samples, flat
 from drawn_configs import LEVELS, Point, broken_batch, correct_point, draw_point
 from hypothesis import HealthCheck, assume, given, settings
-from reference import STATISTICS, Samples, correct
+from reference import Samples, correct
+from reference_rules import STATISTICS
 from triton_support import DEVICE, HAS_GPU, OBSTACLE
 
 import mis_ext

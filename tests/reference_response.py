@@ -1,0 +1,126 @@
+"""One response before the float64 judge: its statistics, what the gates leave of it, its weights."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from reference_numbers import bounded_exp, log, mean
+from reference_rules import LOG_STATISTICS, STATISTICS, Gate, Rules
+
+
+@dataclass
+class Response:
+    """One response while it is being judged."""
+
+    train: list[float]
+    rollout: list[float]
+    response: list[bool]
+    rules: Rules
+    margins: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.response, self.train, self.rollout, strict=True))
+        self.valid = [r and math.isfinite(a) and math.isfinite(b) for r, a, b in pairs]
+        self.d = [a - b if v else 0.0 for v, (_, a, b) in zip(self.valid, pairs, strict=True)]
+        self.valid_d = [d for d, v in zip(self.d, self.valid, strict=True) if v]
+        levels = [gate.level for gate in self.rules.gates] + [self.rules.level]
+        whole = any(level in ("sequence", "geometric") for level in levels)
+        broken = any(r and not v for r, v in zip(self.response, self.valid, strict=True))
+        self.usable = [v and not (whole and broken) for v in self.valid]
+        if self.rules.use_tis:
+            self._reject()
+            self._weigh()
+
+    def __len__(self) -> int:
+        return len(self.response)
+
+    def statistic(self, level: str, name: str = "ratio", *, of: list[bool] | None = None) -> list[float]:
+        """A statistic at a level, once per token; `of` says which tokens count, valid ones by default."""
+        tokens = zip(self.valid, self.d, self.train, self.rollout, strict=True)
+        values = [STATISTICS[name](d, t, r) if v else 0.0 for v, d, t, r in tokens]
+        if level == "token":
+            return values
+        chosen = [x for x, c in zip(values, self.valid if of is None else of, strict=True) if c]
+        reduced = {
+            "sequence": lambda: math.fsum(chosen),
+            "geometric": lambda: mean(chosen),
+            "max": lambda: max(chosen, default=-math.inf),
+            "min": lambda: min(chosen, default=math.inf),
+        }[level]()
+        return [reduced] * len(self)
+
+    def below(self, x: float, bound: float, *, is_log: bool = True) -> bool:
+        """x < log(bound), with a note of how close it was. Bounds of 1 are exact on exact data."""
+        self._note(x, bound, is_log=is_log)
+        return x < (log(bound) if is_log else bound)
+
+    def above(self, x: float, bound: float, *, is_log: bool = True) -> bool:
+        """x > log(bound)."""
+        self._note(x, bound, is_log=is_log)
+        return x > (log(bound) if is_log else bound)
+
+    def _note(self, x: float, bound: float, *, is_log: bool = True) -> None:
+        edge = log(bound) if is_log else bound
+        if not (is_log and bound == 1.0) and math.isfinite(edge) and math.isfinite(x):
+            self.margins.append(abs(x - edge))
+
+    def looked_at(self, gate: Gate) -> list[bool]:
+        """The tokens whose statistic a gate reduces."""
+        if gate.after is None:
+            return self.valid
+        (other,) = (other for other in self.rules.gates if other.name == gate.after)
+        return [v and not gone for v, gone in zip(self.valid, self.outside(other), strict=True)]
+
+    def value(self, gate: Gate) -> list[float]:
+        """What a gate compares with its bounds, once per token."""
+        return self.statistic(gate.level, gate.statistic, of=self.looked_at(gate))
+
+    def sides(self, gate: Gate, values: list[float]) -> tuple[list[bool], list[bool]]:
+        """Per token whether its value is below the band, and whether it is above."""
+        is_log = gate.statistic in LOG_STATISTICS
+        pairs = list(zip(values, self.valid, strict=True))
+        too_low = [v and self.below(x, gate.low, is_log=is_log) for x, v in pairs]
+        return too_low, [v and self.above(x, gate.high, is_log=is_log) for x, v in pairs]
+
+    def outside(self, gate: Gate) -> list[bool]:
+        """Per token whether it, or its sequence, is outside the band."""
+        return [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
+
+    def _reject(self) -> None:
+        self.too_low, self.too_high, self.hits = {}, {}, {}
+        self.masked, self.weighted = list(self.usable), list(self.usable)
+        for gate in self.rules.gates:
+            self.too_low[gate.name], self.too_high[gate.name] = self.sides(gate, self.value(gate))
+            if gate.is_veto:
+                alone = self.outside(replace(gate, level="token", after=None))
+                self.hits[gate.name] = [hit and seen for hit, seen in zip(alone, self.looked_at(gate), strict=True)]
+            left = self.masked if gate.action == "reject" else self.weighted
+            left[:] = [k and not gone for k, gone in zip(left, self.outside(gate), strict=True)]
+        # What trains.
+        self.kept = [m and w for m, w in zip(self.masked, self.weighted, strict=True)]
+
+    def _weigh(self) -> None:
+        rules = self.rules
+        if rules.level == "none":
+            self.ratio = [float(v) for v in self.valid]
+            self.bounded = list(self.ratio)
+            self.weight = [float(u) for u in self.usable]
+            return
+        acts = [True] * len(self)
+        if rules.only_outside is not None:
+            acts = self.outside(rules.only_outside)
+        x = self.statistic(rules.level)
+        self.beyond_low = [v and self.below(xi, rules.low) for xi, v in zip(x, self.valid, strict=True)]
+        self.beyond_high = [v and self.above(xi, rules.high) for xi, v in zip(x, self.valid, strict=True)]
+        self.ratio = [bounded_exp(xi) if v else 0.0 for xi, v in zip(x, self.valid, strict=True)]
+        if rules.mode == "truncate":
+            for xi in self.statistic(rules.level):
+                self._note(xi, 1.0 / rules.high)
+        bounded = {
+            "truncate": lambda w: min(w, rules.high),
+            "clip": lambda w: min(max(w, rules.low), rules.high),
+            "mask": lambda w: w,
+            "unbounded": lambda w: w,
+        }[rules.mode]
+        ratios = zip(self.ratio, self.valid, acts, strict=True)
+        self.bounded = [(bounded(w) if act else w) if v else 0.0 for w, v, act in ratios]
+        self.weight = [w if u else 0.0 for w, u in zip(self.bounded, self.usable, strict=True)]

@@ -1,0 +1,109 @@
+"""What the float64 judge is told to do: statistics, gates, and the flat keys with the documented defaults filled in."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from reference_numbers import LOG_RATIO_LIMIT, bounded_exp, clamped
+
+# Statistics of a token from its log ratio and both log-probs; the bounds of the first ones are compared as logs.
+LOG_STATISTICS: dict[str, Callable[[float, float, float], float]] = {
+    "ratio": lambda d, train, rollout: d,
+    "proximal_probability": lambda d, train, rollout: train,
+    "behavior_probability": lambda d, train, rollout: rollout,
+}
+STATISTICS = LOG_STATISTICS | {
+    "abs_log_ratio": lambda d, train, rollout: abs(d),
+    "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
+    "k3": lambda d, train, rollout: math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT),
+    "probability_difference": lambda d, train, rollout: abs(bounded_exp(train) - bounded_exp(rollout)),
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Keep what lies in [low, high] at `level` (token, sequence, geometric, max, min); metrics begin with `name`.
+
+    With `action` zero what is outside loses its weight and stays in the mask. `after` names a gate on tokens: then only
+    the tokens that it leaves are looked at.
+    """
+
+    name: str
+    level: str
+    low: float
+    high: float
+    statistic: str = "ratio"
+    action: str = "reject"
+    after: str | None = None
+
+    @property
+    def is_veto(self) -> bool:
+        """One token can reject the sequence."""
+        open_below = self.low == (0.0 if self.statistic in LOG_STATISTICS else -math.inf)
+        return (self.level == "min" and self.high == math.inf) or (self.level == "max" and open_below)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The flat keys, with the documented defaults filled in."""
+
+    use_tis: bool
+    level: str
+    mode: str
+    low: float
+    high: float
+    gates: list[Gate]
+    normalize: bool
+    scope: str
+    over: str
+    denominator: str
+    metric_max: float
+    only_outside: Gate | None = None
+
+    @classmethod
+    def from_keys(cls, keys: Mapping) -> "Rules":
+        """Read the keys a user writes."""
+        level = keys.get("tis_level", "token")
+        mode = keys.get("tis_mode", "truncate")
+        high = keys.get("tis_upper_bound", 2.0)
+        low = keys.get("tis_lower_bound")
+        low = 1 / high if low is None else low
+        use_rs = bool(keys.get("use_rs", False))
+        gates = []
+        if mode == "mask" and level != "none":
+            gates.append(Gate("tis_mask", level, low, high))
+        if use_rs:
+            rs_low, rs_high = keys.get("rs_lower_bound"), keys.get("rs_upper_bound")
+            rs_low, rs_high = low if rs_low is None else rs_low, high if rs_high is None else rs_high
+            gates.append(Gate("rs_mask", keys.get("rs_level", "token"), rs_low, rs_high))
+        # The gate of the flat keys is the first one.
+        for index, extra in enumerate(keys.get("rs_gates") or [], start=2):
+            gates.append(Gate(f"rs_gate{index}", extra["level"], extra["low"], extra["high"]))
+        if use_rs or not keys.get("rs_veto_requires_rs", False):
+            gates += vetoes_of(keys)
+        return cls(
+            use_tis=bool(keys.get("use_tis", False)),
+            level=level,
+            mode=mode,
+            low=low,
+            high=high,
+            gates=gates,
+            normalize=bool(keys.get("tis_batch_normalize", False)) and level != "none",
+            scope=keys.get("tis_normalize_scope", "data_parallel"),
+            over=keys.get("tis_normalize_over", "kept"),
+            denominator=keys.get("mis_denominator", "fixed"),
+            metric_max=keys.get("mis_metric_max", 10.0),
+        )
+
+
+def vetoes_of(keys: Mapping) -> list[Gate]:
+    """The vetoes among the flat keys."""
+    vetoes = []
+    if keys.get("rs_veto_threshold") is not None:
+        vetoes.append(Gate("rs_catastrophic", "min", keys["rs_veto_threshold"], math.inf))
+    if keys.get("rs_veto_upper_threshold") is not None:
+        vetoes.append(Gate("rs_veto_upper", "max", 0.0, keys["rs_veto_upper_threshold"]))
+    if keys.get("rs_veto_probability") is not None:
+        low = keys["rs_veto_probability"]
+        vetoes.append(Gate("rs_veto_probability", "min", low, math.inf, statistic="proximal_probability"))
+    return vetoes
