@@ -11,7 +11,7 @@ import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
 from mis_ext.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.explain.traps import TRAPS
+from mis_ext.explain.traps import FEW_SEQUENCES_ESS, TRAPS
 from mis_ext.report import Part, Summary, WhatIf, summarize
 from mis_ext.report.recommendation import circumstances_of
 
@@ -179,7 +179,6 @@ FIRES = {
     "narrow_geometric_band": (CorrectionConfig(gates=(BAND,)), {"k3": 5e-3, "length": 40}, {"k3": 1e-4, "length": 40}),
     "length_bias": (CorrectionConfig(gates=(PRODUCT,)), {"length": 256}, {"length": 16}),
     "stale_gates": (CorrectionConfig(gates=(BAND,)), {"is_stale": True}, {"is_stale": False}),
-    "few_sequences_decide": (CorrectionConfig(weight=SEQUENCE), {"length": 512}, {"length": 64}),
     "single_sequence": (
         CorrectionConfig(weight=SEQUENCE, normalize_over="kept", scope="micro_batch"),
         {},
@@ -189,12 +188,35 @@ FIRES = {
 }
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", FIRES)
 def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
     config, there, elsewhere = FIRES[name]
     assert name in [trap.name for trap in explain_config(config, **there).traps]
     assert name not in [trap.name for trap in explain_config(config, **elsewhere).traps]
     assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
+
+
+def test_few_sequences_decide_where_the_law_did_not_expect_it() -> None:
+    def fired(config: CorrectionConfig, **found: float) -> set[str]:
+        known = {"kept_tokens": 1.0, "kept_sequences": 1.0, "learning_rate": 1.0}
+        return {trap.name for trap in traps_of(config, Circumstances(**(known | found)))}
+
+    weighs = CorrectionConfig(weight=SEQUENCE)
+    assert set(TRAPS) - set(FIRES) == {"few_sequences_decide"}
+    assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.19) == {"few_sequences_decide"}
+    assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.21) == set()
+    assert fired(CorrectionConfig(), k3=1e-3, length=64, ess_sequence=0.19) == set()
+    # An expected loss has one warning.
+    assert fired(weighs, k3=1e-3, length=1000, ess_sequence=0.1) == {"hopeless_sequences"}
+    assert fired(weighs, k3=1e-3, length=700, ess_sequence=0.25) == set()
+
+
+def test_where_few_sequences_decide_a_tenth_has_half_of_the_weight() -> None:
+    scale = math.sqrt(-math.log(FEW_SEQUENCES_ESS))
+    logs = torch.special.ndtri((torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000) * scale
+    weights = logs.exp()
+    assert float(weights.sum() ** 2 / (weights.square().sum() * len(weights))) == pytest.approx(0.2, abs=0.005)
+    assert float(weights[-100_000:].sum() / weights.sum()) == pytest.approx(0.5, abs=0.02)
 
 
 def test_the_band_that_rejected_half_of_a_real_run_is_warned_of() -> None:

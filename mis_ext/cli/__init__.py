@@ -10,7 +10,9 @@ from mis_ext.cli import audit, check_rollouts, diff, explain, methods, report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input."""
-    parser = argparse.ArgumentParser(prog="mis-ext", description="Why do the inference and training engines disagree?")
+    parser = argparse.ArgumentParser(
+        prog="mis-ext", description="Measures and explains the mismatch of inference and training engines."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (audit, report, explain, diff, check_rollouts, methods):
         module.add_command(commands)

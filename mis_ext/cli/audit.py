@@ -26,49 +26,50 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext audit``."""
     parser = subparsers.add_parser(
         "audit",
-        help="are the trainer's log-probs the bits that the engine sampled with?",
+        help="do both engines give every token the same log-prob, bit for bit?",
         description=(
-            "Compares the log-probs of both engines bit by bit. Files: .pt of slime's --save-debug-train-data or of "
-            "Miles' --dump-details (where each rank wrote a file: those of all ranks), or .jsonl with log_probs, "
-            "rollout_log_probs, loss_mask, ... of one sample per line. A copy has the same bits as two engines that "
-            "agree: without --provenance, --engine-records or --control equal log-probs are UNPROVED. Exit code: 0 "
-            "exact, 1 different, unproved or invalid, 2 unreadable."
+            "Compares the log-probs of both engines, bit for bit. Files: .pt of slime's --save-debug-train-data or of "
+            "Miles' --dump-details, of all ranks; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
+            "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
+            "UNPROVED until --provenance, --engine-records or --control says where they come from. Exit code: 0 exact, "
+            "1 different, unproved or invalid, 2 unreadable."
         ),
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="dumps of one or more rollouts")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument(
         "--provenance",
         choices=("decode", "prefill", "unknown"),
         default="unknown",
-        help="you state how the rollout log-probs came about: recorded while sampling, or by scoring the finished text "
-        "again",
+        help="your word on where the rollout log-probs come from: decode, recorded while sampling; prefill, the engine "
+        "scored the finished text again",
     )
     parser.add_argument(
         "--engine-records",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="what the engine's side recorded before training (the hosts' --save-debug-rollout-data): shows that the "
-        "rollout log-probs are the engine's",
+        help="files that the engine's side wrote before training (the hosts' --save-debug-rollout-data); they show "
+        "that the rollout log-probs are the engine's",
     )
     parser.add_argument(
         "--control",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="a run of the same code in which the engines must differ, such as one with a forgotten weight sync: shows "
-        "that no stream is filled in from the other",
+        help="dumps of a run of the same code whose engines must differ, for example with a weight sync left out; they "
+        "show that neither side is a copy of the other",
     )
     parser.add_argument(
         "--train-weight-version",
         metavar="VERSION",
-        help="with which the trainer scored, for files that do not say; compared with the engine's weight_versions",
+        help="version of the weights with which the trainer scored, for files that do not say it; it is compared with "
+        "the engine's weight_versions",
     )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read .pt files that hold more than tensors; this can run any code that is in them",
+        help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
     )
     parser.set_defaults(run=run)
 

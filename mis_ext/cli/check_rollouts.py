@@ -39,7 +39,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "check-rollouts",
         help="do logged conversations prove which tokens were sampled?",
         description=(
-            "Reads logged calls of inference servers, and reports by class what was refused, how each turn continues "
+            "Reads logged calls of inference servers. Reports, by class, what was refused, how each turn continues "
             "those before, and what was done to the texts. Exit code: 0 every response was read, every prompt has "
             "the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was changed; 1 "
             "not so, or nothing was measured; 2 wrong usage, or a file that cannot be opened."
@@ -51,8 +51,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="the server's: a Hugging Face folder, or its tokenizer.json, which loads faster; tells why ids differ, "
-        "and checks texts",
+        help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster; with it the "
+        "report says why ids differ, and checks texts",
     )
     parser.add_argument(
         "--reasoning",

@@ -21,18 +21,24 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``diff`` to the subcommands of ``mis-ext``."""
     parser = subparsers.add_parser(
         "diff",
-        help="compare two recordings module by module, bit for bit",
-        description="Compare two recordings of the same tokens bit for bit: the first module, in A's order of "
-        "execution, and the position at which they part. Exit code 0: equal, 1: not, 2: wrong usage.",
+        help="the first module at which two recordings part, bit for bit",
+        description="Compares two recordings of the same tokens, bit for bit. Names the first module, in A's order of "
+        "execution, at which they part, and the position. A PATTERN is a shell pattern of module names, as "
+        "'*.mlp'. Exit code: 0 equal, 1 not, 2 wrong usage.",
     )
     parser.add_argument("a", metavar="A", type=Path, help=_SIDE)
     parser.add_argument("b", metavar="B", type=Path, help=_SIDE)
-    parser.add_argument("--map", metavar="FILE", type=Path, help="YAML or JSON: A's module names to B's, with {layer}")
+    parser.add_argument(
+        "--map",
+        metavar="FILE",
+        type=Path,
+        help="YAML or JSON file: a name of a module in A, and its name in B; {layer} stands for one part of a name",
+    )
     for flag, what in {
         "missing": "modules that may be on one side only",
-        "rows": "modules of which one side may have more rows",
-        "dtype": "modules whose dtypes may differ",
-        "shape": "modules whose rows may differ in size, not compared",
+        "rows": "modules of which one side may have rows that the other has not",
+        "dtype": "modules whose dtypes may differ; their values must still be equal",
+        "shape": "modules whose rows may differ in size; these are not compared",
     }.items():
         parser.add_argument(
             f"--allow-{flag}", metavar="PATTERN", action="append", default=[], help=f"{what}; repeatable"

@@ -30,10 +30,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext explain``."""
     parser = subparsers.add_parser(
         "explain",
-        help="what a configuration does: its steps, gradient, expected effect and traps",
+        help="what a configuration does, and what to expect of it; needs no data",
         description=(
-            "Says in words and formulas what a YAML file or a preset does, what it would do to a mismatch of a given "
-            "size (by the Gaussian law), and what speaks against it. Exit code: 0 done, 2 no such configuration."
+            "Says in words and formulas what a YAML file or a preset does, and what speaks against it. Predicts by the "
+            "Gaussian law what it does to a mismatch of the size --k3. Exit code: 0 done, 2 no such configuration."
         ),
     )
     parser.add_argument("config", metavar="FILE.yaml|PRESET", help="a configuration, or the name of a preset")
@@ -45,11 +45,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         type=_number,
         default=2048,
         metavar="T",
-        help="tokens of a response, in [1, 1e7]; %(default)d",
+        help="tokens of a response, in [1, 1e7]; default %(default)d",
     )
     parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
-    parser.add_argument("--sequences", type=int, metavar="N", help="responses over which a call normalises")
-    parser.add_argument("--json", action="store_true", help="write everything as JSON")
+    parser.add_argument("--sequences", type=int, metavar="N", help="responses over which one call normalises")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
 
@@ -107,7 +107,7 @@ def _show(name: str, found: Explanation) -> None:
 
     console.print(Text(name, style="bold"))
     console.print(Text(found.symbols, style="dim"))
-    title("Steps, in this order (gates look at the original mask, so theirs does not matter)")
+    title("Steps, in their order. (That of gates does not matter: each looks at the original mask.)")
     steps = Table("", "formula", "touches", "meaning", show_lines=True)
     for step in found.steps:
         steps.add_row(*map(Text, step))
@@ -126,7 +126,7 @@ def _show(name: str, found: Explanation) -> None:
     if found.traps:
         lines((trap.text for trap in found.traps), "yellow")
     if found.notes:
-        title("To be known")
+        title("Good to know")
         lines(found.notes)
 
 

@@ -10,9 +10,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "methods",
         help="published methods: formula, source, when to use, what speaks against it",
-        description="List the methods, or say what is known about one.",
+        description="Lists the methods. With NAME it says what is known about that one.",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
     parser.add_argument(
         "--yaml", action="store_true", help="print the file with which the hook does NAME, or why it cannot"
     )

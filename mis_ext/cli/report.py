@@ -22,11 +22,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext report``."""
     parser = subparsers.add_parser(
         "report",
-        help="where the engines disagree, why, and what each configuration would have done about it",
+        help="where the engines differ, why, and what each configuration would do about it",
         description=(
-            "Reads dumps: slime's --save-debug-train-data, Miles' --dump-details (files of all ranks), .jsonl, "
-            ".parquet or .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and "
-            "pictures. Exit code: 0 done, 2 unreadable."
+            "Says where the engines differ, names the likely cause, and ranks configurations on your data. Reads "
+            "dumps: slime's --save-debug-train-data, Miles' --dump-details (files of all ranks), or .jsonl, .parquet "
+            "and .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
+            "Exit code: 0 done, 2 unreadable."
         ),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
@@ -34,18 +35,27 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--config", action="append", type=Path, default=[], metavar="YAML", help="try this configuration; repeatable"
     )
     parser.add_argument(
-        "--preset", action="append", metavar="NAME", help="try this preset; repeatable; by default all of them"
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help="try this preset; repeatable; all of them where neither --config nor --preset is given",
     )
-    parser.add_argument("--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write")
     parser.add_argument(
-        "--log", type=Path, metavar="JSONL", help="numbers that the run logged, an object with a step per line"
+        "--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write; default %(default)s"
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="show the worst tokens in their text")
-    parser.add_argument("--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list")
+    parser.add_argument(
+        "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens in their text"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list; default %(default)d"
+    )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read .pt files that hold more than tensors; this can run any code that is in them",
+        help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
     )
     parser.set_defaults(run=run)
 

@@ -24,10 +24,10 @@ _OTHER_LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
 _IDLE = 1e-6
 
 LIMITS = (
-    "Expected by the Gaussian law: d of each token is independent, N(-k3, 2 k3), which gives ratios of mean 1 and this "
-    "k3. Real mismatch has heavier tails, and errors repeat within a response. With an fp8 cache (k3 5e-3, 421 tokens) "
-    "a product band of [1/2, 2] kept 30 % where the law says 17 %, a geometric one of 1 % 80 % where it says 86 % "
-    "(benchmarks/evidence/length.md). `mis-ext report` measures it on your own dumps."
+    "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). So ratios have mean 1 and this "
+    "k3. Real mismatch has heavier tails, and its errors repeat within a response. An example is an fp8 cache, k3 "
+    "5e-3, 421 tokens: a band of [1/2, 2] on products kept 30 % (the law: 17 %), one of 1 % on geometric means 80 % "
+    "(the law: 86 %; benchmarks/evidence/length.md). `mis-ext report` measures your own dumps."
 )
 
 
@@ -114,7 +114,7 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
         yield "the law does not say what the weights are: their bound acts in some responses only (only_outside)"
     elif weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
         yield (
-            f"under the law no ratio reaches the bound {weight.high:g}: it acts on heavy tails, which the law has not"
+            f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law has not"
         )
     for name, gate in config.labelled_gates.items():
         if gate.target_accept is not None:
@@ -126,4 +126,4 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
         if math.isnan(accepted):
             yield f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate"
         elif 1.0 - accepted < _IDLE:
-            yield f"{name}: under the law it removes nothing; it acts on heavy tails only"
+            yield f"{name}: by the law it removes nothing; it acts only on heavy tails"

@@ -15,7 +15,13 @@ from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.explain.effect import Effect, described_gates
 from mis_ext.explain.law import GaussianLaw
 
-HOPELESS_ESS, MIN_SEQUENCE_ESS, MIN_LEARNING_RATE = 0.1, 0.5, 0.9
+MIN_LEARNING_RATE = 0.9
+FEW_SEQUENCES_ESS = 0.2
+"""Effective share of products of ratios below which a few responses decide.
+
+By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of a product, and the heaviest Phi(-s) of
+the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
+"""
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
 EVIDENCE = "benchmarks/evidence/README.md"
 
@@ -80,7 +86,7 @@ def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) ->
     weight = config.weight
     is_product = weight is not None and weight.level == "sequence"
     gates_products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates)
-    if share >= HOPELESS_ESS or not (is_product or gates_products):
+    if share >= FEW_SEQUENCES_ESS or not (is_product or gates_products):
         return
     cap = weight.high if weight is not None and is_product else None
     cap = DEFAULT_UPPER_BOUND if cap is None else cap
@@ -153,10 +159,15 @@ def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str
 
 
 def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    if config.weight is not None and config.weight.level == "sequence" and found.ess_sequence < MIN_SEQUENCE_ESS:
+    """What the law did not expect: where it did, ``hopeless_sequences`` says so."""
+    is_product = config.weight is not None and config.weight.level == "sequence"
+    is_expected = any(hopeless_sequences(config, k3=found.k3, length=found.length))
+    if is_product and found.ess_sequence < FEW_SEQUENCES_ESS and not is_expected:
         tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their average says little)"
-        share = f"an effective sample size of {found.ess_sequence:.2g}"
-        yield f"products of ratios have {share}: a few sequences decide{tail}"
+        yield (
+            f"products of ratios have an effective sample size of {found.ess_sequence:.2g} of the batch, less than "
+            f"this k3 and length explain: a few sequences decide{tail}"
+        )
 
 
 def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:

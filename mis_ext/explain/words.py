@@ -13,13 +13,14 @@ from mis_ext.loss.settings import LossSettings
 
 SYMBOLS = (
     "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
-    "own scoring, frozen for the step. T counts the tokens of a response with a finite ratio. sg() stops the gradient."
+    "own scoring, frozen for the step. T counts the tokens of a response with a finite ratio. sg() stops the gradient. "
+    "ESS is the effective sample size, as a share."
 )
 
 _LEVELS = {
-    "token": "the right weight of the next action, in the wrong distribution of states: small variance, biased",
-    "sequence": "the exact weight of a response; its variance grows exponentially with the length",
-    "geometric": "the weight of nothing, but free of the length: about exp(-KL per token)",
+    "token": "right for the token, not for the tokens before it: small variance, biased",
+    "sequence": "the exact weight of a response; its variance grows exponentially with length",
+    "geometric": "no importance weight, but its size does not depend on the length: about exp(-KL per token)",
 }
 _SCOPES = {
     "micro_batch": "of this call on this rank",
@@ -69,7 +70,7 @@ def _steps(config: CorrectionConfig) -> Iterator[Step]:
         "ratio",
         "rho_t = exp(clip(d_t, -20, 20))",
         "response tokens",
-        f"in float32. A token without a finite log-prob of both sides takes {what} out of the mask",
+        f"in float32. A token whose log-prob is not finite on one side takes {what} out of the mask",
     )
     if config.weight is not None:
         yield _weight_step(config.weight)
@@ -168,7 +169,7 @@ def _without_gradient(config: CorrectionConfig, loss: LossSettings | None) -> It
         if kept:
             yield f"Rejected: no gradient of the policy loss; {' and '.join(kept)} terms stay."
         else:
-            yield "Rejected: no gradient at all, as KL and entropy terms use the returned masks."
+            yield "Rejected: no gradient at all, because KL and entropy terms use the returned masks."
     if any(gate.action == "zero" for gate in config.all_gates):
         yield "Zeroed: no gradient of the policy loss; that of KL and entropy terms stays."
 
@@ -188,7 +189,7 @@ def denominator_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple
     elif config.all_gates and (loss is None or loss.denominator != "kept"):
         lines.append("So what is removed still counts: removing a share q multiplies the policy loss by about 1 - q.")
     if config.normalize_over == "valid":
-        lines.append("The mean weight is over removed ones too: a removed outlier still scales the survivors down.")
+        lines.append("The mean weight also counts what was removed: a removed outlier still scales the survivors down.")
     elif config.normalize_over == "kept":
         lines.append("The mean weight is over what is left, so the survivors have a mean weight of 1.")
     return tuple(lines)

@@ -121,7 +121,7 @@ def _what_if(found: Recommendation) -> str:
 def _remarks(found: Recommendation) -> str:
     """What speaks against each configuration, and what is to be known of it."""
     remarks = {
-        ranked.name: [*ranked.warnings, *(f"To be known: {note}" for note in ranked.notes)] for ranked in found.ranking
+        ranked.name: [*ranked.warnings, *(f"Good to know: {note}" for note in ranked.notes)] for ranked in found.ranking
     }
     rows = "".join(
         f"<dt>{_breakable(name)}</dt>{''.join(f'<dd>{escape(text)}</dd>' for text in texts)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.explain.traps import EVIDENCE, MIN_SEQUENCE_ESS, Circumstances, gates_sequences, traps_of
+from mis_ext.explain.traps import EVIDENCE, FEW_SEQUENCES_ESS, Circumstances, gates_sequences, traps_of
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
@@ -72,7 +72,7 @@ def recommend(
 ) -> Recommendation:
     """The ranking of candidates, and which of them to take.
 
-    What counts first is what speaks against one on this data, then what 884 training runs said of its kind, then how
+    What counts first is what speaks against one on this data, then what training runs said of its kind, then how
     much of the mismatch it leaves.
     """
     candidates = [*candidates]
@@ -163,7 +163,7 @@ def _in_words(
             f"No study of ours found token TIS worse than no correction; gates on sequences lost 0.02 of reward "
             f"with an fp8 cache ({EVIDENCE})."
         )
-    if overall.ess_sequence < MIN_SEQUENCE_ESS:
+    if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
             f"Weights of whole sequences are out of reach: their effective sample size is {overall.ess_sequence:.2g} "
             f"at {overall.mean_length:.0f} tokens."

@@ -33,7 +33,7 @@ MEANING = {
     "chi_square": "Variance of token ratios.",
     "ratio_mean": "1 where both score the distribution that was sampled; below: top-p, top-k or padding.",
     "ess_token": "Effective share of tokens if each is weighted by its ratio. Below 0.9 weights cost variance.",
-    "ess_sequence": "The same for products over responses. Below 0.5 do not weight whole sequences.",
+    "ess_sequence": "The same for products over responses. Below 0.2 a tenth of them has half of all weight.",
     "ess_geometric": "The same for geometric means.",
     "k_hat": "Tail of the products: below 0.5 fine, above 0.7 their average says little.",
     "perplexity_ratio": "Proximal over behavior perplexity; 1 + k1 where they are close.",
