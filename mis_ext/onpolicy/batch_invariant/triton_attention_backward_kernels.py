@@ -1,4 +1,9 @@
-"""The gradients of :mod:`triton_attention_kernels`: a kernel for queries and one for keys and values, no atomics."""
+"""The gradients of :mod:`triton_attention_kernels`: a kernel for queries and one for keys and values.
+
+One kernel for all three would have to add up either the queries' or the keys' gradients over programs, by atomic
+operations, in whatever order they come. Two kernels compute the weights twice instead, and each sum has one program
+and one order. A gradient so depends on its own sequence alone.
+"""
 
 import triton
 import triton.language as tl
@@ -49,7 +54,11 @@ def query_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``grad_query [T, H, D]`` of one tile of queries, and ``delta [H, T]``, the sum of output times its gradient."""
+    """``grad_query [T, H, D]`` of one tile of queries, and ``delta [H, T]``, the sum of output times its gradient.
+
+    Blocks of keys from left to right, from the first key of the sequence on. It runs first: the other kernel reads
+    ``delta``.
+    """
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     head = (tl.program_id(0) // num_tiles % num_heads).to(tl.int64)
     sequence = tl.program_id(0) // (num_tiles * num_heads)
@@ -130,7 +139,10 @@ def key_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``grad_key`` and ``grad_value [U, G, D]`` of one tile of keys, from all query heads of its group in turn."""
+    """``grad_key`` and ``grad_value [U, G, D]`` of one tile of keys.
+
+    The query heads of the group one after the other, of each the blocks of queries from left to right.
+    """
     num_groups = num_heads // QUERIES_PER_KEY
     tile = tl.program_id(0) % num_tiles
     group = (tl.program_id(0) // num_tiles % num_groups).to(tl.int64)
@@ -150,6 +162,7 @@ def key_gradient_kernel(
     value_slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     begin = 0
     if IS_CAUSAL:
+        # The first block with a query that sees a key of the tile; blocks start at the same queries for every tile.
         begin = max(0, tile * BLOCK_N - (num_keys - num_queries)) // BLOCK_M * BLOCK_M
     scale_2 = scale * LOG2_E
     for member in range(QUERIES_PER_KEY):

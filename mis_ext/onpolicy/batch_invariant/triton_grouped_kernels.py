@@ -1,4 +1,8 @@
-"""Products of groups of rows, each with the matrix of its group; a program per tile of the output."""
+"""Products of groups of rows, each with the matrix of its group; a program per tile of the output.
+
+The groups are the experts of a mixture: how many rows each has is known on the device only. Tiles and the order of sums
+are those of :mod:`triton_matmul_kernel`, so a row has the bits of a product with its expert alone.
+"""
 
 import triton
 import triton.language as tl
@@ -28,9 +32,15 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out [M, N]``, contiguous: the rows that end at ``ends[g]`` times ``b[g]``; there are programs to spare."""
+    """``out [M, N]``, contiguous: the rows that end at ``ends[g]`` times ``b[g]``.
+
+    No tile has rows of two groups. Which rows share a tile depends on the other tokens of the batch, but changes no
+    bit: each row is summed over K by itself. There are programs to spare, as many as any way to share out the rows
+    needs, because the host would have to wait for the real number.
+    """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
+    # Every program finds its group by itself: the tiles of all groups, counted from the first one on.
     groups = tl.arange(0, GROUPS)
     is_group = groups < num_groups
     end = tl.minimum(tl.load(ends + groups, mask=is_group, other=0), M)
@@ -82,10 +92,16 @@ def sums_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out [G, M, N]``, contiguous: the columns of ``a`` that end at ``ends[g]`` times the same rows of ``b``."""
+    """``out [G, M, N]``, contiguous: the columns of ``a`` that end at ``ends[g]`` times the same rows of ``b``.
+
+    The gradient of the experts' matrices: a sum over the tokens of a group. Its blocks start at the first token of the
+    group, not at a multiple of their depth, so where the group lies in the batch changes no bit. A group without
+    tokens gets 0.
+    """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
+    # The bounds may go beyond the tokens that are there: then the last groups are shorter.
     end = tl.minimum(tl.load(ends + group), K)
     begin = tl.minimum(tl.load(ends + group - 1, mask=group > 0, other=0), K)
     rows = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)

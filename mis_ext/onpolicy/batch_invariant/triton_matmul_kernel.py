@@ -1,4 +1,9 @@
-"""The matrix product, a program per tile of the output."""
+"""The matrix product, a program per tile of the output.
+
+A library chooses tiles by the number of rows, and splits a long K over several programs that add up in any order. Both
+change the last bits of a row with its batch. Here one program adds up all of K for its tile, in blocks of one depth
+from left to right. The depth follows from the dtype alone, so a row meets the same sums in any batch.
+"""
 
 import triton
 import triton.language as tl
@@ -19,11 +24,17 @@ def sum_of_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile in float32 from pointers to the first blocks of its factors: one block after the other."""
+    """A tile ``[BLOCK_M, BLOCK_N]`` in float32 from pointers to the first blocks of its factors.
+
+    The order is that of the blocks, and within a block that of the matrix instruction. It adds up each element by
+    itself, so other rows of the tile, or none, change nothing. What is loaded beyond an edge is 0. The products of
+    groups share this loop, and so have the bits of a product of their own.
+    """
     inner = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, length, BLOCK_K):
         if LENGTH_IS_EVEN:
+            # K alone decides which branch is compiled, so no row is computed both ways.
             a_values = tl.load(a_tile, mask=is_row, other=0.0)
             b_values = tl.load(b_tile, mask=is_column, other=0.0)
         else:
@@ -61,11 +72,14 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile of ``out [B, M, N]``, contiguous: sums over K in float32, one block after the other."""
+    """One tile of ``out [B, M, N]``, contiguous: sums over K in float32, rounded once to the dtype of ``out``.
+
+    Strides are arguments: a transposed factor is read as it lies, and gives the bits of its copy.
+    """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
-    # Neighbours in time share rows of a and columns of b in the cache.
+    # Neighbours in time share rows of a and columns of b in the cache. Which program has which tile changes no bit.
     group = tile // (GROUP_M * tiles_n)
     group_height = min(tiles_m - group * GROUP_M, GROUP_M)
     tile_in_group = tile % (GROUP_M * tiles_n)
@@ -86,6 +100,7 @@ def matmul_kernel(
     )
     product = total.to(out.dtype.element_ty)
     if HAS_BIAS:
+        # From the rounded product, so that a layer with its bias has the bits of a product and an addition.
         shift = tl.load(
             bias + rows * bias_row_stride + columns * bias_column_stride, mask=is_row & is_column, other=0.0
         )

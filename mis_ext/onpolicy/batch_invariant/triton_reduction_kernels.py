@@ -15,9 +15,10 @@ SHARE = tl.constexpr(2.0**42)
 
 @kernel
 def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
-    """Softmax of contiguous rows; columns at minus infinity change no bit, wherever they are.
+    """Softmax of contiguous rows ``[R, num_columns]``; columns at minus infinity change no bit, wherever they are.
 
-    The shares are added up as integers, in which no order matters.
+    The shares are added up as integers, in which no order matters. Sums of floats would not do: masked keys before or
+    between the others, as padding on the left or an attention sink has them, move a share to another lane.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -47,7 +48,11 @@ def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
 
 @kernel
 def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
-    """Logarithm of the softmax of contiguous rows."""
+    """Logarithm of the softmax of contiguous rows ``[R, num_columns]``, in one pass over the row and one to write.
+
+    Each lane keeps the largest value of its columns and the sum below it, and the lanes are brought to one origin last.
+    All rows have blocks of one width, so columns at minus infinity behind the others change no bit.
+    """
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -71,7 +76,11 @@ def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
 
 @kernel
 def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of :func:`softmax_kernel`, or of its logarithm, from its output."""
+    """The gradient ``[R, num_columns]`` of :func:`softmax_kernel`, or of its logarithm, from its output.
+
+    The row's sum of slopes is added up as in the module's first lines. So a token's gradient does not depend on the
+    other tokens of the batch.
+    """
     first = tl.program_id(0).to(tl.int64) * num_columns
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -94,7 +103,10 @@ def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.co
 
 @kernel
 def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum, or mean, of contiguous rows."""
+    """Sum, or mean, of contiguous rows ``[R, num_columns]``: ``out [R]``, rounded once.
+
+    A row is never shared by two programs, however long it is and however few rows there are.
+    """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -102,13 +114,17 @@ def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
         total += tl.load(x + row * num_columns + column, mask=column < num_columns, other=0.0).to(tl.float32)
     result = tl.sum(total, 0)
     if IS_MEAN:
+        # Triton's own division need not be the rounded quotient.
         result = tl.math.div_rn(result, num_columns.to(tl.float32))
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 @kernel
 def rms_norm_kernel(x, weight, out, eps, num_columns, BLOCK: tl.constexpr):
-    """Contiguous rows over their root mean square, rounded to the dtype of ``x``, then times the weight."""
+    """Contiguous rows over their root mean square, rounded to the dtype of ``x``, then times the weight.
+
+    Engines round at different places. This is the order of Llama and Qwen in transformers.
+    """
     first = tl.program_id(0).to(tl.int64) * num_columns
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
