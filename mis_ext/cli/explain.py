@@ -61,7 +61,7 @@ def _number(text: str) -> float:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print, and return the exit code."""
+    """Explain the configuration on the terminal, or as JSON; the exit code."""
     from mis_ext.explain import explain_config
     from mis_ext.presets import load_loss, load_quietly, preset_path
 

@@ -20,7 +20,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print, and return the exit code."""
+    """Print the list, or one method, or its file; the exit code."""
     from mis_ext.methods import find_preset
     from mis_ext.methods.table import describe_method, list_methods
 

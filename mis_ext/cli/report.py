@@ -61,7 +61,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Report on the files; 0."""
+    """Make the report of the files and write it; 0, the exit code."""
     _require("rich", "matplotlib")
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series

@@ -26,7 +26,7 @@ MakeBackend = Callable[[Streams, PackedLayout, Plan, Tensor], Backend]
 
 
 def choose_backend(device: torch.device) -> MakeBackend:
-    """The backend for tensors on ``device``.
+    """The backend that runs the passes for tensors on ``device``: eager or Triton.
 
     Raises:
         ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.

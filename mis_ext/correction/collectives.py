@@ -19,7 +19,7 @@ Group = Any
 
 
 def group_size(group: Group | None) -> int:
-    """How many ranks there are."""
+    """The number of ranks of a group; 1 without one."""
     if group is None:
         return 1
     return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)

@@ -38,7 +38,7 @@ class Formula:
 
     @classmethod
     def named(cls, name: str) -> Formula:
-        """What another name stands for."""
+        """The formula that hands on the value called ``name`` as it is."""
         return cls(_same, (name,))
 
     @property

@@ -31,7 +31,7 @@ def _if_any(value: Tensor, total_num_valid: Tensor) -> Tensor:
 
 
 def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
-    """How far the engines are apart.
+    """The rows of metrics that say how far the engines are apart, whatever the correction does.
 
     Args:
         metric_max: Largest value that a token adds to ``k3_kl``, and a sequence to ``chi2_token`` and ``chi2_seq``.

@@ -26,7 +26,7 @@ class WeightScale(NamedTuple):
 
 
 def ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their ratio, 1 where nothing was counted."""
+    """``numerator / denominator``, elementwise; 1 where nothing was counted, so that one of them is 0."""
     counted = (denominator > 0.0) & (numerator > 0.0)
     return where(counted, numerator / where(counted, denominator, 1.0), 1.0)
 

@@ -31,7 +31,7 @@ class Streams(NamedTuple):
 
 
 class Sequences(Protocol):
-    """What the pass over sequences found."""
+    """What the pass over sequences found: numbers of each sequence, and totals of this call."""
 
     @property
     def totals_A(self) -> Tensor:

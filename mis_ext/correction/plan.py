@@ -60,7 +60,7 @@ class Column:
 
     @classmethod
     def of(cls, name: str, token_formulas: Collection[str]) -> Column:
-        """What a name stands for, see the module."""
+        """The column that a name stands for, as ``sum_log_ratio``; the module says how names are made."""
         operation, _, rest = name.partition("_")
         if operation == "num":
             return cls(name, "sum", rest, rest)
@@ -80,7 +80,7 @@ class Total:
 
     @classmethod
     def of(cls, name: str) -> Total:
-        """What a name stands for, see the module."""
+        """The total that a name stands for; the module says how names are made."""
         prefix, _, sequence = name.partition("_")
         operations: dict[str, Operation] = {"total": "sum", "lowest": "min", "highest": "max"}
         assert prefix in operations, f"{name!r} is neither a formula nor a reduction over sequences"

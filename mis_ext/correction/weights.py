@@ -127,7 +127,7 @@ class Weight:
 
     @property
     def log_ratio(self) -> Formula:
-        """The log-ratio at the level of the weight."""
+        """The log-ratio that the weight bounds, in nats: of a token, or reduced over its sequence."""
         return reduced("log_ratio", REDUCTIONS[self.level])
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Weight:
 
     @property
     def formula(self) -> Formula:
-        """The weight, of a token or of a sequence."""
+        """The bounded weight, no unit: one per token at level ``token``, else one per sequence."""
         ratio = self.log_ratio
         condition = self.only_outside
         if condition is None:

@@ -47,7 +47,7 @@ class Joiner:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What was skipped, by file and reason."""
+        """What was skipped: an entry per file and reason, with the number of samples."""
         return [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
 
     def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:

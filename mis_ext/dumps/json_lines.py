@@ -10,7 +10,7 @@ from mis_ext.dumps.keys import columns_of
 
 
 def read_json_lines(path: Path) -> dict[str, list[Any]]:
-    """The columns of a file.
+    """The columns of a file of JSON lines, one object a line: lists of equal length, by key.
 
     Raises:
         OSError: The file cannot be opened.

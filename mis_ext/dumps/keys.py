@@ -20,7 +20,7 @@ KEYS = {
     "rewards": ("reward",),
     "group_indices": ("group_index", "group_id"),
 }
-"""Of each key of a column the other names that it has in a row."""
+"""The other names that a key of a column has in a row."""
 OPTIONAL = ("advantages", "rewards", "group_indices")
 """Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
 VERSION_OF_FILE = "train_weight_version"

@@ -95,4 +95,4 @@ def _needed(module: str, requirement: str) -> Any:
 
 
 READERS: Mapping[str, Any] = {".parquet": read_parquet, ".safetensors": read_safetensors}
-"""By the end of the file's name."""
+"""Functions that read a file into columns, by the ending of its name."""

@@ -68,7 +68,7 @@ class DumpedSample:
 
     @property
     def name(self) -> str:
-        """Where the sample is."""
+        """File and index of the sample, for messages."""
         return f"{self.path}, its sample {self.index}"
 
     @property

@@ -28,7 +28,7 @@ class TorchFile(NamedTuple):
 
 
 def read_torch(path: Path, *, trust_pickle: bool) -> TorchFile:
-    """A file, whatever its format.
+    """The columns of a host's ``.pt`` file, in the old format or the new one.
 
     Raises:
         OSError: The file cannot be opened.

@@ -85,7 +85,7 @@ def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
 
 
 def description(name: str, gate: Gate) -> str:
-    """A gate in a few words."""
+    """A gate in a few words: its name, what it looks at, and its band."""
     low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
     return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
 
@@ -114,17 +114,17 @@ class _Passed:
         return cls(token, product, others)
 
     def of_tokens(self, law: GaussianLaw) -> float:
-        """Share of all tokens."""
+        """Share of all tokens that is left, in [0, 1]."""
         return _share(law.token.between, self.token) * _share(law.product.between, self.product) * self.others
 
     def of_responses(self, law: GaussianLaw) -> float:
-        """Share of the responses of which something is left."""
+        """Share of the responses of which a token is left, in [0, 1]."""
         lost = min(max(1.0 - _share(law.token.between, self.token), 0.0), 1.0)
         return float(1.0 - lost**law.length) * _share(law.product.between, self.product) * self.others
 
 
 def _factor_moment(law: GaussianLaw, weight: Weight | None, passed: _Passed, power: int) -> float:
-    """``E[weight^power; passed]``."""
+    """``E[weight^power; passed]`` by the law: the moment of a token's weight, over tokens that pass."""
     if weight is None:
         return passed.of_tokens(law)
     if weight.only_outside is not None:

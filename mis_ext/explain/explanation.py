@@ -16,7 +16,7 @@ from mis_ext.loss.settings import LossSettings
 from mis_ext.plain_data import to_plain
 
 FORMAT = 1
-"""Of the JSON."""
+"""Version of the format of the JSON."""
 
 MAX_K3, MAX_LENGTH = 10.0, 1e7
 DEFAULT_K3, DEFAULT_LENGTH = 1e-3, 2048
@@ -33,7 +33,7 @@ LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a configuration does.
+    """What a configuration does, in words and in numbers expected by the Gaussian law.
 
     Attributes:
         symbols: What the letters of the formulas mean.

@@ -52,7 +52,7 @@ class Normal:
         return large + (math.log(-math.expm1(small - large)) if small < large else -math.inf)
 
     def between(self, low: float, high: float) -> float:
-        """Probability of ``[low, high]``."""
+        """The probability that the variable lies in ``[low, high]``, in [0, 1]."""
         return math.exp(self.log_between(low, high))
 
     def exp_moment(self, power: int, within: Interval, *, low: float, high: float) -> float:
@@ -74,24 +74,24 @@ def _log_below(value: float) -> float:
 
 @dataclass(frozen=True)
 class GaussianLaw:
-    """Of responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
+    """What to expect of responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
 
     k3: float
     length: float
 
     @property
     def token(self) -> Normal:
-        """The log-ratio of a token."""
+        """The distribution of the log-ratio of a token, in nats."""
         return Normal(-self.k3, 2.0 * self.k3)
 
     @property
     def product(self) -> Normal:
-        """The log-ratio of a response."""
+        """The distribution of the sum of log-ratios over a response, in nats: the log of the product of ratios."""
         return Normal(-self.k3 * self.length, 2.0 * self.k3 * self.length)
 
     @property
     def geometric(self) -> Normal:
-        """The mean log-ratio of a response."""
+        """The distribution of the mean log-ratio of a response, in nats: the log of the geometric mean of ratios."""
         return Normal(-self.k3, 2.0 * self.k3 / self.length)
 
     def of_level(self, level: str) -> Normal:
@@ -153,7 +153,7 @@ def passing(gate: Gate) -> list[Interval]:
 
 
 def intersected(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """What lies in an interval of both."""
+    """The intervals of the numbers that lie in an interval of both lists."""
     second = list(second)
     pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
     return [(low, high) for low, high in pairs if low < high]
@@ -186,7 +186,7 @@ _AT_MOST: dict[str, Callable[[float], Interval]] = {
     "k2": lambda bound: _symmetric(math.copysign(math.sqrt(2.0 * abs(bound)), bound)),
     "k3": _k3_at_most,
 }
-"""Of a statistic on the scale of its token formula: the log-ratios at which it is at most a bound."""
+"""A function per statistic: the log-ratios at which it is at most a bound, on the scale of its token formula."""
 
 _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "abs_log_ratio": torch.Tensor.abs,

@@ -61,7 +61,7 @@ class Circumstances:
 
     @classmethod
     def expected(cls, effect: Effect, *, is_stale: bool = False, num_sequences: int | None = None) -> Circumstances:
-        """Those of the Gaussian law."""
+        """What the Gaussian law expects of the configuration whose effect this is."""
         return cls(
             k3=effect.k3,
             length=effect.length,
@@ -75,7 +75,7 @@ class Circumstances:
 
 
 def traps_of(config: CorrectionConfig, found: Circumstances) -> list[Trap]:
-    """What speaks against ``config`` there."""
+    """The traps that ``config`` falls into under these circumstances, in the order of ``TRAPS``."""
     return [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
 
 
@@ -114,7 +114,7 @@ def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iter
 
 
 def gates_sequences(config: CorrectionConfig) -> bool:
-    """Whether a gate takes whole responses."""
+    """Whether a gate judges whole responses, by a statistic of all their tokens."""
     return any(gate.reduce != "token" for gate in config.all_gates)
 
 
@@ -185,4 +185,4 @@ TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
     "single_sequence": lambda config, found: single_sequence(config, found.num_sequences),
     "low_learning_rate": _low_learning_rate,
 }
-"""A rule per trap, by its name."""
+"""A rule per trap, by the name of the trap: what it yields are the warnings."""

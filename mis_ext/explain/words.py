@@ -47,7 +47,7 @@ _DENOMINATORS = {
 
 
 class Step(NamedTuple):
-    """One of the steps, in their order."""
+    """One step of the correction: its name, its formula, the tokens or responses that it touches, and its meaning."""
 
     name: str
     formula: str
@@ -116,7 +116,7 @@ def _gate_step(name: str, gate: Gate) -> Step:
 
 
 def band_of(gate: Gate) -> str:
-    """The condition that a gate keeps."""
+    """The band of a gate as an inequality of its statistic: what satisfies it passes."""
     low, high = ("" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
     value = formula_of(gate.row.symbol or gate.statistic, gate.reduce, is_log=gate.row.is_log)
     return f"{low}{' <= ' if low else ''}{value}{' <= ' if high else ''}{high}"

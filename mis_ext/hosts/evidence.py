@@ -108,7 +108,7 @@ def _bounded(difference: Tensor) -> Tensor:
 
 
 def added(before: Tensor, now: Tensor) -> Tensor:
-    """The evidence of all calls until now."""
+    """The evidence of all calls until now, from that before and that of this call: sums are added, minima compared."""
     return torch.cat([before[:NUM_SUMS] + now[:NUM_SUMS], torch.minimum(before[NUM_SUMS:], now[NUM_SUMS:])])
 
 

@@ -51,7 +51,7 @@ class Groups(NamedTuple):
     def of_places(
         cls, cp_rank: int, cp_size: int, cp_group: Group, dp_rank: int, dp_size: int, dp_group: Group
     ) -> Groups:
-        """From what a host says about itself."""
+        """The groups from ranks, sizes and process groups that a host states; a group of one rank becomes None."""
         return cls(
             cp_rank=cp_rank,
             cp_size=cp_size,
@@ -63,7 +63,7 @@ class Groups(NamedTuple):
 
     @property
     def without_data_parallelism(self) -> Groups:
-        """Only the ranks that share sequences."""
+        """The same with only the ranks that share sequences: nothing is reduced over data-parallel ranks."""
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
@@ -78,7 +78,7 @@ class Groups(NamedTuple):
 
 
 ALONE = Groups()
-"""A single process."""
+"""The groups of a single process: it reduces over nobody else."""
 
 
 def initialized_megatron() -> Any:
@@ -88,7 +88,7 @@ def initialized_megatron() -> Any:
 
 
 def global_rank() -> int:
-    """This process among all, for messages."""
+    """The rank of this process among all processes, for messages; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

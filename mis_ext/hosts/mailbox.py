@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mailbox:
-    """One tensor on its way from the device."""
+    """One tensor on its way from the device to the host, which the host takes without waiting once it has arrived."""
 
     def __init__(self) -> None:
         self._sent: tuple[Tensor, torch.cuda.Event | None] | None = None

@@ -86,7 +86,7 @@ class StatusMonitor:
 
 
 def raise_if_failed(status: float) -> None:
-    """Raise if a status names a rank.
+    """Raise an error if a status names a rank on which the correction failed.
 
     Raises:
         RuntimeError: It names the rank, whose own error says why.

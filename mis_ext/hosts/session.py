@@ -135,7 +135,7 @@ class Session:
         return self.acceptance.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` gave: the bands of gates with a target.
 
         Raises:
             ValueError: The state is of another configuration.
@@ -161,7 +161,7 @@ class Session:
         self.warn(message)
 
     def warn(self, message: str) -> None:
-        """Say what is legal but probably not meant."""
+        """Warn of something legal that is probably not meant, as a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def compute(

@@ -94,7 +94,7 @@ def totals_of(rows: list[Row], share_T: Tensor) -> dict[str, Tensor]:
 
 
 def correction_totals(token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
-    """The same of a correction's metrics, ``[T]`` each, which are 0 outside the response."""
+    """0-dim each: sums of value times share of a correction's metrics, ``[T]``, which are 0 outside the response."""
     if not token_metrics:
         return {}
     sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)

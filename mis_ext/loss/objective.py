@@ -18,7 +18,7 @@ _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_va
 
 
 def pair_of(settings: LossSettings) -> Pair:
-    """The current policy and the old one."""
+    """The two policies whose ratio the surrogate clips: the current one over the proximal or the behavior policy."""
     return TOTAL if settings.old_is_behavior else STALENESS
 
 

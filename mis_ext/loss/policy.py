@@ -38,7 +38,7 @@ from mis_ext.methods.reductions import GraphReductions, Reductions
 Reducer = Callable[[Tensor], Tensor]
 
 MILES_METRICS = frozenset({"ess_ratio", "train_rollout_kl"})
-"""What Miles reports beyond slime."""
+"""Names of the metrics that Miles reports and slime does not."""
 
 
 class PolicyLoss(NamedTuple):
@@ -244,6 +244,6 @@ class _WithSlopes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, Tensor | None, None]:
-        """Its derivatives."""
+        """The gradient by log-probs and entropy: ``grad`` times the slopes that the forward saved."""
         slope_T, entropy_slope_T = ctx.saved_tensors
         return None, grad * slope_T, None, None if entropy_slope_T is None else grad * entropy_slope_T, None

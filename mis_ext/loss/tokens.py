@@ -13,7 +13,7 @@ from mis_ext.methods.batch import Policy
 
 
 class LossTokens(NamedTuple):
-    """One micro-batch.
+    """One micro-batch of the whole policy loss, packed.
 
     ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
     ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None where nobody asks for it.
@@ -33,7 +33,7 @@ class LossTokens(NamedTuple):
     cp_rank: int = 0
 
     def detached(self) -> LossTokens:
-        """Without gradient."""
+        """The same tokens with log-probs and entropy detached from the graph."""
         entropy_T = None if self.entropy_T is None else self.entropy_T.detach()
         log_probs = {policy: values_T.detach() for policy, values_T in self.log_probs.items()}
         return self._replace(log_probs=log_probs, entropy_T=entropy_T)

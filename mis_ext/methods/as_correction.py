@@ -18,7 +18,7 @@ from mis_ext.methods.surrogates import Ratio, Surrogate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookMethod:
-    """A method as the hook does it.
+    """A method as the hook can do it, with a configuration and what the host has to do.
 
     Attributes:
         config: What the hook computes.

@@ -63,12 +63,12 @@ class Batch:
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
 
     def log_prob(self, policy: Policy) -> Tensor:
-        """``[T]``, 0 where a token is not valid."""
+        """The log-probs ``[T]`` of a policy in nats, 0 where a token is not valid."""
         return self._log_probs[policy]
 
     @property
     def state_values_T(self) -> Tensor:
-        """``[T]``, 0 where a token is not valid."""
+        """The critic's values ``[T]``, in units of the advantage, 0 where a token is not valid."""
         assert self._state_values_T is not None
         return self._state_values_T
 

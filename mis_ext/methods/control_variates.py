@@ -35,21 +35,21 @@ class DriftControl:
 
     @property
     def on(self) -> Literal["valid", "kept"]:
-        """Every token drifts."""
+        """``valid``: rejected tokens drift too, so all valid tokens have the term."""
         return "valid"
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """The one pair of policies whose drift it takes out."""
         return (self.pair,)
 
     @property
     def needs_state_values(self) -> bool:
-        """It weighs them."""
+        """True: the drift of a token is weighed by the value of its state."""
         return True
 
     def of(self, batch: Batch) -> Penalty:
-        """Value and slope, without ``scale``."""
+        """Value and slope ``[T]`` of each token, not yet multiplied by ``scale``."""
         slope_T = bounded_expm1(batch.log_ratio(self.pair)) * batch.state_values_T
         return Penalty(slope_T * batch.log_prob("current"), slope_T)
 

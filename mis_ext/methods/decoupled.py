@@ -17,7 +17,7 @@ PPO_TEXT = "min(r A, clip(r, 0.8, 1.2) A)"
 
 
 def with_ppo(*factors: Factor) -> Method:
-    """PPO, and what weighs it."""
+    """PPO with a clip range of [0.8, 1.2] on current / proximal, times the given factors of proximal / behavior."""
     return Method(surrogate=Ratio(low=0.8, high=1.2), factors=factors)
 
 

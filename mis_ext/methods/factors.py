@@ -23,15 +23,15 @@ from mis_ext.methods.statistics import METHOD_STATISTICS
 Level = Literal["token", "prefix", "segment", "geometric", "sequence"]
 
 REDUCE_OF_LEVEL: Mapping[str, Reduce] = {**REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
-"""Of log-ratios: their sum is the product of ratios, their mean the geometric mean."""
+"""How a level reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
 
 
 class Factor(Protocol):
-    """What a method asks of a factor."""
+    """What a method asks of a factor: a weight of tokens, or a rule that drops some."""
 
     @property
     def pair(self) -> Pair:
-        """Numerator and denominator of its ratio."""
+        """Numerator and denominator of the ratio, each a policy."""
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:

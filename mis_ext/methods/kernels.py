@@ -45,7 +45,7 @@ class Sigmoid:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Numerator and denominator of its ratio."""
+        """The one ratio that it needs: numerator and denominator, each a policy."""
         return (self.pair,)
 
     def of(self, batch: Batch) -> Slope:
@@ -126,11 +126,11 @@ class GaussianGate(WeightFactor):
 
     @property
     def reduces(self) -> tuple[Reduce, ...]:
-        """What it needs to know of a sequence."""
+        """``token``: it needs nothing of the sequence."""
         return ("token",)
 
     def of(self, batch: Batch) -> Tensor:
-        """``[T]``."""
+        """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""
         # In the log, where no power of a tiny probability overflows.
         widening_T = (-self.power * batch.log_prob(self.pair[1])).clamp(0.0, math.log(self.high / self.scale))
         size_T = batch.advantages_T.abs()

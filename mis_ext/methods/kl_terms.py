@@ -22,11 +22,11 @@ class Penalty(NamedTuple):
 
 
 class Term(Protocol):
-    """What a method asks of a term."""
+    """What a method asks of a KL term or another penalty per token."""
 
     @property
     def scale(self) -> float:
-        """What it is multiplied by."""
+        """The coefficient of the term in the loss."""
 
     @property
     def on(self) -> Literal["valid", "kept"]:
@@ -34,7 +34,7 @@ class Term(Protocol):
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The policies that it compares."""
+        """The pairs of policies that it compares."""
 
     @property
     def needs_state_values(self) -> bool:
@@ -87,11 +87,11 @@ class KlTerm:
 
     @property
     def needs_state_values(self) -> bool:
-        """It compares policies only."""
+        """False: a KL term compares policies only."""
         return False
 
     def of(self, batch: Batch) -> Penalty:
-        """Value and slope, without ``scale``."""
+        """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""
         log_ratio_T = batch.log_ratio(self.pair)
         value_T, slope_T = self._estimate(log_ratio_T)
         if self.importance is not None:

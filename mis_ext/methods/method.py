@@ -176,7 +176,7 @@ class Method:
         )
 
     def weigh(self, batch: Batch) -> Weighed:
-        """What the factors say, without advantages."""
+        """Weights and masks ``[T]`` from all factors, normalised; advantages do not matter here."""
         live_T = kept_T = batch.valid_T
         weight_T: Tensor | None = None
         for factor in self.factors:

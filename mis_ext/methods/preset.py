@@ -53,7 +53,7 @@ class Preset:
 
 
 def preset(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], Preset]:
-    """Make a preset of a function."""
+    """Make a :class:`Preset` of a function that builds a method; its docstring is the preset's text."""
 
     def decorate(make: Callable[..., Method]) -> Preset:
         text = inspect.getdoc(make)

@@ -33,7 +33,7 @@ _FAMILIES = (
 )
 
 PRESETS: dict[str, Preset] = {row.name: row for row in chain.from_iterable(family.FAMILY for family in _FAMILIES)}
-"""By name, family after family."""
+"""All presets of methods by name, family after family."""
 
 
 def find_preset(name: str) -> Preset:

@@ -42,7 +42,7 @@ class Accept:
 
     @property
     def action(self) -> Action | None:
-        """What it drops leaves the kept tokens."""
+        """``reject``: a token that it drops leaves the kept tokens, and what counts them."""
         return "reject"
 
     @property

@@ -35,7 +35,7 @@ class ClippedMean:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Numerator and denominator of its ratio."""
+        """The one ratio that it needs: numerator and denominator, each a policy."""
         return (self.pair,)
 
     def of(self, batch: Batch) -> Slope:

@@ -30,7 +30,7 @@ class Slope(NamedTuple):
 
 
 class Surrogate(Protocol):
-    """What a method asks of its surrogate."""
+    """What a method asks of its surrogate, the part of the loss that carries the gradient."""
 
     @property
     def spread(self) -> Spread:
@@ -64,7 +64,7 @@ class Score:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """None: it is no ratio."""
+        """Empty: the score function has no ratio."""
         return ()
 
     def of(self, batch: Batch) -> Slope:

@@ -67,7 +67,7 @@ def octave(number: Tensor) -> Tensor:
 
 
 def octave_range(index: int) -> tuple[int, int]:
-    """First and last number in an octave."""
+    """The first and the last number of an octave, whose length doubles with each index."""
     return 2**index - 1, 2 ** (index + 1) - 2
 
 

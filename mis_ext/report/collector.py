@@ -25,7 +25,7 @@ MAX_WAITING = 8
 
 
 class Collector:
-    """Adds up parts.
+    """Adds up the parts of a run: of each it keeps counts, sums and numbers per sequence, not the tokens.
 
     Args:
         configs: By name, what to try on them.
@@ -86,7 +86,7 @@ class Collector:
         self._signals = signals if self._signals is None else self._signals + signals
 
     def summary(self) -> Summary:
-        """Of all parts until now.
+        """The summary of all parts that were added until now.
 
         Raises:
             ValueError: There was none.
@@ -121,7 +121,7 @@ def _after(last: Future[object] | None, count: Callable[[Part], object], part: P
 
 
 def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
-    """The summary of parts.
+    """The summary of a run from its parts.
 
     Raises:
         ValueError: There is none.

@@ -94,7 +94,7 @@ def _mean(side: Tensor) -> float:
 
 
 def tail(case: Case) -> Iterator[Diagnosis]:
-    """Few tokens carry most of the mismatch."""
+    """Causes that a tail shows: few tokens carry most of the mismatch, as where experts differ."""
     signals = case.signals
     if signals.num_uncertain < MIN_TOKENS:
         return

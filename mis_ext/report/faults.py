@@ -21,7 +21,7 @@ OUTLIER_GAP, OUTLIER_FACTOR = MAX_MEAN_ABS_DIFF, 8.0
 
 
 def placeholders(case: Case) -> Iterator[Diagnosis]:
-    """Sentinels, constants, other signs."""
+    """Fault: numbers that are no log-probs, as sentinels, constants, or log-probs with the sign turned."""
     evidence = case.signals.guard_evidence
     messages = [*degenerate_behavior(evidence)]
     few = evidence.num_placeholders + evidence.num_zeros
@@ -42,7 +42,7 @@ def placeholders(case: Case) -> Iterator[Diagnosis]:
 
 
 def shift(case: Case) -> Iterator[Diagnosis]:
-    """Streams that are a token apart."""
+    """Fault: the two streams are a token apart."""
     for message in shifted_log_probs(case.signals.guard_evidence):
         yield Diagnosis(
             "shifted_by_one_token",
@@ -55,7 +55,7 @@ def shift(case: Case) -> Iterator[Diagnosis]:
 
 
 def other_tokens(case: Case) -> Iterator[Diagnosis]:
-    """Samples whose ids or text differ."""
+    """Fault: the trainer scores other ids, or another text, than the engine sampled."""
     known = [origin.has_other_ids for origin in case.sequences.origins if origin.has_other_ids is not None]
     advice = "Train on the ids that the engine returned: do not decode and encode again."
     if any(known):

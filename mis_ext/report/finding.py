@@ -38,7 +38,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What the rules look at."""
+    """What the rules of causes look at: evidence, numbers of the run, and numbers of each sequence."""
 
     signals: Signals
     summary: Summary

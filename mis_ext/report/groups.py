@@ -23,7 +23,7 @@ class Groups:
     _kept: list[Tensor] = field(default_factory=list)
 
     def add(self, part: Part, kept_S: Tensor) -> None:
-        """Count the samples of one more part."""
+        """Take in the samples of one more part: their groups, advantages or rewards, and whether they are kept."""
         self._numbers.append(part.group_S)
         self._values.append(part.advantage_S if part.has_advantages else part.reward_S)
         self._kept.append(kept_S)

@@ -20,7 +20,7 @@ _LONG = 20
 
 
 def page_of(report: Report) -> str:
-    """The whole page."""
+    """The report as one HTML page that needs no other file."""
     overall = report.summary.overall
     style = files("mis_ext.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = [

@@ -28,11 +28,11 @@ class Origin(NamedTuple):
     versions_behind: float = math.nan
     """The trainer's weight version minus the oldest of the engine; 1 where they are other names."""
     token_ids: Any = None
-    """Of the response."""
+    """The token ids of the response, ``[R]``."""
     has_other_ids: bool | None = None
     """Whether the engine sampled other ids than the trainer scored."""
     group: Hashable = None
-    """The same for samples of one prompt."""
+    """A label that all samples of one prompt share."""
 
 
 class AdvantageTotals(NamedTuple):
@@ -110,7 +110,7 @@ class Part:
 
     @cached_property
     def valid_difference(self) -> Tensor:
-        """``d`` of valid tokens."""
+        """The log-ratio of valid tokens, in nats."""
         return self.of_valid(self.tokens.log_ratio_T)
 
     @cached_property

@@ -13,7 +13,7 @@ from mis_ext.dumps.joining import fingerprint
 from mis_ext.report.part import Origin, Part
 
 MAX_TOKENS = 1 << 18
-"""Of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
+"""Most tokens of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
 
 
 class Unusable(NamedTuple):

@@ -32,7 +32,7 @@ class Picture(NamedTuple):
 
 
 def pictures(report: Report) -> list[Picture]:
-    """Those that the data are enough for."""
+    """The pictures of a report, without those for which it has too few data."""
     summary = report.summary
     found = [
         Picture(
@@ -80,7 +80,7 @@ def pictures(report: Report) -> list[Picture]:
 
 
 def drawn(picture: Picture, *, file_format: str) -> bytes:
-    """The picture as the bytes of a file."""
+    """A picture drawn, as the bytes of a file of this format."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
 
 NONE = "none"
-"""The name of no correction."""
+"""What a ranking calls no correction."""
 
 HARMLESS_K3, HARMLESS_ESS = 1e-3, 0.99
 MIN_GROUPS_LEFT = 0.95
@@ -42,7 +42,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do.
+    """What to do about the mismatch of a run: in words, as YAML, and the ranking behind it.
 
     Attributes:
         headline: In one sentence.
@@ -172,7 +172,7 @@ def _in_words(
 
 
 def _place(config: CorrectionConfig, *, is_needed: bool) -> int:
-    """By what training runs said of its kind: small is good."""
+    """The rank of a configuration by what training runs said of its kind: small is good."""
     if config.metrics_only:
         return 2 if is_needed else -1
     if gates_sequences(config):

@@ -20,7 +20,7 @@ from mis_ext.report.recommendation import Candidate, Recommendation, no_correcti
 from mis_ext.report.summary import Summary
 
 FORMAT = 1
-"""Of ``summary.json``."""
+"""Version of the format of ``summary.json``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
 
 
 def file_candidate(path: Path) -> Candidate:
-    """The configuration of a file.
+    """The candidate that a YAML file describes, with the warnings that reading it gave.
 
     Raises:
         OSError: It cannot be read.

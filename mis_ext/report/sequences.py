@@ -88,7 +88,7 @@ class Sequences:
         return len(self.origins)
 
     def where(self, keep_S: Tensor) -> Sequences:
-        """Those where ``keep_S`` is true."""
+        """The sequences for which ``keep_S`` is true."""
         chosen = keep_S.nonzero().flatten().tolist()
         return Sequences(
             self.columns[keep_S], [self.origins[each] for each in chosen], [self.steps[each] for each in chosen]
@@ -101,7 +101,7 @@ class Sequences:
 
     @property
     def log_ratio_mean(self) -> Tensor:
-        """Log of the geometric mean of the ratios."""
+        """The mean log-ratio ``[S]`` of each sequence in nats: the log of the geometric mean of its ratios."""
         return self["difference"] / self["num_valid"].clamp_min(1.0)
 
 

@@ -40,7 +40,7 @@ SUMS = (
     "behavior_difference",
     "proximal_difference",
 )
-"""Of uncertain tokens, for the regression of the difference on either log-prob."""
+"""Sums over uncertain tokens, for the regression of the difference on either log-prob."""
 
 
 class Fit(NamedTuple):
@@ -100,7 +100,7 @@ class Signals:
         )
 
     def __add__(self, other: Signals) -> Signals:
-        """The same of the tokens of both."""
+        """The signals of the tokens of both."""
         names = ("lines", "sizes", "shifts", "places", "ratios", "rounded")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         evidence = added(self.evidence, other.evidence)

@@ -202,7 +202,7 @@ def summary_of(
 
 
 def groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
-    """A row per group that has a token."""
+    """Numbers of each group that has a token, in the order of ``names``."""
     totals = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
     found = []
     for (name, low, high), values in zip(names, sums.tolist(), strict=True):

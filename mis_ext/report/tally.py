@@ -24,7 +24,7 @@ from mis_ext.report.bins import (
 from mis_ext.report.part import Part
 
 SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
-"""Of a group of tokens: ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
+"""Sums over a group of tokens: of 1, ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
 
 TOTALS = (
     *SUMS,

@@ -123,7 +123,7 @@ class Symbol:
         return self * self
 
     def clamp(self, low: float, high: float) -> Symbol:
-        """The nearest value in a closed interval."""
+        """The value, limited to ``[low, high]``; ``high`` where the interval is empty, as in torch."""
         text = self.text
         if low > -math.inf:
             text = f"tl.maximum({text}, {literal(low)})"
@@ -133,23 +133,23 @@ class Symbol:
         return Symbol(text, self.type)
 
     def clamp_min(self, low: float) -> Symbol:
-        """The larger of the two."""
+        """The larger of the value and ``low``."""
         return self.clamp(low, math.inf)
 
     def clamp_max(self, high: float) -> Symbol:
-        """The smaller of the two."""
+        """The smaller of the value and ``high``."""
         return self.clamp(-math.inf, high)
 
     def minimum(self, other: Symbol) -> Symbol:
-        """The smaller of the two."""
+        """The smaller of two symbols, elementwise."""
         return Symbol(f"tl.minimum({self.text}, {other.text})", _wider(self.type, other.type))
 
     def maximum(self, other: Symbol) -> Symbol:
-        """The larger of the two."""
+        """The larger of two symbols, elementwise."""
         return Symbol(f"tl.maximum({self.text}, {other.text})", _wider(self.type, other.type))
 
     def choose(self, value: Symbol | float, otherwise: Symbol | float) -> Symbol:
-        """``value`` where this is true."""
+        """``value`` where this boolean symbol is true, else ``otherwise``."""
         kinds: list[Type] = [x.type for x in (value, otherwise) if isinstance(x, Symbol)]
         kind: Type = "float64" if "float64" in kinds else "float32"
         first, second = (x.text if isinstance(x, Symbol) else literal(x) for x in (value, otherwise))

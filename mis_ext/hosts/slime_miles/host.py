@@ -37,7 +37,7 @@ def find_host() -> Host:
 
 
 def plain_scores(args: Any, batch: Any, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
-    """As the hosts score, without a host."""
+    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host."""
     temperature = read_argument(args, "rollout_temperature")
     return score_logits(
         logits,

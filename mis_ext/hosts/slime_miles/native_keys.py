@@ -135,7 +135,7 @@ def reporting(keys: _Mapping, *, prefix: str) -> dict[str, Any]:
 
 
 def refuse_idle(keys: _Mapping, names: Sequence[str], *, because: str) -> None:
-    """Refuse those of ``names`` that are set."""
+    """Refuse the keys among ``names`` that are set although they would have no effect."""
     idle = [f"{name}={keys[name]!r}" for name in names if name in keys]
     if idle:
         raise ValueError(f"{', '.join(idle)}: no effect, because {because}")

@@ -91,7 +91,7 @@ def audit_logprobs(
 
 
 def report_of(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
-    """The report of what all ranks found.
+    """The audit's report of what all ranks found, joined.
 
     Raises:
         ValueError: An unknown provenance.

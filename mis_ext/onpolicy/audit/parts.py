@@ -67,6 +67,6 @@ def join(parts: list[Part]) -> Part:
 
 
 def _of_all(parts: list[Part]) -> Evidence:
-    """Of one rank of many it shows nothing about the others."""
+    """The evidence that all ranks have; what one rank alone can show says nothing about the others."""
     sides = zip(*(part.evidence for part in parts), strict=True)
     return Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))

@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     deciles: tuple[Decile, ...]
     first_divergence: Divergence | None
     shift: Shift
-    """Of the whole sample."""
+    """Over the whole sample: how well its streams fit as given, and moved by a token."""
     max_unit_ulps: float
     """Largest difference in float32 ULPs of ``max(1, |log-prob|)``: rounding near 1 and of the log-prob itself."""
     train_is_bf16: bool
@@ -64,9 +64,9 @@ class Facts(NamedTuple):
     rollout_range: tuple[float, float]
     train_range_of_nonzero: tuple[float, float] | None
     rollout_range_of_nonzero: tuple[float, float] | None
-    """Of the tokens that differ."""
+    """The ranges over the tokens that differ; None where none does."""
     first_token_differs: bool | None
-    """Of the token at position 0; None where it is masked or all but certain."""
+    """Whether the token at position 0 differs; None where it is masked or all but certain."""
     num_uncertain: int
     num_uncertain_nonzero: int
     """Later tokens that are not all but certain."""

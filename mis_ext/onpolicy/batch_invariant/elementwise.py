@@ -64,7 +64,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def glu(func: Any, x: Tensor, dim: int = -1) -> Any:
-    """``aten.glu``; its halves are operands."""
+    """Stands in for ``aten.glu``: as an elementwise function of the two halves, each filled up to whole vectors."""
     if x.device.type != "cpu" or x.dim() == 0 or x.shape[dim] % 2:
         return func(x, dim)
     halves = x.chunk(2, dim)
@@ -81,7 +81,7 @@ def filled(numel: int, *, is_gelu: bool = False) -> int:
 
 
 def _whole(numel: int, is_gelu: bool) -> int:
-    """The same, not more than ``numel``."""
+    """The largest number of elements, not above ``numel``, of which every thread computes whole vectors."""
     while left := numel % _multiple(numel, is_gelu):
         numel -= left
     return numel

@@ -40,7 +40,7 @@ class Kernels(Protocol):
 
 
 def of(x: Tensor) -> Kernels:
-    """The kernels for the device of ``x``.
+    """The module of kernels, for a CPU or for CUDA, that the device of ``x`` needs.
 
     Raises:
         RuntimeError: There is none.

@@ -56,7 +56,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(packing: Packing) -> Runs:
-    """Without a mask every sequence is a run."""
+    """The runs of queries that see the same first key; without a mask every sequence is one."""
     cu_seqlens_q, cu_seqlens_k, _, _, _, is_causal, mask, _ = packing
     starts_S, ends_S = cu_seqlens_k[:-1], cu_seqlens_k[1:]
     sequence_S = torch.arange(len(starts_S), device=starts_S.device)

@@ -66,7 +66,7 @@ def _mask_of_bias(mask: Tensor) -> Tensor:
 
 
 def _num_heads(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> list[int]:
-    """Of each; one head is broadcast to all, several are groups only if asked for."""
+    """The number of heads of each; one head is broadcast to all, several are groups only if asked for."""
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
     if enable_gqa:
         return heads

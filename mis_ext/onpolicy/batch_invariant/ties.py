@@ -14,7 +14,7 @@ aten = torch.ops.aten
 def sort(
     func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = True
 ) -> tuple[Tensor, Tensor]:
-    """``aten.sort``, always stable."""
+    """Stands in for ``aten.sort``: always stable, so the first of equal values comes first."""
     return x.sort(dim=dim, descending=descending, stable=True)
 
 

@@ -20,7 +20,7 @@ from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
 
 
 class Tile(NamedTuple):
-    """Of the output, and of the sums, with what Triton makes of them."""
+    """The size of a block: rows, columns and depth, the order of blocks, and options of Triton's compiler."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -31,12 +31,12 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What the compiler gets."""
+        """The options of Triton's compiler."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the kernel of a matrix gets."""
+        """The compile-time arguments of the kernel of one matrix product."""
         return {name: value for name, value in self._asdict().items() if name not in self.options}
 
     def of_one_product(self) -> dict[str, int]:

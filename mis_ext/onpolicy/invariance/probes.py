@@ -213,7 +213,7 @@ def _join(pieces: list[Piece]) -> Piece:
 
 
 def _coarsest_eps(*dtypes: torch.dtype) -> float:
-    """Of the floating-point ones; float32's where there is none."""
+    """The largest machine epsilon of the floating-point dtypes; float32's where there is none."""
     floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max((torch.finfo(dtype).eps for dtype in floats), default=2.0**-23)
 

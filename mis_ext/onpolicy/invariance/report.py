@@ -13,7 +13,7 @@ Judge = Literal["float64", "magnitude", "non-finite"]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What one probe found.
+    """What one probe found: its name, its outcome, and by how much rows differ.
 
     Attributes:
         name: What was done.
@@ -46,7 +46,7 @@ class InvarianceReport:
 
     @property
     def kind(self) -> Kind:
-        """The gravest outcome.
+        """The gravest outcome of all probes.
 
         - "not repeatable": the same call gave other bits, so nothing else can be told.
         - "batch-dependent": rows truly depend on what else is in the call.

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 
 def positional_parameters(module: Module) -> list[str]:
-    """Those of its forward that can be passed by position; none where that is not Python."""
+    """The parameters of the forward that can be passed by position; none where it is not Python."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):

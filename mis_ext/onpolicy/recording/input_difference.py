@@ -59,7 +59,7 @@ class InputDifference:
         return InputState(is_there_N, differs_N)
 
     def all_rows(self) -> InputState:
-        """All inputs in all rows, as one row."""
+        """Whether there are inputs, and whether any row of them differs, as one row."""
         differs = any(bool(compared.differs_N.any()) for compared in self._compared)
         return InputState(torch.tensor([bool(self._compared)]), torch.tensor([differs]))
 

@@ -93,7 +93,7 @@ class _Forward:
 
 
 class Recorder:
-    """Holds what :func:`record` collects."""
+    """Hooks on the modules of a model, and the rows that they collect; :func:`record` makes one."""
 
     def __init__(
         self,

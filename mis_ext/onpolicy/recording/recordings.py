@@ -130,7 +130,7 @@ class RecordingBuilder:
         self._skipped[f"{describe(module, label)} {kind}"] = reason
 
     def build(self, *, repeated: Repeated = "error") -> Recording:
-        """Everything so far.
+        """The recording of everything added so far.
 
         Args:
             repeated: Which of several different values of one row stays; equal bits are one value.

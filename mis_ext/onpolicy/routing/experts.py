@@ -199,7 +199,7 @@ def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
 
 
 def _decode(encoded: str, dtype: torch.dtype) -> Tensor:
-    """The values, int32."""
+    """The numbers that base64 text holds, converted to int32."""
     try:
         data = base64.b64decode(encoded, validate=True)
     except binascii.Error as error:

@@ -132,7 +132,7 @@ class RoutingLayout:
         )
 
     def local(self, samples: Sequence[RoutedExperts], *, missing: MissingPolicy = "error") -> LocalRouting:
-        """The samples' experts, row by row.
+        """The experts of this rank's tokens, row by row as the routers see them.
 
         Args:
             samples: The experts of each sample, in the order of ``lengths``.

@@ -22,7 +22,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Occupant(Protocol):
-    """What may stand in a router's slot."""
+    """What may stand in the replay slot of a Megatron-Core router: it chooses the experts of each token."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK

@@ -55,7 +55,7 @@ class BoundaryAction(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """One call after the others.
+    """Where a call joins the earlier calls of its conversation: how its prompt compares with what is known.
 
     Attributes:
         kind: The class; None where only a tokenizer could tell and none was given.

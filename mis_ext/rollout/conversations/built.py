@@ -11,7 +11,7 @@ from mis_ext.rollout.training_sample import TrainingSample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """What became of one conversation.
+    """The samples of one conversation, and what became of each of its calls.
 
     Attributes:
         samples: In the order of their last calls. Every sampled token is trained in at most one of them.

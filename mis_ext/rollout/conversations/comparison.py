@@ -16,7 +16,7 @@ from mis_ext.rollout.token_bytes import token_bytes_of
 
 
 class Finding(NamedTuple):
-    """What a prompt is.
+    """How a prompt compares with the calls before it.
 
     Attributes:
         kind: The class; None where only a tokenizer could tell and none was given.

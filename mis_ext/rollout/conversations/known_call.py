@@ -42,7 +42,7 @@ class KnownCall:
 
     @property
     def end(self) -> int:
-        """The number of ids that are known."""
+        """The number of ids that are known after the call: its prompt and what it sampled."""
         return len(self.prompt) + len(self.generation.sampled_ids)
 
     @property

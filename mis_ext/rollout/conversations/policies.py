@@ -15,7 +15,7 @@ _SAME_CONVERSATION = (BoundaryKind.RETOKENIZED, BoundaryKind.RETEMPLATED, Bounda
 
 
 def choose_action(policy: Policy, call: Generation, finding: Finding) -> BoundaryAction:
-    """What a policy does with a call.
+    """The action that a policy takes at a boundary of this class.
 
     Raises:
         ValueError: ``"correct"`` needs a tokenizer here.

@@ -29,7 +29,7 @@ class Run:
 
     @property
     def size(self) -> int:
-        """How many ids."""
+        """The number of ids of the run."""
         return self.stop - self.start
 
     def count_equal(self, ids: list[int], position: int) -> int:
@@ -55,7 +55,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """How far ids are those of a tree.
+    """How far a list of ids goes along a tree of calls.
 
     Attributes:
         run: Where they part from it, or end.
@@ -119,7 +119,7 @@ class PrefixTree:
 
 
 def _walk(run: Run, ids: list[int]) -> Place:
-    """How far ids go on behind a run."""
+    """The place that ``ids``, which begin behind a run, reach in its tree."""
     depth, offset, ancestors = 0, run.size, list[KnownCall]()
     while offset == run.size:
         ancestors = run.ended or ancestors
@@ -149,7 +149,7 @@ def find_mismatch(known: list[int], prompt: list[int]) -> int | None:
 
 
 def _first_difference(mine: list[int], theirs: list[int]) -> int:
-    """Of lists that differ."""
+    """The index of the first difference of two lists that differ."""
     low, high = 0, len(mine)
     while high - low > 1:
         middle = (low + high) // 2

@@ -72,7 +72,7 @@ class Call(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An episode that is over, or aborted.
+    """An episode of one sample that is over, or was aborted.
 
     Attributes:
         calls: All requests, in order; none if there was no room for a token.

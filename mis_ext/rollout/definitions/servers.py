@@ -64,7 +64,7 @@ class Speculation:
 
 
 def choose_backend(backend: SamplingBackend | None, server: Server, *, returns_processed: bool) -> SamplingBackend:
-    """Who draws; None is the server's default.
+    """The sampling backend that draws the tokens; the server's default where ``backend`` is None.
 
     Raises:
         ValueError: The server has no such backend, or not for processed log-probs.
@@ -80,7 +80,7 @@ def truncation_of(
     backend: SamplingBackend,
     speculation: Speculation | None,
 ) -> Truncation | None:
-    """Which tokens can be drawn, None if all."""
+    """The set from which tokens are drawn, by top-k, top-p and min-p; None if it is the whole vocabulary."""
     if is_greedy:
         return Truncation(top_k=1)
     kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=parameters.min_p)

@@ -27,7 +27,7 @@ _NOT_COMPARED = "not_compared"
 
 
 class Finding(NamedTuple):
-    """One thing at one line.
+    """One thing found at one line of a log.
 
     Attributes:
         kind: Its class.
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationCheck:
-    """What is in one conversation.
+    """What was found in one conversation of a log.
 
     Attributes:
         calls: Lines.

@@ -81,7 +81,7 @@ class RepeatedIds:
 
 
 def _num_shared(first: bytes, second: bytes) -> int:
-    """With how many bytes both begin."""
+    """The number of bytes with which both begin."""
     size = step = min(len(first), len(second))
     shared = 0
     while step:

@@ -43,7 +43,7 @@ class LogReport:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no reason to fail."""
+        """Whether the log proves all that it should: there is no reason to fail."""
         return not self.reasons()
 
     def reasons(self) -> list[str]:
