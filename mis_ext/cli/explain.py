@@ -108,9 +108,10 @@ def _show(name: str, found: Explanation) -> None:
     console.print(Text(name, style="bold"))
     console.print(Text(found.symbols, style="dim"))
     title("Steps, in their order. (That of gates does not matter: each looks at the original mask.)")
-    steps = Table("", "formula", "touches", "meaning", show_lines=True)
+    # Two columns: with four, a terminal of 80 columns would break each after every second word.
+    steps = Table("", "formula, what it touches, meaning", show_lines=True)
     for step in found.steps:
-        steps.add_row(*map(Text, step))
+        steps.add_row(Text(step.name), Text(f"{step.formula}\non {step.touches}: {step.meaning}"))
     console.print(steps)
     title("Gradient")
     lines(found.gradient)

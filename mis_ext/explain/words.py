@@ -18,8 +18,8 @@ SYMBOLS = (
 )
 
 _LEVELS = {
-    "token": "right for the token, not for the tokens before it: small variance, biased",
-    "sequence": "the exact weight of a response; its variance grows exponentially with length",
+    "token": "right for the token, not for the tokens before it. Its variance is small, and it is biased",
+    "sequence": "the exact weight of a response. Its variance grows exponentially with length",
     "geometric": "no importance weight, but its size does not depend on the length: about exp(-KL per token)",
 }
 _SCOPES = {
@@ -109,7 +109,7 @@ def _gate_step(name: str, gate: Gate) -> Step:
     if gate.target_accept is not None:
         after += f" at first; then scaled so that {gate.target_accept:.0%} pass"
     if gate.action == "reject":
-        meaning = "what lies outside leaves the mask: no policy loss, and no KL or entropy term of the host"
+        meaning = "what lies outside leaves the mask. It has no policy loss, and no KL or entropy term of the host"
     else:
         meaning = "what lies outside gets weight 0 and stays in the mask: no policy loss, but KL and entropy terms"
     return Step(name, f"{band_of(gate)}{after}", what, meaning)
