@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import tarfile
+from contextlib import redirect_stdout
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -78,7 +80,10 @@ def low_precision(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     dumps = write_dumps(folder / "dumps", kernels=0.12)
     arguments = ["--out", str(folder / "out"), "--preset", "mis", "--preset", "gated_mis"]
-    assert main(["report", str(dumps), *arguments]) == 0
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as shown:
+        patched.setenv("COLUMNS", "72")
+        assert main(["report", str(dumps), *arguments]) == 0
+    (folder / "terminal.txt").write_text(shown.getvalue())
     return folder / "out"
 
 
@@ -94,6 +99,15 @@ def test_every_number_is_in_the_json(low_precision) -> None:
     assert sum(map(sum, found["summary"]["density"])) == found["summary"]["overall"]["num_tokens"]
     (gated,) = (each for each in found["recommendation"]["ranking"] if each["name"] == "gated_mis")
     assert any("mis_max_reject_fraction" in text for text in gated["warnings"])
+
+
+def test_a_narrow_terminal_shows_the_names_of_traps_whole(low_precision) -> None:
+    shown = (low_precision.parent / "terminal.txt").read_text()
+    ranking = json.loads((low_precision / "summary.json").read_text())["recommendation"]["ranking"]
+    traps = {name for each in ranking for name in each["traps"]}
+    assert "narrow_geometric_band" in traps
+    assert [name for name in traps if name not in shown] == []
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
 def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precision) -> None:

@@ -74,7 +74,7 @@ def test_the_table_by_version_grows_from_the_floor_of_kernels(dumps) -> None:
 def test_recorded_versions_make_stale_weights_likely(dumps, interval) -> None:
     found = only(collected(*Parts(Dumps(files(dumps, interval)))))
     assert (found.cause, found.confidence) == ("stale_weights", "likely")
-    assert all(words in found.evidence for words in (" fresh, ", " 1 behind", "% of the tokens"))
+    assert all(words in found.evidence for words in (": fresh 1", ", 1 behind 0.00", "% of the tokens"))
 
 
 @pytest.mark.parametrize("interval", [2, 4])

@@ -175,7 +175,13 @@ def _show(report: Report, folder: Path) -> None:
     for name in _NUMBERS:
         grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
     console.print(grid)
-    table = Table("configuration", "kept", "ESS", "lr", "left", "traps", title="what if")
+    console.print(Text("  What each number means, and when to worry: report.html", style="dim"))
+    table = Table(title="what each configuration would do, the best first")
+    table.add_column("configuration", overflow="fold")
+    for column in ("kept", "ESS", "lr", "left"):
+        table.add_column(column, no_wrap=True)
+    # As wide as their longest name.
+    table.add_column("traps", no_wrap=True)
     for ranked in found.ranking:
         outcome = ranked.outcome
         cells = [
@@ -187,6 +193,13 @@ def _show(report: Report, folder: Path) -> None:
         cells += [number(outcome.residual), "\n".join(ranked.traps)]
         table.add_row(*map(Text, cells), style="yellow" if ranked.warnings else "")
     console.print(table)
+    console.print(
+        Text(
+            "  kept: tokens. ESS, lr (effective learning rate): of what multiplies the loss, 1 without a correction. "
+            "left: its mean distance from the ratio",
+            style="dim",
+        )
+    )
     if any(ranked.traps for ranked in found.ranking):
         console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))
     for skipped in report.skipped[:10]:

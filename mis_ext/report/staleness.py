@@ -46,9 +46,9 @@ def _by_version(groups: list[Group], sequences: Sequences) -> Iterator[Diagnosis
     """Tokens of the farthest versions differ more than those of the nearest; ``groups`` come nearest first."""
     nearest, farthest = groups[0], groups[-1]
     title = "weights of an earlier step"
-    listed = ", ".join(f"{group.k3:.2g} {group.name if group.low else 'fresh'}" for group in groups[:MAX_LISTED])
+    listed = ", ".join(f"{group.name if group.low else 'fresh'} {group.k3:.2g}" for group in groups[:MAX_LISTED])
     share = sum(group.num_tokens for group in groups if group.low) / sum(group.num_tokens for group in groups)
-    evidence = f"{share:.0%} of the tokens were sampled with other weights than the trainer's; k3 is {listed}"
+    evidence = f"{share:.0%} of the tokens were sampled with other weights than the trainer's; k3 by version: {listed}"
     if farthest.k3 > GROWTH * nearest.k3 and _is_more(*(_log_gaps(group, sequences) for group in (farthest, nearest))):
         yield _diagnosis("likely", title, evidence)
     elif nearest.low and nearest.k3 > QUANTISED_K3:
