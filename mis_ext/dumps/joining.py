@@ -43,6 +43,7 @@ class Joiner:
 
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
+        self._folders: dict[str, str] = {}
         self._skipped: Counter[tuple[str, str]] = Counter()
 
     @property
@@ -58,7 +59,7 @@ class Joiner:
         """
         met: Counter[Any] = Counter()
         for sample in samples:
-            key = _identity(sample)
+            key = self._identity(sample)
             # Samples of one file are all different ones.
             met[key] += 1
             if key is None:
@@ -71,6 +72,13 @@ class Joiner:
         for known in self._known.values():
             if not known.is_whole:
                 yield _incomplete(known.parts)
+
+    def _identity(self, sample: DumpedSample) -> Any:
+        if sample.sample_index is None:
+            return None
+        if sample.path not in self._folders:
+            self._folders[sample.path] = str(Path(sample.path).resolve().parent)
+        return self._folders[sample.path], sample.rollout_id, sample.sample_index, fingerprint(sample.token_ids)
 
     def _add(self, sample: DumpedSample, known: _Known) -> Iterator[DumpedSample]:
         rank, size = (0, 1) if sample.part is None else sample.part[:2]
@@ -101,13 +109,6 @@ class Joiner:
 
 def _unnumbered(part: ContextPart | None) -> str | None:
     return None if part is None else "a part of a response without sample_indices: its other parts cannot be found"
-
-
-def _identity(sample: DumpedSample) -> Any:
-    if sample.sample_index is None:
-        return None
-    folder = str(Path(sample.path).resolve().parent)
-    return folder, sample.rollout_id, sample.sample_index, fingerprint(sample.token_ids)
 
 
 def _content(sample: DumpedSample) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mis_ext.dumps.keys import columns_of
+from mis_ext.dumps.mapped_tensors import load_mapped
 
 
 class TorchFile(NamedTuple):
@@ -61,6 +62,14 @@ def _rows(samples: Any) -> list[dict[str, Any]]:
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
+    try:
+        return load_mapped(path)
+    # Whatever it was, torch says it better, and reads more.
+    except Exception:
+        return _load_copied(path, trust_pickle)
+
+
+def _load_copied(path: Path, trust_pickle: bool) -> Any:
     try:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
