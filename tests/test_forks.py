@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("transformers", reason="real tokenizers: pip install transfo
 
 from agents import Conversation, rewrite
 from conversations import CASES, call, sample_of
-from tiny_tokenizers import TOKENIZERS, english_tokenizer
+from tiny_tokenizers import TOKENIZERS, encode, encode_bytewise, english_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.prefix_tree import Run, find_mismatch
@@ -206,3 +207,43 @@ def test_calls_that_part_anywhere_are_found_again(size) -> None:
         held = [known for known in knowns[:number] if find_mismatch(known, calls[number].prompt_ids) is None]
         found = boundary.continues and knowns[names.index(boundary.continues)]
         assert found == max(held, key=len, default=None)
+
+
+# A call that sampled nothing is not known.
+@pytest.mark.parametrize("name", sorted({*CASES} - {"empty_generation"}))
+@exact_policies
+def test_equal_numbers_of_other_types_are_taken_for_the_known_ids(name, policy) -> None:
+    """A client may send the ids it knows as 7.0."""
+    first, second = CASES[name](english_tokenizer()).calls
+    known = first.prompt_ids + first.sampled_ids
+    depth = find_mismatch(known, second.prompt_ids)
+    depth = len(known) if depth is None else depth
+    other = replace(second, prompt_ids=[*map(float, second.prompt_ids[:depth]), *second.prompt_ids[depth:]])
+    built, expected = (build_samples([first, each], policy=policy, tokenizer=TOKENIZER) for each in (other, second))
+    assert built == expected
+    assert {type(each) for sample in built.samples for each in sample.tokens} == {int}
+
+
+def test_ids_that_another_call_has_too_are_known_behind_a_splice() -> None:
+    """The prompt goes on from the second call in other tokens, and shares more of its ids with the first."""
+    begin, end, behind = (encode(TOKENIZER, text) for text in ("Where?", "<|im_end|>", " Next"))
+    apart, whole = encode_bytewise(TOKENIZER, " London"), encode(TOKENIZER, " London")
+    first = call("first", begin, [*apart, *end, *encode(TOKENIZER, " Other")])
+    second = call("second", begin, whole)
+    later = call("later", [*begin, *map(float, apart), *map(float, end), *behind], [9])
+    built = build_samples([first, second, later], policy="correct", behind_splice="flag", tokenizer=TOKENIZER)
+    assert (built.boundaries[-1].kind, built.boundaries[-1].continues) == ("retokenized", "second")
+    assert built.samples[-1] == sample_of(begin, second, [*end, *behind], later, flagged=[later])
+    assert {type(each) for each in built.samples[-1].tokens} == {int}
+
+
+def test_ids_that_another_call_has_too_are_known_behind_the_call_that_goes_on() -> None:
+    other, first, later = (
+        call("other", [7, 8, 5, 6], [1]),
+        call("first", [7], [8]),
+        call("later", [7.0, 8.0, 5.0, 2], [9]),
+    )
+    built = build_samples([other, first, later], policy="split")
+    assert (built.boundaries[-1].kind, built.boundaries[-1].continues) == ("contiguous", "first")
+    assert built.samples[-1] == sample_of([7], first, [5, 2], later)
+    assert {type(each) for each in built.samples[-1].tokens} == {int}

@@ -97,10 +97,9 @@ class _Builder:
         self._check(call, prompt, first_new=place.depth)
         last = self.calls[-1] if self.calls else None
         finding = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
-        if finding.position is not None or finding.rest != place.depth:
-            # Known ids were checked; what equals them in the prompt may be True or 1.0.
-            prompt = place.shared + prompt[place.depth :]
         action = choose_action(self._policy, call, finding)
+        if not _goes_on_behind(place.depth, finding, action):
+            prompt = place.with_known_ids(prompt)
         known = KnownCall(
             number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans], ancestor=place.ancestor
         )
@@ -153,9 +152,14 @@ class _Builder:
         earlier = previous if compared is None else compared.generation
         if position is None and not previous.sampled_ids:
             kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
-        boundary = Boundary(kind=kind, action=action, earlier=earlier.request_id, later=call.generation.request_id)
-        if call.parent is not None and action not in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
-            boundary = replace(boundary, continues=call.parent.generation.request_id)
+        is_used = action not in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED)
+        boundary = Boundary(
+            kind=kind,
+            action=action,
+            earlier=earlier.request_id,
+            later=call.generation.request_id,
+            continues=call.parent.generation.request_id if call.parent is not None and is_used else None,
+        )
         if position is not None and compared is not None:
             expected_id, found_id = compared.known(position, position + 1), call.prompt[position : position + 1]
             around = slice(max(0, position - _CONTEXT_TOKENS), position + _CONTEXT_TOKENS)
@@ -172,7 +176,18 @@ class _Builder:
         self.boundaries.append(boundary)
 
     def _decode(self, ids: list[int]) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
+
+
+def _goes_on_behind(depth: int, finding: Finding, action: BoundaryAction) -> bool:
+    """Whether nobody takes the first ``depth`` ids, which are known, from the prompt.
+
+    Known ids were checked; what equals them in the prompt may be True or 1.0.
+    """
+    if finding.position is None:
+        return finding.rest == depth
+    # What is spliced ends behind the mismatch.
+    return finding.position >= depth and action is BoundaryAction.SPLICED
 
 
 def _find_illegal_id(ids: list[int], largest: int) -> int | None:

@@ -75,9 +75,8 @@ class Place(NamedTuple):
         """The last of the calls that share the most ids."""
         return self.run.latest
 
-    @property
-    def shared(self) -> list[int]:
-        """The ids that they share with the tree, as they stand in the tree."""
+    def with_known_ids(self, prompt: list[int]) -> list[int]:
+        """The prompt, which is what was looked up, with the ids that it shares with the tree as they stand there."""
         run: Run | None = self.run
         parts, size = list[list[int]](), self.offset
         while run is not None:
@@ -85,7 +84,7 @@ class Place(NamedTuple):
             run = run.before
             size = run.size if run else 0
         ids = list[int]()
-        for part in reversed(parts):
+        for part in (*reversed(parts), prompt[self.depth :]):
             ids += part
         return ids
 
