@@ -226,3 +226,12 @@ def test_the_audit_finds_a_difference_in_one_file_of_all_ranks(tmp_path) -> None
     first = report["first_divergence"]
     assert (first["sample"], first["position"], first["token_id"]) == (0, 1, 5)
     assert report["rollout_weight_versions"] == ["0", "2"]
+
+
+def test_runs_in_folders_of_their_own_are_not_each_other_s_ranks(tmp_path) -> None:
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        one_file_of_all_ranks(tmp_path / run / "7.pt", run=run)
+    assert len(read(tmp_path / "a/7.pt", tmp_path / "b/7.pt")) == 6
+    shutil.copy(tmp_path / "b/7.pt", tmp_path / "a/8.pt")
+    assert len(read(tmp_path / "a/7.pt", tmp_path / "a/8.pt")) == 3

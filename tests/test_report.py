@@ -20,6 +20,8 @@ from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.recommendation import circumstances_of
 from mis_ext.report.sequences import BANDS
+from mis_ext.report.signals import SUMS as SIGNAL_SUMS
+from mis_ext.report.signals import Signals
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
 
@@ -262,3 +264,15 @@ def test_tokens_without_an_advantage_have_no_sign() -> None:
     values = [torch.full((length,), -1.0) for length in (2, 3, 4)]
     part = Part.of_lists(proximal=values, behavior=values, advantages=[None, torch.tensor(1.0), torch.tensor(0.0)])
     assert [(group.name, group.num_tokens) for group in summarize([part]).by_sign] == [("zero", 4), ("positive", 3)]
+
+
+def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:
+    behavior, proximal = torch.tensor([0.0, -0.5, -0.3, -9.0]), torch.tensor([-0.25, 0.0, -0.7, math.nan])
+    signals = Signals.of(Part.of_lists(proximal=[proximal], behavior=[behavior]))
+    # Numbers that are not 0, and those of them that bfloat16 has: -0.25 and -0.7, -0.5 and -0.3.
+    assert signals.rounded.tolist() == [[2, 1], [2, 1]]
+    # A behavior log-prob of 0 says nothing about the engines.
+    sums = dict(zip(SIGNAL_SUMS, signals.lines.tolist(), strict=True))
+    assert (sums["count"], sums["difference"]) == pytest.approx((2, 0.1))
+    assert (sums["behavior"], sums["proximal"]) == pytest.approx((-0.8, -0.7))
+    assert (sums["behavior_difference"], sums["proximal_difference"]) == pytest.approx((-0.13, 0.28))

@@ -106,7 +106,12 @@ class Part:
 
     def of_valid(self, values_T: Tensor) -> Tensor:
         """The values of valid tokens, one after the other."""
-        return values_T if self.all_valid else values_T[self.tokens.valid_mask_T]
+        return values_T if self.all_valid else values_T.index_select(0, self.valid_N)
+
+    @cached_property
+    def valid_N(self) -> Tensor:
+        """Which tokens are valid."""
+        return self.tokens.valid_mask_T.nonzero().flatten()
 
     @cached_property
     def valid_difference(self) -> Tensor:
