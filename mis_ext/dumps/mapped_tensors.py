@@ -42,6 +42,8 @@ def load_mapped(path: Path) -> Any:
 
     Names in the file are looked up in a fixed table, so that nothing in it can run.
 
+    As with every mapped file, nobody may cut it short while its tensors are in use: the process would be killed.
+
     Raises:
         Exception: Of any kind: the file is none, is not whole, or holds something else. ``torch.load`` may read it.
     """
