@@ -1,6 +1,7 @@
 """Files of torch.save that are mapped: what torch.load gives, without running or copying anything."""
 
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_a_file_is_what_was_saved(tmp_path) -> None:
     for expected, tensor in pairs:
         assert (tensor.dtype, tensor.shape, tensor.stride()) == (expected.dtype, expected.shape, expected.stride())
         assert torch.equal(tensor, expected)
+
+
+def test_a_sign_that_is_not_in_the_numbers_is_not_lost(tmp_path) -> None:
+    negated = torch.tensor([1.0 + 2.0j]).conj().imag
+    torch.save(negated, tmp_path / "7.pt")
+    with pytest.raises(pickle.UnpicklingError, match="a sign that is not in its numbers"):
+        load_mapped(tmp_path / "7.pt")
 
 
 def test_tensors_of_one_memory_still_are(tmp_path) -> None:

@@ -97,8 +97,18 @@ class _Unpickler(pickle.Unpickler):
         return self._find(key, dtype, count)
 
 
-def _rebuild(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
+def _rebuild(
+    storage: _Storage,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    _requires_grad: bool,
+    _hooks: Any,
+    metadata: Any = None,
+) -> Tensor:
     """As ``torch._utils._rebuild_tensor_v2``; whether it needs a gradient does not matter here."""
+    if metadata:
+        raise pickle.UnpicklingError(f"a tensor with {metadata}, such as a sign that is not in its numbers")
     # Bounds are checked against the whole file.
     return storage.whole.as_strided(size, stride, storage.first + offset)
 
