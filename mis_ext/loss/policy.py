@@ -100,10 +100,10 @@ def compute_policy_loss(
             share_T=share_T,
             policy_share_T=policy_share_T,
             reducer=reducer,
-            token_metrics=token_metrics,
+            is_corrected=token_metrics is not None,
             with_kl="train_rollout_kl" in extra_metrics,
         )
-        totals = dict(passed.totals)
+        totals = passed.totals | correction_totals(token_metrics or {}, share_T)
         if "ess_ratio" in extra_metrics:
             totals["ess_ratio"] = effective_samples(
                 settings, tokens, log_ratio_T=passed.log_ratio_T, response_T=response_T
@@ -154,12 +154,11 @@ def _token_pass(
     share_T: Tensor,
     policy_share_T: Tensor,
     reducer: Reducer | None,
-    token_metrics: Mapping[str, Tensor] | None,
+    is_corrected: bool,
     with_kl: bool,
 ) -> _Passed:
     found = evaluate(settings, method, tokens, corrected=corrected, response_T=response_T, reductions=reductions)
-    rows = token_rows(settings, tokens, found, is_corrected=token_metrics is not None, with_kl=with_kl)
-    totals = {**totals_of(rows, share_T), **correction_totals(token_metrics or {}, share_T)}
+    totals = totals_of(token_rows(settings, tokens, found, is_corrected=is_corrected, with_kl=with_kl), share_T)
     if tokens.entropy_T is None:
         totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
     if settings.opsm_delta is not None:
