@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
+from interpreted import dot_row_by_row
 
 from mis_ext.onpolicy.batch_invariant import triton_accumulation as accumulation
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
@@ -66,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Check, time and print, a kernel after the other."""
     options = _parse(arguments)
     torch.manual_seed(0)
+    if DEVICE.type == "cpu":
+        import_module("triton.runtime.interpreter").InterpreterBuilder.create_dot = dot_row_by_row
     hardware = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"{platform.machine()} CPU, interpreted"
     print(f"{hardware}; torch {torch.__version__}, triton {triton.__version__}\n")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")

@@ -1,9 +1,15 @@
 """Where the Triton kernels run in the tests: on a GPU if there is one, else in Triton's interpreter."""
 
-import numpy as np
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from interpreted import dot_row_by_row
 
 from mis_ext.correction.backend import triton_obstacle
 from mis_ext.onpolicy.bits import same_bits
@@ -29,7 +35,7 @@ def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
     """As on a GPU, whose instruction for a tile rounds all of its rows alike. For a test module to import."""
     if not HAS_GPU:
         interpreter = pytest.importorskip("triton.runtime.interpreter")
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_the_interpreter)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_row_by_row)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -39,16 +45,3 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     same = same_bits(actual, expected)
     assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
-
-
-def dot_of_the_interpreter(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """``tl.dot`` in the interpreter, each element by itself: the terms are added in the order of k.
-
-    The interpreter multiplies by ``numpy.matmul``, where the BLAS may round the rows of one tile differently. OpenBLAS
-    0.3.29 does so in its kernels for Haswell, those of a CPU without AVX-512, not in those for SkylakeX.
-    """
-    a_data, b_data = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
-    total = np.zeros_like(d.data)
-    for k in range(a_data.shape[-1]):
-        total += a_data[..., :, k, None] * b_data[..., k, None, :]
-    return type(d)(total + d.data, d.dtype.scalar)
