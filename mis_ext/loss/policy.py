@@ -75,17 +75,7 @@ def compute_policy_loss(
         ValueError: The pass over tokens cannot be compiled under context parallelism.
     """
     layout = tokens.layout
-    reductions = Reductions(layout, cp_group=tokens.cp_group)
-    if settings.compiled and settings.sums_sequences is not None:
-        if tokens.cp_group is not None:
-            raise ValueError(
-                f"mis_loss_compile: {settings.sums_sequences} sums over sequences, which context parallelism exchanges "
-                "among ranks inside of what would be compiled; remove mis_loss_compile"
-            )
-        if layout.padding is None:
-            settings = replace(settings, compiled=False)
-        else:
-            reductions = GraphReductions(layout.padding, layout.sequence_T)
+    settings, reductions = _prepared(settings, tokens)
     with torch.no_grad():
         share_T = _share(settings, tokens, tokens.divisor_S)
         policy_share_T = share_T
@@ -114,6 +104,22 @@ def compute_policy_loss(
     )
     names = [*ORDER, *(token_metrics or ()), *LAST]
     return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T)
+
+
+def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:
+    """How tokens become sequences, and the settings without compilation where a graph would not hold for others."""
+    layout = tokens.layout
+    if not settings.compiled or settings.sums_sequences is None:
+        return settings, Reductions(layout, cp_group=tokens.cp_group)
+    if tokens.cp_group is not None:
+        raise ValueError(
+            f"mis_loss_compile: {settings.sums_sequences} sums over sequences, which context parallelism exchanges "
+            "among ranks inside of what would be compiled; remove mis_loss_compile"
+        )
+    if layout.padding is None:
+        # One sequence is far longer than the others: they are summed in a tree, whose depth differs.
+        return replace(settings, compiled=False), Reductions(layout)
+    return settings, GraphReductions(layout.padding, layout.sequence_T)
 
 
 class _Passed(NamedTuple):
