@@ -19,7 +19,7 @@ from tiny_tokenizers import encode
 from tokens.sample import Sample, Status, host_args
 from transformers import AutoTokenizer
 
-from mis_ext.rollout.custom_generate import definitions
+from mis_ext.rollout.custom_generate import chat, definitions
 from mis_ext.rollout.custom_generate.function import generate
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -51,6 +51,8 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monk
         return AutoTokenizer.from_pretrained(tokenizer_folder)
 
     loaded = []
+    # Whatever ran before.
+    chat.load_tokenizer.cache_clear()
     client, loader = (types.ModuleType(f"{host}.utils.{name}") for name in ("http_utils", "processing_utils"))
     client.post, loader.load_tokenizer = post, load_tokenizer
     for module in (types.ModuleType(host), types.ModuleType(f"{host}.utils"), client, loader):
