@@ -146,7 +146,7 @@ def _cases(*, smoke: bool) -> Iterator[Case]:
         yield _combine(*sizes[:2], sizes[3], dtype)
     for dtype in (half, torch.float32):
         for batch, length, dim in [(2, 20, 16)] if smoke else [(8, 1024, 64), (8, 1024, 128)]:
-            yield _attention(batch, length, 2 if smoke else 16, dim, dtype)
+            yield attention_case(batch, length, 2 if smoke else 16, dim, dtype)
             yield _attention_gradient(batch, length, 2 if smoke else 16, dim, dtype)
         yield _decode(*((2, 20, 2, 16) if smoke else (16, 2048, 16, 128)), dtype)
     rows, width = (3, 70) if smoke else (4096, 151_936)
@@ -313,7 +313,8 @@ def _packed(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _attention(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+def attention_case(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> Case:
+    """Causal attention of ``batch`` packed sequences; some rows are checked against a decode of theirs."""
     q, k, v = (_random(batch * length, heads, dim, dtype=dtype) for _ in range(3))
     packing = _packing([length] * batch, [length] * batch, dim)
     positions = _some(length)
