@@ -6,21 +6,18 @@ The host has no part in the times: medians of 7, in milliseconds. A tile is quer
 bits to be of use.
 """
 
-import statistics
 import sys
-from collections.abc import Callable
 from unittest import mock
 
 import torch
 from bench_batch_invariant import attention_case
-from device_time import device_milliseconds
+from device_time import median_milliseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
 from mis_ext.onpolicy.bits import same_bits
 
 TILES = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 2), (128, 8, 2), (128, 8, 3), (128, 4, 2), (32, 4, 2)]
-REPEATS = 7
 
 
 def main() -> None:
@@ -34,27 +31,21 @@ def main() -> None:
         case = attention_case(8, 1024, 16, head_dim, torch.bfloat16)
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             with sdpa_kernel(backend):
-                line(case.shape, f"torch, {backend.name}", milliseconds(case.torch))
-        line(case.shape, "torch, by default", milliseconds(case.torch))
-        line(case.shape, "ours", milliseconds(case.ours))
+                line(case.shape, f"torch, {backend.name}", median_milliseconds(case.torch))
+        line(case.shape, "torch, by default", median_milliseconds(case.torch))
+        line(case.shape, "ours", median_milliseconds(case.ours))
         bits = case.ours()
         usual = attention.tiles_of(torch.bfloat16, head_dim)
         for tile in TILES:
             tiles = usual._replace(forward=attention.Tile(*tile))
             with mock.patch.object(attention, "tiles_of", return_value=tiles):
                 same = same_bits(case.ours(), bits).all()
-                line(case.shape, f"ours, {tile}", milliseconds(case.ours), "yes" if same else "no")
+                line(case.shape, f"ours, {tile}", median_milliseconds(case.ours), "yes" if same else "no")
 
 
 def line(shape: str, kernel: str, time: float, same: str = "") -> None:
     """A row of the table."""
     print(f"| {shape} | {kernel} | {time:.4f} | {same} |", flush=True)
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call on the device."""
-    call()
-    return statistics.median(device_milliseconds(call) for _ in range(REPEATS))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import torch
 
-CALLS = 10
+CALLS, REPEATS = 10, 7
 # About 10 ms: the host hands over all calls meanwhile, unless one of them waits for the device.
 HEAD_START_CYCLES = 20_000_000
 
@@ -22,3 +23,9 @@ def device_milliseconds(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / CALLS
+
+
+def median_milliseconds(call: Callable[[], object]) -> float:
+    """The median of ``REPEATS`` such times, after a first call, which compiles."""
+    call()
+    return statistics.median(device_milliseconds(call) for _ in range(REPEATS))
