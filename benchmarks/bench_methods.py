@@ -1,10 +1,10 @@
 """What each preset costs: from packed log-probs and advantages to the coefficient and the loss of each token.
 
-    python benchmarks/bench_methods.py [--device cuda] [--shape 64x2048] [--presets ppo gspo] [--json FILE]
+    python benchmarks/bench_methods.py [--device cuda] [--shape 64x2048] [--presets ppo gspo] [--compiled] [--json FILE]
 
 Prints Markdown. Each call has lengths that no call has had before, as in training. Times are from the call until the
 device is idle, medians. *Launches* and *waits* are of one call of the profiler, on a CPU ATen operations and reads of a
-value; *of few* are the launches with an eighth of the samples.
+value, which cannot be counted in what is compiled; *of few* are the launches with an eighth of the samples.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ class Inputs:
         }
 
     def next(self) -> dict[str, Any]:
-        """The same tokens, dealt out among the samples in another way."""
+        """Most of the tokens, dealt out among the samples in another way."""
         order = torch.randperm(len(self._lengths), generator=self._generator).tolist()
         lengths = [self._lengths[index] for index in order]
-        shift = int(torch.randint(1, min(lengths), (), generator=self._generator))
-        lengths[0], lengths[-1] = lengths[0] - shift, lengths[-1] + shift
-        return self._tensors | {"layout": PackedLayout.whole(lengths, device=self._device)}
+        left, dropped = torch.randint(1, min(lengths), (2,), generator=self._generator).tolist()
+        lengths[0], lengths[1] = lengths[0] - left, lengths[1] + max(left - dropped, 0)
+        tensors = {name: values_T[: sum(lengths)] for name, values_T in self._tensors.items()}
+        return tensors | {"layout": PackedLayout.whole(lengths, device=self._device)}
 
 
-def call(method: Method, item: dict[str, Any]) -> Any:
+def call(method: Method, compiled: bool, item: dict[str, Any]) -> Any:
     """The method itself, with its gradient path."""
-    return method(**item)
+    return method(**item, compiled=compiled)
 
 
 def measure(
-    method: Method, inputs: Inputs, few: Inputs, *, world: World, options: argparse.Namespace
+    method: Method, compiled: bool, inputs: Inputs, few: Inputs, *, world: World, options: argparse.Namespace
 ) -> dict[str, float]:
     """Everything about one preset."""
-    work = partial(call, method)
+    work = partial(call, method, compiled)
     for _ in range(measuring.WARM_UP_CALLS):
         work(inputs.next())
         work(few.next())
@@ -86,6 +87,8 @@ def measure(
         "max_s": max(times.total),
         "host_s": statistics.median(times.host),
     }
+    if world.device.type != "cuda" and compiled:
+        return row
     if world.device.type != "cuda":
         counted = [measuring.count_dispatched(work, each.next(), world) for each in (inputs, few)]
         return row | {
@@ -109,7 +112,8 @@ def cells(name: str, row: dict[str, float]) -> list[str]:
     times = [
         f"{row[key] * 1e3:.3f}" if key in row else "-" for key in ("median_s", "min_s", "max_s", "host_s", "device_s")
     ]
-    return [name, *times, *(f"{row[key]:.0f}" for key in ("launches", "launches_few", "waits"))]
+    counts = [f"{row[key]:.0f}" if key in row else "-" for key in ("launches", "launches_few", "waits")]
+    return [name, *times, *counts]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,6 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default=None, metavar="SxL", help="64x2048, on a CPU 8x256")
     parser.add_argument("--presets", nargs="+", default=[*PRESETS], metavar="NAME")
+    parser.add_argument("--compiled", action="store_true", help="each with torch.compile too; seconds for each")
     parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of timed calls per line; at least 5 calls")
     parser.add_argument("--seed", type=int, default=0)
@@ -132,10 +137,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     header = reporting.header(world, options.seed)
     print("\n".join(header.values()), f"\n\n{shape}\n", flush=True)
-    rows = {
-        name: measure(find_preset(name).method, inputs, few, world=world, options=options)
-        for name in track(options.presets, description="presets")
-    }
+    rows = {}
+    for name in track(options.presets, description="presets"):
+        for compiled in (False, True) if options.compiled else (False,):
+            row = measure(find_preset(name).method, compiled, inputs, few, world=world, options=options)
+            rows[f"{name}, compiled" if compiled else name] = row
     print(reporting.table(COLUMNS, [cells(name, row) for name, row in rows.items()]))
     if options.json:
         Path(options.json).write_text(json.dumps({"header": header, "rows": rows}, indent=1))

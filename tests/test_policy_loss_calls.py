@@ -20,7 +20,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles import host as hosts
 from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
-from mis_ext.loss.policy import MILES_METRICS, token_pass_of
+from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
@@ -187,23 +187,6 @@ def reentrant(keys: dict, function) -> tuple:
     loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
     loss.backward()
     return loss.detach(), metrics, logits.grad
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """What is compiled, captured as a whole and run as captured: Inductor takes half a minute."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(graph)
-        return graph.forward
-
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=backend, **options))
-    token_pass_of.cache_clear()
-    torch.compiler.reset()
-    yield found
-    token_pass_of.cache_clear()
 
 
 @pytest.mark.parametrize("mode", ["baseline", "bypass"])

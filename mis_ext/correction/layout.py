@@ -42,6 +42,46 @@ class Padding(NamedTuple):
         return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class WholeResponses:
+    """A layout of whole responses in tensors alone: a graph of ``torch.compile`` holds for other lengths too.
+
+    Attributes:
+        padding: How sequences are padded.
+        sequence_T: The sequence of each token.
+    """
+
+    padding: Padding
+    sequence_T: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def offset_T(self) -> Tensor:
+        """``[T]``: how many tokens of its sequence stand before a token."""
+        return _offset(self.sequence_T, self.padding.position_SL[:, 0])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.padding.position_SL.shape[1]
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """``[T]``: give every token the value of its sequence."""
+        return values_S.index_select(0, self.sequence_T)
+
+    def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
+        """``[F, S]``: as :meth:`PackedLayout.reduce`."""
+        return self.padding.reduce(rows_FT, op)
+
+    def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
+        """``[F, S]``: sums over the tokens of each sequence."""
+        return self.reduce(rows_FT, "sum")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
     """``T`` local tokens of ``S`` sequences; ``R`` tokens in the whole responses, equal on all context-parallel ranks.
@@ -167,6 +207,23 @@ class PackedLayout:
             self._sequences.append(torch.repeat_interleave(length_S, output_size=self.num_local_tokens))
         return self._sequences[0]
 
+    @property
+    def offset_T(self) -> Tensor:
+        """``[T]``: how many local tokens of its sequence stand before a local token."""
+        return _offset(self.sequence_T, self._length_and_start_2S[1])
+
+    @property
+    def longest(self) -> int:
+        """Local tokens of the sequence that has most of them."""
+        return max(self.local_lengths, default=0)
+
+    @property
+    def whole_responses(self) -> WholeResponses | None:
+        """This layout in tensors alone; None where one sequence is far longer than the others, or ranks share them."""
+        if not self.is_whole or self.padding is None:
+            return None
+        return WholeResponses(self.padding, self.sequence_T)
+
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every local token the value of its sequence."""
         return values_S.index_select(0, self.sequence_T)
@@ -201,7 +258,7 @@ class PackedLayout:
         return self._padding[0]
 
     def _padded(self) -> Padding | None:
-        longest = max(self.local_lengths, default=0) or 1
+        longest = self.longest or 1
         if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
             return None
         length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
@@ -229,6 +286,10 @@ class PackedLayout:
             )
             self._index.append(index)
         return self._index[0]
+
+
+def _offset(sequence_T: Tensor, start_S: Tensor) -> Tensor:
+    return torch.arange(len(sequence_T), device=sequence_T.device) - start_S.index_select(0, sequence_T)
 
 
 @functools.lru_cache(maxsize=2)

@@ -32,8 +32,9 @@ from mis_ext.loss.metrics import (
 from mis_ext.loss.objective import method_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.tokens import LossTokens
+from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.method import Method
-from mis_ext.methods.reductions import GraphReductions, Reductions
+from mis_ext.methods.reductions import Reductions
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -116,10 +117,11 @@ def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings,
             f"mis_loss_compile: {settings.sums_sequences} sums over sequences, which context parallelism exchanges "
             "among ranks inside of what would be compiled; remove mis_loss_compile"
         )
-    if layout.padding is None:
+    whole = layout.whole_responses
+    if whole is None:
         # One sequence is far longer than the others: they are summed in a tree, whose depth differs.
         return replace(settings, compiled=False), Reductions(layout)
-    return settings, GraphReductions(layout.padding, layout.sequence_T)
+    return settings, Reductions(whole)
 
 
 class _Passed(NamedTuple):
@@ -139,14 +141,10 @@ def token_pass_of(settings: LossSettings) -> Callable[..., _Passed]:
     """The pass over tokens, compiled where the settings say so: one graph for micro-batches of any lengths."""
     method = method_of(settings)
 
-    # Not functools.partial, of which torch counts the graphs of everyone in the process together, up to its limit.
     def one_pass(*args: Any, **kwargs: Any) -> _Passed:
         return _token_pass(settings, method, *args, **kwargs)
 
-    if not settings.compiled:
-        return one_pass
-    compiled: Callable[..., _Passed] = torch.compile(one_pass, dynamic=True, fullgraph=True)
-    return compiled
+    return graph_of(one_pass) if settings.compiled else one_pass
 
 
 def _token_pass(

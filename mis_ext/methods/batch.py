@@ -55,9 +55,10 @@ class Batch:
         if whole_sequences:
             valid_T = response_mask_T & (reductions.count(response_mask_T != valid_T) == 0.0)
         self.valid_T = valid_T
-        self.advantages_T, *finite = torch.where(valid_T, rows, 0.0).unbind()
-        self._state_values_T = finite.pop(0) if values else None
-        self._log_probs = dict(zip(log_probs, finite, strict=True))
+        finite = torch.where(valid_T, rows, 0.0).unbind()
+        self.advantages_T = finite[0]
+        self._state_values_T = finite[1] if values else None
+        self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
         self._statistics: dict[Pair, Values] = {}
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}

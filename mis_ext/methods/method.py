@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import Batch, Policy
 from mis_ext.methods.denominators import terms_of
 from mis_ext.methods.factors import Factor
+from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.kl_terms import Term
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
 from mis_ext.methods.surrogates import Surrogate
@@ -99,6 +101,7 @@ class Method:
         layout: PackedLayout,
         cp_group: Group | None = None,
         dp_group: Group | None = None,
+        compiled: bool = False,
     ) -> MethodResult:
         """Coefficient and loss of each local token. No reading of values on the host, no loop over sequences.
 
@@ -114,10 +117,12 @@ class Method:
             layout: Lengths, and where the local tokens lie.
             cp_group: Ranks that hold other parts of the same sequences; None for one rank.
             dp_group: Ranks that hold other sequences, for statistics of the batch; None for one rank.
+            compiled: Fuse it with ``torch.compile``: fewer launches, the same numbers up to rounding, one graph for
+                calls of any lengths. A call of which one sequence is far longer than the others runs as without.
 
         Raises:
-            ValueError: The log-probs of a policy or the values of states are missing, or a tensor has another length
-                than the layout says.
+            ValueError: The log-probs of a policy or the values of states are missing, a tensor has another length
+                than the layout says, or ``compiled`` is asked for with ranks that share the data.
         """
         given = {
             "behavior": behavior_logprobs_T,
@@ -139,15 +144,20 @@ class Method:
                 raise ValueError(
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )
+        whole = layout.whole_responses if compiled else None
+        if compiled and (cp_group is not None or dp_group is not None):
+            raise ValueError("compiled: ranks exchange numbers inside of the method; pass no cp_group and no dp_group")
+        arguments: dict[str, Any] = {
+            "log_probs": {name: values_T for name, values_T in log_probs.items() if values_T is not None},
+            "advantages_T": advantages_T,
+            "response_mask_T": response_mask_T.bool(),
+            "reductions": Reductions(layout if whole is None else whole, cp_group=cp_group, dp_group=dp_group),
+            "state_values_T": state_values_T,
+        }
         with torch.no_grad():
-            batch = self.batch_of(
-                {name: values_T for name, values_T in log_probs.items() if values_T is not None},
-                advantages_T=advantages_T,
-                response_mask_T=response_mask_T.bool(),
-                reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
-                state_values_T=state_values_T,
+            value_T, result = (
+                self._evaluate(self.batch_of(**arguments)) if whole is None else graph_of_method(self)(**arguments)
             )
-            value_T, result = self._evaluate(batch)
         valid_T = result.valid_T
         # The value of the objective with the gradient of the coefficient.
         path_T = torch.where(valid_T, current_logprobs_T, 0.0)
@@ -216,6 +226,16 @@ class Method:
             clipped_T=found.is_clipped_T & valid_T,
             num_invalid=num_invalid,
         )
+
+
+@functools.lru_cache(maxsize=16)
+def graph_of_method(method: Method) -> Callable[..., tuple[Tensor, MethodResult]]:
+    """A method, compiled: from the arguments of :meth:`Method.batch_of` to the value of each token and its result."""
+
+    def found(**arguments: Any) -> tuple[Tensor, MethodResult]:
+        return method._evaluate(method.batch_of(**arguments))
+
+    return graph_of(found)
 
 
 def _detached(values_T: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
-from mis_ext.correction.layout import PackedLayout, Padding
+from mis_ext.correction.layout import PackedLayout, WholeResponses
 from mis_ext.correction.token_index import to_device
 
 Reduce = Literal[
@@ -23,16 +23,34 @@ WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_su
 """Reductions that a token without a value makes unknown for its sequence."""
 
 
+# Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
+_FAN_IN = 16
+
+
+class _Runs(NamedTuple):
+    """``[T]`` each, of the run that a token is in: how many of its tokens stand before, its last token, its length."""
+
+    offset_T: Tensor
+    last_T: Tensor
+    length_T: Tensor
+
+
 class Reductions:
     """Reductions over the tokens of a mask. Each gathers one small row, if ranks share the data.
 
     Args:
-        layout: Where the local tokens lie.
+        layout: Where the local tokens lie, or :class:`WholeResponses` for a graph of ``torch.compile``.
         cp_group: Ranks that hold other parts of the same sequences.
         dp_group: Ranks that hold other sequences, without context parallelism.
     """
 
-    def __init__(self, layout: PackedLayout, *, cp_group: Group | None = None, dp_group: Group | None = None) -> None:
+    def __init__(
+        self,
+        layout: PackedLayout | WholeResponses,
+        *,
+        cp_group: Group | None = None,
+        dp_group: Group | None = None,
+    ) -> None:
         if layout.is_whole != (group_size(cp_group) == 1):
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
@@ -44,12 +62,10 @@ class Reductions:
         if reduce == "prefix":
             return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
         if reduce in ("segment_sum", "segment_mean"):
-            offset_T, last_T = self._segments(mask_T)
-            total_T = self._scan(torch.where(mask_T, values_T, 0.0), offset_T, self._longest).index_select(0, last_T)
-            if reduce == "segment_sum":
-                return total_T
-            count_T = self._scan(mask_T.long(), offset_T, self._longest).index_select(0, last_T)
-            return total_T / count_T.clamp_min(1)
+            runs = self._segments(mask_T)
+            total_T = self._scan(torch.where(mask_T, values_T, 0.0), runs.offset_T, self._layout.longest)
+            total_T = total_T.index_select(0, runs.last_T)
+            return total_T if reduce == "segment_sum" else total_T / runs.length_T
         if reduce == "batch_mean":
             total = self.batch_total(values_T, mask_T) / self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(
                 1
@@ -103,20 +119,22 @@ class Reductions:
         """``[F, S]``: sums over all tokens of each sequence."""
         return sum_over_ranks(self._layout.sum_over_sequences(rows_FT), self._cp_group)
 
-    @property
-    def _longest(self) -> int:
-        return max(self._layout.local_lengths, default=0)
-
-    def _segments(self, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T]`` each: how many tokens of its segment stand before a token, and where its segment ends."""
+    def _segments(self, mask_T: Tensor) -> _Runs:
+        """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
         if not self._layout.is_whole:
             raise ValueError("segments need whole responses on each rank: context parallelism would cut them")
         sequence_T = self._layout.sequence_T
-        continues_T = mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1])
-        place_T = torch.arange(len(mask_T), device=mask_T.device)
-        first_T = torch.where(torch.nn.functional.pad(~continues_T, (1, 0), value=True), place_T, 0).cummax(0).values
-        last_T = torch.where(torch.nn.functional.pad(~continues_T, (0, 1), value=True), place_T, len(mask_T))
-        return place_T - first_T, last_T.flip(0).cummin(0).values.flip(0)
+        is_first_T = torch.ones_like(mask_T)
+        is_first_T[1:] = ~(mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1]))
+        run_T = is_first_T.cumsum(0)
+        # Where runs begin, the first at 1; behind the last one the end of all tokens.
+        size = len(mask_T)
+        place_T = torch.arange(size, device=mask_T.device)
+        first_N = torch.full((size + 2,), size, device=mask_T.device).scatter(
+            0, torch.where(is_first_T, run_T, 0), place_T
+        )
+        first_T, next_T = first_N.index_select(0, run_T), first_N.index_select(0, run_T + 1)
+        return _Runs(place_T - first_T, next_T - 1, next_T - first_T)
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if group_size(self._cp_group) > 1 or group_size(self._dp_group) > 1:
@@ -133,29 +151,32 @@ class Reductions:
 
     @staticmethod
     def _scan(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
-        """Sums of each run up to each token: it adds what the token 1, 2, 4, ... before it has added up so far."""
+        """Sums of each run up to each token, ``offset_T`` tokens of it before; of floats in a fixed order.
+
+        A step adds to what a token has summed so far what the tokens 1, 2, ... reaches before it have.
+        """
+        size, device = len(values_T), values_T.device
         if not values_T.is_floating_point():
             # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
             running_T = values_T.cumsum(0)
-            first_T = torch.arange(len(values_T), device=values_T.device) - offset_T
+            first_T = torch.arange(size, device=device) - offset_T
             return running_T - (running_T - values_T).index_select(0, first_T)
-        size, device = len(values_T), values_T.device
-        step_K1 = 2 ** torch.arange(max(longest - 1, 0).bit_length(), device=device).unsqueeze(-1)
-        # Behind the last token stands a 0, which is what a token adds whose run starts later than the step reaches.
-        offset_N = torch.nn.functional.pad(offset_T, (0, 1), value=-1)
-        place_N = torch.arange(size + 1, device=device)
-        before_KN = (place_N - step_K1).masked_fill_(offset_N < step_K1, size).int()
-        values_N = torch.nn.functional.pad(values_T, (0, 1))
-        for before_N in before_KN:
-            values_N = values_N + values_N.index_select(0, before_N)
-        return values_N[:-1]
+        reach = 1
+        while reach < longest:
+            furthest = (_FAN_IN - 1) * reach
+            before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
+            distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
+            values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
+            reach *= _FAN_IN
+        return values_T
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
-        pieces = self._layout.pieces
+        layout = self._layout
+        if isinstance(layout, WholeResponses) or layout.is_whole:
+            return self._scan(values_T, layout.offset_T, layout.longest)
+        pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
         values_T = self._scan(values_T, offset_T, max(pieces.lengths, default=0))
-        if self._layout.is_whole:
-            return values_T
         is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
         # One token of each piece, so that the order of additions does not matter.
         total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))
@@ -165,25 +186,6 @@ class Reductions:
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
         earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)
-
-
-class GraphReductions(Reductions):
-    """Sums and means over whole responses, of tensors alone: a graph of ``torch.compile`` holds for other lengths too.
-
-    Args:
-        padding: How sequences are padded.
-        sequence_T: ``[T]``, the sequence of each token.
-    """
-
-    def __init__(self, padding: Padding, sequence_T: Tensor) -> None:
-        self._padding, self._sequence_T = padding, sequence_T
-
-    def to_tokens(self, values_S: Tensor) -> Tensor:
-        """``[T]``: the value of each token's sequence."""
-        return values_S.index_select(0, self._sequence_T)
-
-    def _sums(self, rows_FT: Tensor) -> Tensor:
-        return self._padding.reduce(rows_FT, "sum")
 
 
 @functools.lru_cache(maxsize=2)

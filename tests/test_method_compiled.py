@@ -1,0 +1,64 @@
+"""Methods with ``compiled=True``: the numbers of the eager ones, from graphs that hold for other lengths."""
+
+import pytest
+import torch
+from test_method_gradients import apply, make_data
+
+from mis_ext import PackedLayout
+from mis_ext.hosts.groups import Groups
+from mis_ext.methods import PRESETS
+
+# One for each way in which methods reduce; what they do token by token is the same code for all.
+KINDS = {
+    (method.reduces, method.normalize_over, method.surrogate.spread, method.needs_state_values): name
+    for name, method in ((name, preset.method) for name, preset in PRESETS.items())
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS.values(), "reinforce_sequence_psis"])
+def test_one_graph_holds_for_any_lengths(name, graphs) -> None:
+    method = PRESETS[name].method
+    for seed, num_sequences in enumerate((32, 47)):
+        data, mask, layout = make_data(seed=seed, num_sequences=num_sequences)
+        found, wanted = (apply(method, data, mask, layout, compiled=compiled) for compiled in (True, False))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), num_sequences
+    assert len(graphs) == 1
+
+
+def test_the_gradient_is_that_of_the_eager_method(graphs) -> None:
+    data, mask, layout = make_data()
+    gradients = []
+    for compiled in (True, False):
+        x = data.x.clone().requires_grad_()
+        result = apply(PRESETS["ctpo"].method, data, mask, layout, compiled=compiled, current_logprobs_T=x)
+        gradients += torch.autograd.grad(result.loss_T.sum(), x)
+        assert not result.coefficient_T.requires_grad
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().sum() > 0.0
+    assert len(graphs) == 1
+
+
+def test_every_method_has_graphs_of_its_own(graphs) -> None:
+    """torch counts those of a code object and gives up after eight."""
+    data, mask, layout = make_data()
+    for step in range(10):
+        apply(PRESETS["ppo"](low=0.1 + 0.01 * step), data, mask, layout, compiled=True)
+    assert len(graphs) == 10
+
+
+def test_a_sequence_far_longer_than_the_others_is_not_compiled(graphs) -> None:
+    data, mask, layout = make_data()
+    lengths = [layout.num_local_tokens - 40] + [1] * 40
+    found, wanted = (
+        apply(PRESETS["ctpo"].method, data, mask, PackedLayout.whole(lengths), compiled=compiled)
+        for compiled in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert graphs == []
+
+
+@pytest.mark.parametrize("group", ["cp_group", "dp_group"])
+def test_ranks_that_share_the_data_are_refused(group) -> None:
+    data, mask, layout = make_data()
+    with pytest.raises(ValueError, match="compiled: ranks exchange numbers inside of the method; pass no cp_group"):
+        apply(PRESETS["gspo"].method, data, mask, layout, compiled=True, **{group: Groups()})
