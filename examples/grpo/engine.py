@@ -67,6 +67,10 @@ class TransformersEngine:
     """Continuous batching of transformers in bfloat16: paged KV cache, own sampler and log-probs.
 
     It samples from torch's default generator: save and restore that one to repeat a run.
+
+    Attributes:
+        cuda_graphs: Whether to replay batches as CUDA graphs, on a GPU: the host is no bottleneck then, and hooks of
+            modules are not called.
     """
 
     _PAGE_SIZE = 128
@@ -84,13 +88,14 @@ class TransformersEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._model.eval().to(device)
+        self.cuda_graphs = device == "cuda"
         self._max_batch_tokens = max_batch_tokens
         self.settings: dict[str, Scalar] = {"dtype": str(dtype), "attention": attention, "device": device}
         torch.manual_seed(seed)
         self._version = 0
         self._manager = None
         self._capacity = (0, 0)
-        self._temperature = 0.0
+        self._loop_settings = (0.0, False)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -145,12 +150,13 @@ class TransformersEngine:
             self._manager = None
 
     def _start(self, *, num_requests: int, max_length: int, temperature: float) -> None:
-        """Keep one generation loop for all calls; only a larger workload or another temperature needs a new one."""
+        """Keep one generation loop for all calls; only a larger workload or other settings need a new one."""
         enough = num_requests <= self._capacity[0] and max_length <= self._capacity[1]
-        if self._manager is not None and enough and temperature == self._temperature:
+        settings = temperature, self.cuda_graphs
+        if self._manager is not None and enough and settings == self._loop_settings:
             return
         self.close()
-        self._capacity, self._temperature = (num_requests, max_length), temperature
+        self._capacity, self._loop_settings = (num_requests, max_length), settings
         pages_per_request = -(-max_length // self._PAGE_SIZE)
         end_token = self._model.config.eos_token_id
         generation_config = GenerationConfig(
@@ -167,7 +173,9 @@ class TransformersEngine:
             num_blocks=num_requests * pages_per_request,
             max_batch_tokens=self._max_batch_tokens,
             max_requests_per_batch=num_requests,
-            use_cuda_graph=False,
+            use_cuda_graph=self.cuda_graphs,
+            # Whether a batch is prepared before the last one is done depends on timing.
+            use_async_batching=False,
             # It concerns tensor parallelism, which this model does not use; torchrun's environment suggests otherwise.
             disable_nccl_graph_mixing=False,
             # A shared prefix would outlive a weight update: its cached keys belong to the old weights.
