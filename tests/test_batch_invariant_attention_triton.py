@@ -206,6 +206,22 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
         assert_same_bits(grad[middle], expected)
 
 
+def test_every_head_of_many_has_its_own_keys() -> None:
+    # More heads than take turns, several tiles, and rows of no sequence.
+    settings = keywords([34], [34])
+    qkv = [random(70, heads, 8, seed=heads + i) for i, heads in enumerate((18, 6, 6))]
+    torch.use_deterministic_algorithms(True)  # Fills new memory with NaN.
+    try:
+        output, lse = attention.attention_forward(*qkv, Packing(**settings))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact, exact_lse = exact_attention(*(x[:34].double() for x in qkv), settings)
+    torch.testing.assert_close(output[:34].double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse[:, :34].double(), exact_lse, rtol=0, atol=1e-5)
+    assert not output[34:].any()
+    assert not lse[:, 34:].any()
+
+
 @each_dtype
 def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> None:
     q, k, v = streams(34, 70, dtype=dtype)
