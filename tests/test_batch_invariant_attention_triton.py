@@ -206,6 +206,36 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
         assert_same_bits(grad[middle], expected)
 
 
+@each_dtype
+@pytest.mark.parametrize("where", [0, 1], ids=["key", "value"])
+def test_what_is_not_finite_reaches_no_tile_that_cannot_see_it(where, dtype) -> None:
+    q, *kv = streams(129, 129, dtype=dtype)
+    settings = Packing(**keywords([129], [129]))
+    output, _ = attention.attention_forward(q, *kv, settings)
+    # The block of this key is read by tiles before its own, where these have fewer queries than a block has keys.
+    kv[where][100] = float("nan")
+    spoiled, _ = attention.attention_forward(q, *kv, settings)
+    first_of_tile = 100 // (rows := attention.tiles_of(dtype, HEAD_DIM).forward.BLOCK_M) * rows
+    assert_same_bits(spoiled[:first_of_tile], output[:first_of_tile])
+    assert spoiled[100:].isnan().all()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_queries_without_keys_get_zeros_and_read_nothing(in_slots, is_causal) -> None:
+    q, *kv = streams(40, 70)
+    more = {"key_slots": torch.arange(70, device=DEVICE).expand(3, 70)} if in_slots else {}
+    settings = keywords([3, 35, 2], [0, 70, 0], is_causal=is_causal, **more)
+    output, lse = attention.attention_forward(q, *kv, Packing(**settings))
+    alone = attention.attention_forward(q[3:38], *kv, Packing(**keywords([35], [70], is_causal=is_causal)))
+    assert_same_bits(output, torch.cat([torch.zeros_like(q[:3]), alone[0], torch.zeros_like(q[:2])]))
+    assert_same_bits(lse[:, 3:38], alone[1])
+    assert (lse[:, :3] == float("-inf")).all()
+    output, lse = attention.attention_forward(q, kv[0][:0], kv[1][:0], Packing(**keywords([40], [0], **more)))
+    assert_same_bits(output, torch.zeros_like(q))
+    assert (lse == float("-inf")).all()
+
+
 def test_every_head_of_many_has_its_own_keys() -> None:
     # More heads than take turns, several tiles, and rows of no sequence.
     settings = keywords([34], [34])
@@ -220,6 +250,24 @@ def test_every_head_of_many_has_its_own_keys() -> None:
     torch.testing.assert_close(lse[:, :34].double(), exact_lse, rtol=0, atol=1e-5)
     assert not output[34:].any()
     assert not lse[:, 34:].any()
+
+
+@pytest.mark.parametrize(
+    ("length", "stride"),
+    [(3, 2**26), pytest.param(140, 2**24, marks=pytest.mark.skipif(not HAS_GPU, reason="takes 5 GB"))],
+)
+def test_rows_may_lie_far_apart(length, stride) -> None:
+    q, *kv = streams(length, length, dtype=torch.float16)
+    settings = Packing(**keywords([length], [length]))
+    output, _ = attention.attention_forward(q, *kv, settings)
+    # Of these bytes only the rows are touched; their distances do not fit into 32 bits.
+    memory = torch.empty(length * stride, dtype=torch.float16, device=DEVICE)
+    apart = [
+        memory[i * GROUPS * HEAD_DIM :].as_strided((length, GROUPS, HEAD_DIM), (stride, HEAD_DIM, 1)) for i in range(2)
+    ]
+    for x, far in zip(kv, apart, strict=True):
+        far.copy_(x)
+    assert_same_bits(attention.attention_forward(q, *apart, settings)[0], output)
 
 
 @each_dtype

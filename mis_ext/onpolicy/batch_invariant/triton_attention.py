@@ -68,7 +68,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key seen.
 
-    A value that is not finite reaches the queries that see its key, and others whose tile does.
+    A key or value that is not finite reaches the queries that see it, and others whose tile reads it: all keys from the
+    first to the last that one of its queries may see. So does a product with a key that overflows float32.
 
     Args:
         query: ``[T, H, D]`` float32, bfloat16 or float16, the sequences one after the other; ``D`` at most 256.
@@ -212,8 +213,11 @@ class _Call(NamedTuple):
             "PRECISION": "ieee" if query.shape[2] > _WIDE else FLOAT32_PRODUCTS,
             "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
         }
-        # Only the last dimension must be dense.
-        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        # Only the last dimension must be dense, and the rows of a block of keys within a distance of 32 bits.
+        query, key, value = (
+            x if x.stride(2) == 1 and x.stride(0) < 2**31 // BLOCK_N.value else x.contiguous()
+            for x in (query, key, value)
+        )
         return cls(query, key, value, mask, tuple(x.contiguous() for x in bounds), float(scale), constants)
 
     def launch(

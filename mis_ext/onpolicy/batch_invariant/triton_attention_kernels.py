@@ -5,8 +5,10 @@ it meets the same blocks in a prefill, in a chunk of it and in a decode. A block
 its sums as they were, to the bit: the maximum stays, so the sums are multiplied by exactly 1, and zeros are added.
 
 The keys of a query are never shared out to several programs, as flash decoding does for long caches: the number of
-parts, and with it the order of the sums, would follow from the batch. Slower in trials, for heads of 128 in bfloat16:
-keys through the tensor memory accelerator, 128 queries, and 128 keys at a time.
+parts, and with it the order of the sums, would follow from the batch.
+
+Slower in trials in bfloat16: 128 queries, and scores of the next block that are begun before the exponentials of this
+one; for heads of 128 also keys through the tensor memory accelerator, and 128 keys at a time.
 """
 
 import triton
@@ -29,15 +31,10 @@ UNALIGNED = ["cu_seqlens_q", "key_starts", "key_ends"]
 @triton.jit
 def load_rows(x, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Rows of one head, ``[rows, BLOCK_D]``; 0 where there are none."""
-    return load_places(x, first + rows, rows < num_rows, row_stride, BLOCK_D, HEAD_DIM)
-
-
-@triton.jit
-def load_places(x, places, is_there, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The rows at ``places``, which need not follow each other."""
     lane = tl.arange(0, BLOCK_D)
-    offset = places.to(tl.int64) * row_stride
-    return tl.load(x + offset[:, None] + lane[None, :], mask=is_there[:, None] & (lane < HEAD_DIM)[None, :], other=0.0)
+    offset = (first + rows).to(tl.int64) * row_stride
+    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
+    return tl.load(x + offset[:, None] + lane[None, :], mask=is_there, other=0.0)
 
 
 @triton.jit
@@ -78,54 +75,23 @@ def may_attend(
 
 
 @triton.jit
-def attend(
-    q,
-    highest,
-    total,
-    weighted,
-    key,
-    value,
-    slots,
-    mask,
-    queries,
-    first_key,
-    start,
-    num_queries,
-    num_keys,
-    scale_2,
-    key_stride,
-    value_stride,
-    mask_query_stride,
-    HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def load_keys(
+    x, slots, first_key, start, end, row_stride, HAS_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Running maximum, sum and output after the block of keys at ``start``; ``IS_WHOLE``: every query sees all of it.
+    """The rows of the block of keys at ``start``; from ``end`` on, the last one before it, again and again.
 
-    A query meets a block as a whole in one tile and in part in another, so both must compute alike: the multiplication
-    by the scale and the subtraction are one operation, which a compiler would merge in one case only.
+    That costs less than a predicate for each row. Their bias is minus infinity.
     """
-    keys = start + tl.arange(0, BLOCK_N)
-    is_key = tl.full([BLOCK_N], True, tl.int1) if IS_WHOLE else keys < num_keys
-    places = tl.load(slots + keys, mask=is_key, other=0) if HAS_SLOTS else first_key + keys
-    k = load_places(key, places, is_key, key_stride, BLOCK_D, HEAD_DIM)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if not IS_WHOLE:
-        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
-        score = tl.where(allowed, score, float("-inf"))
-    higher = tl.maximum(highest, tl.max(score, 1) * scale_2)
-    # Minus infinity until the query has seen a key, of which no difference may be taken.
-    origin = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(tl.fma(score, scale_2, -origin[:, None]))
-    decay = tl.exp2(highest - origin)
-    total = tl.fma(total, decay, tl.sum(weight, 1))
-    v = load_places(value, places, is_key, value_stride, BLOCK_D, HEAD_DIM)
-    weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
-    return higher, total, weighted
+    lane = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_N)
+    if HAS_SLOTS:
+        offset = tl.load(slots + tl.minimum(start + keys, end - 1)).to(tl.int64) * row_stride
+    else:
+        # One address of 64 bits, and distances from it of 32.
+        x += (first_key + start).to(tl.int64) * row_stride
+        last = min(end - 1 - start, BLOCK_N - 1)
+        offset = tl.minimum(keys * row_stride, last * row_stride)
+    return tl.load(x + lane[None, :] + offset[:, None], mask=(lane < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
@@ -165,8 +131,9 @@ def forward_kernel(
 ):
     """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive.
 
-    First the blocks that every query of the tile sees as a whole, which need no mask, then the others: the order from
-    left to right is the same in any tile. With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
+    The product of queries and keys starts at a bias: 0, or minus infinity where a query may not attend. One loop takes
+    the blocks from left to right, those that every query sees as a whole and the others, so that all compute alike.
+    With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
 
     There is one sequence more than there are: the rows after the last one, which become 0.
     """
@@ -206,43 +173,32 @@ def forward_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # The first query of the tile sees the fewest keys, the last one the most.
-    end, num_whole = num_keys, num_keys // BLOCK_N
+    # Where the keys end that a query of the tile sees, and those that all of them see.
+    end, whole = num_keys, num_keys
     if IS_CAUSAL:
         end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
-        num_whole = max(0, num_keys - num_queries + tile * BLOCK_M + 1) // BLOCK_N
+        whole = num_keys - num_queries + tile * BLOCK_M + 1
     if HAS_MASK:
-        num_whole = num_whole * 0
+        whole = 0
     # In units of log 2, of which the hardware takes the exponential.
     scale_2 = scale * LOG2_E
-    for part in tl.static_range(2):
-        for start in range(part * num_whole * BLOCK_N, num_whole * BLOCK_N if part == 0 else end, BLOCK_N):
-            highest, total, weighted = attend(
-                q,
-                highest,
-                total,
-                weighted,
-                key,
-                value,
-                slots,
-                mask,
-                queries,
-                first_key,
-                start,
-                num_queries,
-                num_keys,
-                scale_2,
-                key_stride,
-                value_stride,
-                mask_query_stride,
-                HEAD_DIM,
-                IS_CAUSAL,
-                HAS_MASK,
-                HAS_SLOTS,
-                part == 0,
-                PRECISION,
-                BLOCK_D,
-            )
+    for start in range(0, end, BLOCK_N):
+        k = load_keys(key, slots, first_key, start, end, key_stride, HAS_SLOTS, BLOCK_D, HEAD_DIM)
+        bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if start + BLOCK_N > whole:
+            allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
+            bias = tl.where(allowed, 0.0, float("-inf"))
+        score = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
+        higher = tl.maximum(highest, tl.max(score, 1) * scale_2)
+        # Minus infinity until the query has seen a key, of which no difference may be taken.
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        # One operation, since a compiler would merge two in some of the kernels only.
+        weight = tl.exp2(tl.fma(score, scale_2, -origin[:, None]))
+        decay = tl.exp2(highest - origin)
+        total = tl.fma(total, decay, tl.sum(weight, 1))
+        highest = higher
+        v = load_keys(value, slots, first_key, start, end, value_stride, HAS_SLOTS, BLOCK_D, HEAD_DIM)
+        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
 
     is_empty = total == 0.0
     # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
