@@ -69,6 +69,52 @@ def test_the_tiles_of_a_decode_have_the_bits_of_the_others(dtype, seed) -> None:
     assert_same_bits(matmul.addmm(bias, rows, b), matmul.addmm(bias, a, b)[start : start + few])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="on a CPU there is one tile")
+@each_dtype
+@pytest.mark.parametrize("shape", [(8192, 2048), (2048, 8192), (8256, 2048), (256, 4000), (64, 33), (300, 33)])
+def test_any_few_rows_have_the_bits_of_many(dtype, shape) -> None:
+    K, N = shape
+    a = (random(200, K) * torch.logspace(-3, 3, K, device=DEVICE)).to(dtype)
+    a[12, 3], a[14, 5], a[1] = float("inf"), float("nan"), -0.0
+    b = random(N, K, dtype=dtype, seed=1).t()
+    many = matmul.mm(a, b)
+    for few in (1, 15, 16, 17, 64, 65):
+        for start in (0, 12, 100):
+            # Of a NaN the bits say nothing.
+            some, same = (x.nan_to_num(nan=7.0) for x in (matmul.mm(a[start : start + few], b), many[start:][:few]))
+            assert_same_bits(some, same)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="takes the tiles of a GPU in the interpreter")
+@each_dtype
+@pytest.mark.parametrize("K", [512, 320])
+def test_the_tiles_of_few_rows_give_the_product(dtype, K, monkeypatch) -> None:
+    a, b = random(65, K, dtype=dtype), random(40, K, dtype=dtype, seed=1).t()
+    exact, many = a.double() @ b.double(), matmul.mm(a, b)
+    monkeypatch.setattr(matmul, "_is_hopper", lambda device: True)
+    for few in (1, 16, 17, 64):
+        product = matmul.mm(a[:few], b)
+        assert_close(product, exact[:few], scale=K**0.5, factor=30)
+        # The interpreter adds up a block first, the tensor cores of half dtypes do not.
+        if dtype == torch.float32:
+            assert_same_bits(product, many[:few])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [1, 2048, 8192, 150_000])
+def test_the_tiles_of_few_rows_fit_into_shared_memory_and_k(dtype, num_columns, monkeypatch) -> None:
+    monkeypatch.setattr(matmul, "_is_hopper", lambda device: True)
+    for rows in (1, 15, 16, 17, 64, 65):
+        for K in (1, 64, 256, 320, 4096):
+            tile = matmul.tile_of(torch.empty(rows, K, dtype=dtype), num_columns)
+            block_bytes = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * dtype.itemsize
+            # What a program on Hopper may have.
+            assert tile.num_stages * block_bytes <= 227 * 1024
+            assert tile.BLOCK_K == matmul.TILES[dtype].BLOCK_K or K % tile.BLOCK_K == 0
+            assert min(rows, 65) <= tile.BLOCK_M
+
+
 @each_dtype
 def test_a_row_of_a_product_has_its_bits_in_every_batch(dtype) -> None:
     a, b = operands(dtype)

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "GROUP_M"}
 
 
-# By dtype alone: a tile of another depth gives other bits, and so may one of other instructions.
+# By dtype alone: a tile of another depth may give other bits, and so may one of other instructions.
 _HALF = Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
 TILES = {
     torch.bfloat16: _HALF,
@@ -54,10 +54,13 @@ TILES = {
 
 
 # A decode has few rows, and reads all of the right matrix: smaller tiles let more processors read. On Hopper they have
-# the bits of the others, whose instructions also take 64 rows at a time and add up K in the same order; tests look.
+# the bits of the others: each instruction, of any number of rows, adds up as many products, and K runs in one order. So
+# half dtypes may take deeper blocks too. Not float32, whose three products of a block are added up first. Tests look.
 _FEW_ROWS = 64
 _LEAST_TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 _NARROWEST, _WIDEST = 16, 64
+_DEEP = 256
+_FEWEST_ROWS = 16
 _launch = Launcher(matmul_kernel)
 
 
@@ -73,19 +76,24 @@ def tile_of(a: Tensor, num_columns: int) -> Tile:
         a: ``[..., M, K]``.
         num_columns: ``N`` of all batches together.
     """
-    tile = TILES[a.dtype]
-    if a.shape[-2] > _FEW_ROWS or not _is_hopper(a.device):
+    tile, (M, K) = TILES[a.dtype], a.shape[-2:]
+    if M > _FEW_ROWS or not _is_hopper(a.device):
         return tile
+    tile = tile._replace(BLOCK_M=_FEW_ROWS, num_warps=4, num_stages=6)
+    if a.dtype == torch.float32 and M <= _FEWEST_ROWS:
+        return tile._replace(BLOCK_M=_FEWEST_ROWS, BLOCK_N=32)
     columns = max(num_columns // _LEAST_TILES[a.dtype], _NARROWEST)
-    block_n = min(1 << (columns.bit_length() - 1), _WIDEST)
-    return tile._replace(BLOCK_M=_FEW_ROWS, BLOCK_N=block_n, num_warps=4, num_stages=6)
+    tile = tile._replace(BLOCK_N=min(1 << (columns.bit_length() - 1), _WIDEST))
+    if a.dtype != torch.float32 and tile.BLOCK_N == _NARROWEST and K % _DEEP == 0:
+        return tile._replace(BLOCK_K=_DEEP, num_stages=5)
+    return tile
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, rounded once from a sum in float32 that runs over K in one order.
 
-    No split of K, no choice of tiles by M: the idea of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
-    Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32.
+    No split of K, no choice of tiles by M that would change a bit: the idea of He et al., "Defeating Nondeterminism in
+    LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32.
 
     Args:
         a: ``[M, K]``, float32, bfloat16 or float16, any strides.

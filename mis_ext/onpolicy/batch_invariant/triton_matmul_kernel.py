@@ -1,8 +1,9 @@
 """The matrix product, a program per tile of the output.
 
 A library chooses tiles by the number of rows, and splits a long K over several programs that add up in any order. Both
-change the last bits of a row with its batch. Here one program adds up all of K for its tile, in blocks of one depth
-from left to right. The depth follows from the dtype alone, so a row meets the same sums in any batch.
+change the last bits of a row with its batch. Here one program adds up all of K for its tile, from left to right, in
+blocks that change no bit: of a depth that follows from the dtype, or of more steps of one instruction. So a row meets
+the same sums in any batch.
 """
 
 import triton
