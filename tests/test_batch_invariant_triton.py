@@ -266,16 +266,51 @@ def test_a_row_of_a_softmax_has_its_bits_in_every_batch(name, dtype) -> None:
     assert_same_bits(softmax(shifted[:, 1:], 1), row)
 
 
+@each_dtype
+@pytest.mark.parametrize("width", [48, 1_024, 2_112, 151_936] if HAS_GPU else [48])
+def test_no_alignment_and_no_stride_changes_a_bit_of_a_softmax_or_its_gradient(width, dtype) -> None:
+    # Multiples of 16: all rows begin where a vector may.
+    x, grad = random(3, width, dtype=dtype), random(3, width, dtype=dtype, seed=1)
+    # Where one column has most of the share, log_softmax shows the last bits of the sum.
+    x[1:, 5] += 16
+
+    def everything(x: Tensor, grad: Tensor) -> list[Tensor]:
+        results = []
+        for name in SOFTMAXES:
+            # float32, whose last bits bfloat16 does not show.
+            out = getattr(reductions, name)(x, 1, half_to_float=True)
+            results += [out, getattr(reductions, f"{name}_backward")(grad, x, 1, torch.float32)]
+        return results
+
+    def moved(x: Tensor, start: int) -> Tensor:
+        return torch.cat([x.new_zeros(start), x.flatten()])[start:].view(x.shape)
+
+    expected = everything(x, grad)
+    others = [(moved(x, start), moved(grad, start)) for start in (1, 4)]
+    others += [(x, moved(grad, 1)), (x.t().contiguous().t(), grad.repeat_interleave(2, 1)[:, ::2])]
+    for other in others:
+        for actual, whole in zip(everything(*other), expected, strict=True):
+            assert_same_bits(actual, whole)
+
+
 @each_softmax
-def test_a_tail_of_minus_infinities_changes_no_bit_of_a_softmax(name) -> None:
-    x, softmax = random(1, 100), getattr(reductions, name)
-    infinite = torch.full((1, WIDTH), float("-inf"), device=DEVICE)
-    infinite[:, :100] = x
+@pytest.mark.parametrize("length", [100, 3_000])
+def test_a_tail_of_minus_infinities_changes_no_bit_of_a_softmax(name, length) -> None:
+    x, softmax = random(3, length), getattr(reductions, name)
+    # So that the sum is of a size at which log_softmax shows its last bits.
+    x[:, 5] += 8
+    # More than the widest block.
+    infinite = torch.full((3, 17_000), float("-inf"), device=DEVICE)
+    infinite[:, :length] = x
     out = softmax(infinite, 1)
-    assert_same_bits(out[:, :100], softmax(x, 1))
-    assert (out[:, 100:] == {"log_softmax": float("-inf"), "softmax": 0.0}[name]).all()
+    assert_same_bits(out[:, :length], softmax(x, 1))
+    assert (out[:, length:] == {"log_softmax": float("-inf"), "softmax": 0.0}[name]).all()
     # The first block of a row may be all minus infinities too.
-    assert_close(softmax(infinite.flip(1), 1)[:, -100:], SOFTMAXES[name](x.double(), 1).flip(1), scale=8.0)
+    assert_close(softmax(infinite.flip(1), 1)[:, -length:], SOFTMAXES[name](x.double(), 1).flip(1), scale=20.0)
+    grad, backward = torch.zeros_like(infinite), getattr(reductions, f"{name}_backward")
+    grad[:, :length] = random(3, length, seed=1)
+    alone = backward(grad[:, :length], out[:, :length], 1, torch.float32)
+    assert_same_bits(backward(grad, out, 1, torch.float32)[:, :length], alone)
 
 
 def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are() -> None:
@@ -299,10 +334,11 @@ def test_a_logsumexp_is_that_of_float64() -> None:
 
 @each_softmax
 def test_a_row_without_a_finite_entry_or_with_a_nan_is_all_nan_as_in_torch(name) -> None:
-    x = random(3, 40)
-    x[0], x[1, 7], x[2, 9] = float("-inf"), float("nan"), float("inf")
-    assert getattr(reductions, name)(x, 1).isnan().all()
-    assert SOFTMAXES[name](x, 1).isnan().all()
+    for width in (40, 17_000):
+        x = random(3, width)
+        x[0], x[1, width - 3], x[2, 9] = float("-inf"), float("nan"), float("inf")
+        assert getattr(reductions, name)(x, 1).isnan().all()
+        assert SOFTMAXES[name](x, 1).isnan().all()
 
 
 @each_dtype

@@ -1,10 +1,11 @@
 """Reductions over rows, a program per row, in blocks from left to right.
 
 Each lane of a block adds up its own column of the blocks, and the lanes are added up last. What is added in which order
-so depends on the width of a row alone. For the same reason nothing is specialised for alignment, which would change how
-lanes are spread over threads.
+so depends on the width of a row alone. Alignment changes how lanes are spread over threads, by which Triton adds up
+lanes: softmax and its gradients say in which order themselves, the other kernels are not specialised for alignment.
 """
 
+import triton
 import triton.language as tl
 
 from mis_ext.correction.triton.launch import kernel
@@ -13,45 +14,59 @@ from mis_ext.correction.triton.launch import kernel
 SHARE = tl.constexpr(2.0**42)
 
 
-@kernel
+@triton.jit
+def sum_of_lanes(lanes):
+    """The sum of at most 2**11 lanes: the upper half is added to the lower, until one is left.
+
+    Only pairs are added, so no layout changes a bit, and neither do upper lanes that are 0.
+    """
+    for _ in tl.static_range(11):
+        if lanes.shape[0] > 1:
+            lanes = tl.sum(tl.reshape(lanes, [2, lanes.shape[0] // 2]), 0)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
 def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
     """Softmax of contiguous rows ``[R, num_columns]``; columns at minus infinity change no bit, wherever they are.
 
-    The shares are added up as integers, in which no order matters. Sums of floats would not do: masked keys before or
-    between the others, as padding on the left or an attention sink has them, move a share to another lane.
+    The shares are added up as integers, in which no order matters, and so no width of a block. Sums of floats would not
+    do: masked keys before or between the others, as padding on the left or an attention sink has them, move a share to
+    another lane.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
-        highest = tl.maximum(highest, value)
-    row_highest = tl.max(highest, 0)
+        highest = tl.maximum(highest, value, propagate_nan=tl.PropagateNan.ALL)
+    # The sum, an integer, is never NaN. A row with a NaN ends as one with an infinity does.
+    row_highest = tl.max(tl.where(highest != highest, float("inf"), highest), 0)
     is_finite = tl.abs(row_highest) < float("inf")
     origin = tl.where(is_finite, row_highest, 0.0)
     total = tl.zeros([BLOCK], tl.int64)
-    num_nan = tl.zeros([BLOCK], tl.int32)
+    last = (num_columns - 1) // BLOCK * BLOCK
     for start in range(0, num_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        # Backward: what was read last is still in the cache.
+        column = last - start + tl.arange(0, BLOCK)
         value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
-        num_nan += (value != value).to(tl.int32)
         total += (tl.exp(value - origin) * SHARE).to(tl.int64)
-    # An integer is never NaN.
-    row_total = tl.where(tl.sum(num_nan, 0) == 0, tl.sum(total, 0).to(tl.float32) / SHARE, float("nan"))
-    row_total = tl.where(is_finite, row_total, float("nan"))
+    row_total = tl.where(is_finite, tl.sum(total, 0).to(tl.float32) / SHARE, float("nan"))
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        share = tl.exp(tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - origin)
-        tl.store(out + first + column, (share / row_total).to(out.dtype.element_ty), mask=is_column)
+        value = tl.load(x + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+        share = tl.exp(value.to(tl.float32) - origin) / row_total
+        tl.store(out + first + column, share.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
 
 
-@kernel
+@triton.jit
 def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
     """Logarithm of the softmax of contiguous rows ``[R, num_columns]``, in one pass over the row and one to write.
 
     Each lane keeps the largest value of its columns and the sum below it, and the lanes are brought to one origin last.
-    All rows have blocks of one width, so columns at minus infinity behind the others change no bit.
+    Columns at minus infinity behind the others change no bit: rows of all widths have blocks of one width, or of one
+    that holds the row.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -65,16 +80,18 @@ def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
         total = total * tl.exp(highest - origin) + tl.exp(value - origin)
         highest = higher
     row_highest = tl.max(highest, 0)
-    row_total = tl.sum(total * tl.exp(highest - tl.where(row_highest == float("-inf"), 0.0, row_highest)), 0)
-    log_total = tl.log(row_total)
+    # A choice, so that no compiler makes one rounding of the product and the sum of a pair in one thread.
+    total = tl.where(highest == row_highest, total, total * tl.exp(highest - row_highest))
+    log_total = tl.log(sum_of_lanes(total))
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        shifted = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - row_highest
-        tl.store(out + first + column, (shifted - log_total).to(out.dtype.element_ty), mask=is_column)
+        value = tl.load(x + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+        result = value.to(tl.float32) - row_highest - log_total
+        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
 
 
-@kernel
+@triton.jit
 def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient ``[R, num_columns]`` of :func:`softmax_kernel`, or of its logarithm, from its output.
 
@@ -91,14 +108,16 @@ def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.co
             total += slope
         else:
             total += slope * tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
-    row_total = tl.sum(total, 0)
+    row_total = sum_of_lanes(total)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
-        result = tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
+        slope = tl.load(grad + first + column, mask=is_column, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        result = tl.load(output + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+        result = result.to(tl.float32)
         change = slope - tl.exp(result) * row_total if IS_LOG else (slope - row_total) * result
-        tl.store(grad_input + first + column, change.to(grad_input.dtype.element_ty), mask=is_column)
+        change = change.to(grad_input.dtype.element_ty)
+        tl.store(grad_input + first + column, change, mask=is_column, eviction_policy="evict_first")
 
 
 @kernel

@@ -7,6 +7,7 @@ ATen operators for which they stand in.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of
 from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
     log_softmax_kernel,
     rms_norm_kernel,
@@ -27,12 +29,12 @@ BLOCK = 2048
 # The integers that softmax adds up hold so many.
 MOST_COLUMNS = 1 << 20
 _NARROWEST = 128
+# Of softmax for rows that have more: the width changes no bit there, and 32 warps read more at a time.
+_WIDE = 16_384
 
-# Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
-_softmax = BoundKernel(softmax_kernel, BLOCK=BLOCK)
-_log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
-_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK)
-_log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK)
+_softmax = Launcher(softmax_kernel)
+_log_softmax = Launcher(log_softmax_kernel)
+_softmax_backward = Launcher(softmax_backward_kernel)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -79,12 +81,12 @@ def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: to
         TypeError: A dtype has no kernel, or the two differ.
         RuntimeError: Triton cannot run here.
     """
-    return _softmax_backward_of(_log_softmax_backward, grad, output, dim, input_dtype)
+    return _softmax_backward_of(grad, output, dim, input_dtype, is_log=True)
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     """The gradient of :func:`softmax` by its input; arguments and errors as in :func:`log_softmax_backward`."""
-    return _softmax_backward_of(_softmax_backward, grad, output, dim, input_dtype)
+    return _softmax_backward_of(grad, output, dim, input_dtype, is_log=False)
 
 
 def mean(
@@ -175,19 +177,18 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _softmax_of(kernel: BoundKernel, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def _softmax_of(launch: Launcher, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     check_tensors({"x": x})
     if x.dim() == 0:
-        return _softmax_of(kernel, x.unsqueeze(0), dim, half_to_float).squeeze(0)
+        return _softmax_of(launch, x.unsqueeze(0), dim, half_to_float).squeeze(0)
     rows = x.movedim(dim, -1).contiguous()
     out = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype)
-    _launch(kernel, rows, out)
+    is_wide = launch is _softmax and rows.shape[-1] > _WIDE
+    _launch_softmax(launch, (rows, out), _WIDE if is_wide else _block(rows.shape[-1]))
     return out.movedim(-1, dim).contiguous()
 
 
-def _softmax_backward_of(
-    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
+def _softmax_backward_of(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, *, is_log: bool) -> Tensor:
     check_tensors({"grad": grad, "output": output})
     if grad.shape != output.shape:
         raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
@@ -195,7 +196,8 @@ def _softmax_backward_of(
         return torch.zeros_like(grad, dtype=input_dtype)
     rows = grad.movedim(dim, -1).contiguous()
     grad_input = torch.empty_like(rows, dtype=input_dtype)
-    _launch(kernel, rows, output.movedim(dim, -1).contiguous(), grad_input)
+    tensors = (rows, output.movedim(dim, -1).contiguous(), grad_input)
+    _launch_softmax(_softmax_backward, tensors, _block(rows.shape[-1]), IS_LOG=is_log)
     return grad_input.movedim(-1, dim).contiguous()
 
 
@@ -230,10 +232,23 @@ def _rms_norm(block: int) -> BoundKernel:
     return BoundKernel(rms_norm_kernel, BLOCK=block)
 
 
+def _launch_softmax(launch: Launcher, tensors: tuple[Tensor, ...], block: int, **constants: bool) -> None:
+    *shape, num_columns = tensors[0].shape
+    _check_width(num_columns)
+    if num_programs := math.prod(shape):
+        options = {"num_warps": max(block // 512, 4)}
+        with launching_on(tensors[0]):
+            launch(num_programs, tensors, (num_columns,), {**constants, "BLOCK": block}, options)
+
+
 def _launch(kernel: BoundKernel, rows: Tensor, *others: Any) -> None:
     num_columns = rows.shape[-1]
-    if num_columns >= 2**31 - BLOCK:
-        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
+    _check_width(num_columns)
     tensors = (rows, *(x for x in others if isinstance(x, Tensor)))
     with launching_on(rows):
         kernel(rows.shape[:-1].numel(), rows, *others, num_columns, varying=dtypes_of(tensors))
+
+
+def _check_width(num_columns: int) -> None:
+    if num_columns >= 2**31 - BLOCK:
+        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
