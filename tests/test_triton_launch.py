@@ -68,6 +68,12 @@ def test_what_triton_assumes_of_arguments_tells_kernels_apart(other) -> None:
     assert len(kernel.compilations) == len(kernel.launches) == 2
 
 
+def test_on_amd_triton_looks_anew_as_it_assumes_that_tensors_below_2_gb_stay_so(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "IS_HIP", True)
+    kernel = run((X, (3, 8), CONSTANTS, OPTIONS), (X, (3, 8), CONSTANTS, OPTIONS))
+    assert len(kernel.compilations) == 2
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_few_rows_get_other_tiles_on_hopper_only(monkeypatch, capability, dtype) -> None:

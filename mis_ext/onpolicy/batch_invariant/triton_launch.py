@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP
+
 _LARGEST_INT32 = 2**31 - 1
 
 
@@ -14,7 +16,7 @@ class Launcher:
 
     Triton finds out at every launch what it may assume of the arguments, which takes longer than the launch. Here the
     same is found out with less: whether an integer is 1, a multiple of 16 or above int32, and which pointers are
-    aligned.
+    aligned. Not on AMD, where Triton also assumes of what it saw to be below 2 GB that it stays so.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -53,5 +55,5 @@ class Launcher:
             return
         compiled = self._kernel[(num_programs,)](*tensors, *numbers, **constants, **options)
         # The interpreter compiles nothing.
-        if compiled is not None:
+        if compiled is not None and not IS_HIP:
             self._compiled[key] = compiled
