@@ -157,7 +157,7 @@ class TransformersEngine:
             return
         self.close()
         self._capacity, self._loop_settings = (num_requests, max_length), settings
-        pages_per_request = -(-max_length // self._PAGE_SIZE)
+        num_pages = num_requests * -(-max_length // self._PAGE_SIZE)
         end_token = self._model.config.eos_token_id
         generation_config = GenerationConfig(
             do_sample=True,
@@ -170,8 +170,9 @@ class TransformersEngine:
         batching_config = ContinuousBatchingConfig(
             return_logprobs=True,
             page_size=self._PAGE_SIZE,
-            num_blocks=num_requests * pages_per_request,
-            max_batch_tokens=self._max_batch_tokens,
+            num_blocks=num_pages,
+            # CUDA graphs begin with a request of so many tokens, which must fit.
+            max_batch_tokens=min(self._max_batch_tokens, num_pages * self._PAGE_SIZE),
             max_requests_per_batch=num_requests,
             use_cuda_graph=self.cuda_graphs,
             # Whether a batch is prepared before the last one is done depends on timing.
