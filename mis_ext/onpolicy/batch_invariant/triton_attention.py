@@ -68,8 +68,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key seen.
 
-    A key or value that is not finite reaches the queries that see it, and others whose tile reads it: all keys from the
-    first to the last that one of its queries may see. So does a product with a key that overflows float32.
+    A value that is not finite reaches the queries that see its key, and others whose tile reads it: all keys from the
+    first to the last that one of its queries may see.
 
     Args:
         query: ``[T, H, D]`` float32, bfloat16 or float16, the sequences one after the other; ``D`` at most 256.

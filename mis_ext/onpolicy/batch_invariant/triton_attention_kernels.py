@@ -80,7 +80,7 @@ def load_keys(
 ):
     """The rows of the block of keys at ``start``; from ``end`` on, the last one before it, again and again.
 
-    That costs less than a predicate for each row. Their bias is minus infinity.
+    That costs less than a predicate for each row. No query may attend to them.
     """
     lane = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
@@ -131,9 +131,8 @@ def forward_kernel(
 ):
     """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive.
 
-    The product of queries and keys starts at a bias: 0, or minus infinity where a query may not attend. One loop takes
-    the blocks from left to right, those that every query sees as a whole and the others, so that all compute alike.
-    With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
+    One loop takes the blocks from left to right, those that every query sees as a whole and the others, so that all
+    compute alike. With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
 
     There is one sequence more than there are: the rows after the last one, which become 0.
     """
@@ -184,11 +183,10 @@ def forward_kernel(
     scale_2 = scale * LOG2_E
     for start in range(0, end, BLOCK_N):
         k = load_keys(key, slots, first_key, start, end, key_stride, HAS_SLOTS, BLOCK_D, HEAD_DIM)
-        bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if start + BLOCK_N > whole:
             allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
-            bias = tl.where(allowed, 0.0, float("-inf"))
-        score = tl.dot(q, tl.trans(k), bias, input_precision=PRECISION)
+            score = tl.where(allowed, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1) * scale_2)
         # Minus infinity until the query has seen a key, of which no difference may be taken.
         origin = tl.where(higher == float("-inf"), 0.0, higher)
