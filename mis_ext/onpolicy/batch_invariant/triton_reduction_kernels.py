@@ -1,8 +1,8 @@
 """Reductions over rows, a program per row, in blocks from left to right.
 
 Each lane of a block adds up its own column of the blocks, and the lanes are added up last. What is added in which order
-so depends on the width of a row alone. Alignment changes how lanes are spread over threads, by which Triton adds up
-lanes: softmax and its gradients say in which order themselves, the other kernels are not specialised for alignment.
+so depends on the width of a row alone. For the same reason nothing but softmax, whose sum is one of integers, is
+specialised for alignment, which changes how lanes are spread over threads.
 """
 
 import triton
@@ -12,18 +12,6 @@ from mis_ext.correction.triton.launch import kernel
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
 SHARE = tl.constexpr(2.0**42)
-
-
-@triton.jit
-def sum_of_lanes(lanes):
-    """The sum of at most 2**11 lanes: the upper half is added to the lower, until one is left.
-
-    Only pairs are added, so no layout changes a bit, and neither do upper lanes that are 0.
-    """
-    for _ in tl.static_range(11):
-        if lanes.shape[0] > 1:
-            lanes = tl.sum(tl.reshape(lanes, [2, lanes.shape[0] // 2]), 0)
-    return tl.sum(lanes, 0)
 
 
 @triton.jit
@@ -60,13 +48,12 @@ def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
         tl.store(out + first + column, share.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
 
 
-@triton.jit
+@kernel
 def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
     """Logarithm of the softmax of contiguous rows ``[R, num_columns]``, in one pass over the row and one to write.
 
     Each lane keeps the largest value of its columns and the sum below it, and the lanes are brought to one origin last.
-    Columns at minus infinity behind the others change no bit: rows of all widths have blocks of one width, or of one
-    that holds the row.
+    All rows have blocks of one width, so columns at minus infinity behind the others change no bit.
     """
     first = tl.program_id(0).to(tl.int64) * num_columns
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -80,18 +67,16 @@ def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
         total = total * tl.exp(highest - origin) + tl.exp(value - origin)
         highest = higher
     row_highest = tl.max(highest, 0)
-    # A choice, so that no compiler makes one rounding of the product and the sum of a pair in one thread.
-    total = tl.where(highest == row_highest, total, total * tl.exp(highest - row_highest))
-    log_total = tl.log(sum_of_lanes(total))
+    row_total = tl.sum(total * tl.exp(highest - tl.where(row_highest == float("-inf"), 0.0, row_highest)), 0)
+    log_total = tl.log(row_total)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        value = tl.load(x + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
-        result = value.to(tl.float32) - row_highest - log_total
-        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
+        shifted = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - row_highest
+        tl.store(out + first + column, (shifted - log_total).to(out.dtype.element_ty), mask=is_column)
 
 
-@triton.jit
+@kernel
 def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient ``[R, num_columns]`` of :func:`softmax_kernel`, or of its logarithm, from its output.
 
@@ -108,16 +93,14 @@ def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.co
             total += slope
         else:
             total += slope * tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
-    row_total = sum_of_lanes(total)
+    row_total = tl.sum(total, 0)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        slope = tl.load(grad + first + column, mask=is_column, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        result = tl.load(output + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
-        result = result.to(tl.float32)
+        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
+        result = tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
         change = slope - tl.exp(result) * row_total if IS_LOG else (slope - row_total) * result
-        change = change.to(grad_input.dtype.element_ty)
-        tl.store(grad_input + first + column, change, mask=is_column, eviction_policy="evict_first")
+        tl.store(grad_input + first + column, change.to(grad_input.dtype.element_ty), mask=is_column)
 
 
 @kernel

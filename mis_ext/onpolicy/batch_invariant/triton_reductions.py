@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ BLOCK = 2048
 # The integers that softmax adds up hold so many.
 MOST_COLUMNS = 1 << 20
 _NARROWEST = 128
-# Of softmax for rows that have more: the width changes no bit there, and 32 warps read more at a time.
-_WIDE = 16_384
 
+# The width of its blocks changes no bit. 32 warps have more bytes of such a row on their way at a time.
 _softmax = Launcher(softmax_kernel)
-_log_softmax = Launcher(log_softmax_kernel)
-_softmax_backward = Launcher(softmax_backward_kernel)
+_WIDE_BYTES, _WIDE_BLOCK = 1 << 16, 16_384
+# Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
+_log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
+_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK)
+_log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -53,14 +55,14 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
         TypeError: The dtype has no kernel.
         RuntimeError: Triton cannot run here.
     """
-    return _softmax_of(_log_softmax, x, dim, half_to_float)
+    return _softmax_of(functools.partial(_launch, _log_softmax), x, dim, half_to_float)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Softmax over one dimension of at most 2**20 numbers; arguments and errors as in :func:`log_softmax`."""
     if x.dim() and x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-    return _softmax_of(_softmax, x, dim, half_to_float)
+    return _softmax_of(_launch_softmax, x, dim, half_to_float)
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
@@ -81,12 +83,12 @@ def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: to
         TypeError: A dtype has no kernel, or the two differ.
         RuntimeError: Triton cannot run here.
     """
-    return _softmax_backward_of(grad, output, dim, input_dtype, is_log=True)
+    return _softmax_backward_of(_log_softmax_backward, grad, output, dim, input_dtype)
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     """The gradient of :func:`softmax` by its input; arguments and errors as in :func:`log_softmax_backward`."""
-    return _softmax_backward_of(grad, output, dim, input_dtype, is_log=False)
+    return _softmax_backward_of(_softmax_backward, grad, output, dim, input_dtype)
 
 
 def mean(
@@ -177,18 +179,19 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _softmax_of(launch: Launcher, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def _softmax_of(launch: Callable[[Tensor, Tensor], None], x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     check_tensors({"x": x})
     if x.dim() == 0:
         return _softmax_of(launch, x.unsqueeze(0), dim, half_to_float).squeeze(0)
     rows = x.movedim(dim, -1).contiguous()
     out = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype)
-    is_wide = launch is _softmax and rows.shape[-1] > _WIDE
-    _launch_softmax(launch, (rows, out), _WIDE if is_wide else _block(rows.shape[-1]))
+    launch(rows, out)
     return out.movedim(-1, dim).contiguous()
 
 
-def _softmax_backward_of(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, *, is_log: bool) -> Tensor:
+def _softmax_backward_of(
+    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
     check_tensors({"grad": grad, "output": output})
     if grad.shape != output.shape:
         raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
@@ -196,8 +199,7 @@ def _softmax_backward_of(grad: Tensor, output: Tensor, dim: int, input_dtype: to
         return torch.zeros_like(grad, dtype=input_dtype)
     rows = grad.movedim(dim, -1).contiguous()
     grad_input = torch.empty_like(rows, dtype=input_dtype)
-    tensors = (rows, output.movedim(dim, -1).contiguous(), grad_input)
-    _launch_softmax(_softmax_backward, tensors, _block(rows.shape[-1]), IS_LOG=is_log)
+    _launch(kernel, rows, output.movedim(dim, -1).contiguous(), grad_input)
     return grad_input.movedim(-1, dim).contiguous()
 
 
@@ -232,23 +234,20 @@ def _rms_norm(block: int) -> BoundKernel:
     return BoundKernel(rms_norm_kernel, BLOCK=block)
 
 
-def _launch_softmax(launch: Launcher, tensors: tuple[Tensor, ...], block: int, **constants: bool) -> None:
-    *shape, num_columns = tensors[0].shape
-    _check_width(num_columns)
+def _launch_softmax(rows: Tensor, out: Tensor) -> None:
+    *shape, num_columns = rows.shape
+    is_wide = num_columns * rows.element_size() > _WIDE_BYTES
+    block = _WIDE_BLOCK if is_wide else _block(num_columns)
     if num_programs := math.prod(shape):
-        options = {"num_warps": max(block // 512, 4)}
-        with launching_on(tensors[0]):
-            launch(num_programs, tensors, (num_columns,), {**constants, "BLOCK": block}, options)
+        with launching_on(rows):
+            options = {"num_warps": max(block // 512, 4)}
+            _softmax(num_programs, (rows, out), (num_columns,), {"BLOCK": block}, options)
 
 
 def _launch(kernel: BoundKernel, rows: Tensor, *others: Any) -> None:
     num_columns = rows.shape[-1]
-    _check_width(num_columns)
+    if num_columns >= 2**31 - BLOCK:
+        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
     tensors = (rows, *(x for x in others if isinstance(x, Tensor)))
     with launching_on(rows):
         kernel(rows.shape[:-1].numel(), rows, *others, num_columns, varying=dtypes_of(tensors))
-
-
-def _check_width(num_columns: int) -> None:
-    if num_columns >= 2**31 - BLOCK:
-        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
