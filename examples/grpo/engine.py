@@ -69,8 +69,8 @@ class TransformersEngine:
     It samples from torch's default generator: save and restore that one to repeat a run.
 
     Attributes:
-        cuda_graphs: Whether to replay batches as CUDA graphs, on a GPU: the host is no bottleneck then, and hooks of
-            modules are not called.
+        cuda_graphs: Whether to replay batches as CUDA graphs, which call no hooks of modules; None: on a GPU, with an
+            attention that needs no mask, which padding would widen.
     """
 
     _PAGE_SIZE = 128
@@ -88,14 +88,14 @@ class TransformersEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._model.eval().to(device)
-        self.cuda_graphs = device == "cuda"
+        self.cuda_graphs: bool | None = None
         self._max_batch_tokens = max_batch_tokens
         self.settings: dict[str, Scalar] = {"dtype": str(dtype), "attention": attention, "device": device}
         torch.manual_seed(seed)
         self._version = 0
         self._manager = None
         self._capacity = (0, 0)
-        self._loop_settings = (0.0, False)
+        self._loop_settings: tuple[float, bool | None] = (0.0, None)
 
     @property
     def model(self) -> PreTrainedModel:
