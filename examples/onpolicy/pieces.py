@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -13,10 +14,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_paged import sdpa_attention_paged_forward
 
-from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, rms_norm
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, is_batch_invariant, rms_norm
 
 PAGED_ATTENTION = "paged|fixed_block"
+# Of the names that get a mask.
+OWN_ATTENTION = "paged|sdpa"
 
 
 class Piece(str, Enum):
@@ -122,15 +126,28 @@ def paged_attention(
     return output.unsqueeze(0), None
 
 
+def own_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """The engine's own attention, that of torch, even where the mode is on: in another thread, which has no mode."""
+    if not is_batch_invariant():
+        return sdpa_attention_paged_forward(*args, **kwargs)
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    @torch.no_grad()
+    def outside() -> tuple[Tensor, None]:
+        with torch.cuda.stream(stream):
+            return sdpa_attention_paged_forward(*args, **kwargs)
+
+    return _other_thread.submit(outside).result()
+
+
+_other_thread = ThreadPoolExecutor(max_workers=1)
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+AttentionInterface.register(OWN_ATTENTION, own_attention)
 
 
 def engine_attention(pieces: Pieces) -> str:
     """Name of the attention that transformers' continuous batching uses."""
-    if Piece.ENGINE_ATTENTION in pieces:
-        return PAGED_ATTENTION
-    # The mode would take its place if it called torch's attention; eager attention consists of products.
-    return "paged|eager" if Piece.PRODUCTS in pieces else "paged|sdpa"
+    return PAGED_ATTENTION if Piece.ENGINE_ATTENTION in pieces else OWN_ATTENTION
 
 
 def cast_rotary_frequencies(model: PreTrainedModel, dtype: torch.dtype) -> None:
