@@ -46,6 +46,16 @@ def test_every_method_has_graphs_of_its_own(graphs) -> None:
     assert len(graphs) == 10
 
 
+def test_beyond_the_limit_of_graphs_a_method_runs_as_it_is(graphs) -> None:
+    data, mask, several = make_data()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        # A sequence alone has a graph of its own.
+        for layout in (several, PackedLayout.whole([several.num_local_tokens])):
+            found, wanted = (apply(PRESETS["gspo"].method, data, mask, layout, compiled=each) for each in (True, False))
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(graphs) == 1
+
+
 def test_a_sequence_far_longer_than_the_others_is_not_compiled(graphs) -> None:
     data, mask, layout = make_data()
     lengths = [layout.num_local_tokens - 40] + [1] * 40

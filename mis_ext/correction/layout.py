@@ -35,6 +35,13 @@ class Padding(NamedTuple):
     position_SL: Tensor
     is_empty_SL: Tensor
 
+    @classmethod
+    def of(cls, length_and_start_2S: Tensor, longest: int, num_tokens: int) -> Padding:
+        """From length and first token of each sequence, and the numbers of tokens of the longest and of all."""
+        length_S1, start_S1 = length_and_start_2S.unsqueeze(-1)
+        place_L = torch.arange(longest, device=start_S1.device)
+        return cls((start_S1 + place_L).clamp_(max=num_tokens - 1), place_L >= length_S1)
+
     def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
         """``[F, S]``: as :meth:`PackedLayout.reduce`."""
         values_FSL = rows_FT.index_select(-1, self.position_SL.flatten()).view(len(rows_FT), *self.position_SL.shape)
@@ -44,15 +51,17 @@ class Padding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WholeResponses:
-    """A layout of whole responses in tensors alone: a graph of ``torch.compile`` holds for other lengths too.
+    """A layout of whole responses without tensors of their sizes: a graph of ``torch.compile`` makes those itself.
 
     Attributes:
-        padding: How sequences are padded.
-        sequence_T: The sequence of each token.
+        length_and_start_2S: Length and first token of each sequence.
+        longest: Tokens of the longest sequence.
+        num_tokens: Tokens of all sequences.
     """
 
-    padding: Padding
-    sequence_T: Tensor
+    length_and_start_2S: Tensor
+    longest: int
+    num_tokens: int
 
     @property
     def is_whole(self) -> bool:
@@ -60,14 +69,15 @@ class WholeResponses:
         return True
 
     @property
-    def offset_T(self) -> Tensor:
-        """``[T]``: how many tokens of its sequence stand before a token."""
-        return _offset(self.sequence_T, self.padding.position_SL[:, 0])
+    def sequence_T(self) -> Tensor:
+        """``[T]``: the sequence of each token."""
+        end_S = self.length_and_start_2S.sum(0)
+        return torch.bucketize(torch.arange(self.num_tokens, device=end_S.device), end_S, right=True)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.padding.position_SL.shape[1]
+    def offset_T(self) -> Tensor:
+        """``[T]``: how many tokens of its sequence stand before a token."""
+        return _offset(self.sequence_T, self.length_and_start_2S[1])
 
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every token the value of its sequence."""
@@ -75,7 +85,7 @@ class WholeResponses:
 
     def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
         """``[F, S]``: as :meth:`PackedLayout.reduce`."""
-        return self.padding.reduce(rows_FT, op)
+        return Padding.of(self.length_and_start_2S, self.longest, self.num_tokens).reduce(rows_FT, op)
 
     def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over the tokens of each sequence."""
@@ -219,10 +229,10 @@ class PackedLayout:
 
     @property
     def whole_responses(self) -> WholeResponses | None:
-        """This layout in tensors alone; None where one sequence is far longer than the others, or ranks share them."""
-        if not self.is_whole or self.padding is None:
+        """This layout for a graph; None where one sequence is far longer than the others, or ranks share them."""
+        if not self.is_whole or not self._is_padded:
             return None
-        return WholeResponses(self.padding, self.sequence_T)
+        return WholeResponses(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
 
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every local token the value of its sequence."""
@@ -254,16 +264,13 @@ class PackedLayout:
     def padding(self) -> Padding | None:
         """How sequences are padded; None where one is far longer than the others."""
         if not self._padding:
-            self._padding.append(self._padded())
+            sizes = self.longest or 1, self.num_local_tokens
+            self._padding.append(Padding.of(self._length_and_start_2S, *sizes) if self._is_padded else None)
         return self._padding[0]
 
-    def _padded(self) -> Padding | None:
-        longest = self.longest or 1
-        if longest * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
-            return None
-        length_S, start_S = self._length_and_start_2S.unsqueeze(-1)
-        place_L = torch.arange(longest, device=self.device)
-        return Padding((start_S + place_L).clamp_(max=self.num_local_tokens - 1), place_L >= length_S)
+    @property
+    def _is_padded(self) -> bool:
+        return (self.longest or 1) * self.num_sequences <= _MOST_PADDING * self.num_local_tokens
 
     @property
     def num_sequences(self) -> int:

@@ -158,11 +158,8 @@ class Method:
             value_T, result = (
                 self._evaluate(self.batch_of(**arguments)) if whole is None else graph_of_method(self)(**arguments)
             )
-        valid_T = result.valid_T
-        # The value of the objective with the gradient of the coefficient.
-        path_T = torch.where(valid_T, current_logprobs_T, 0.0)
-        step_T = path_T - path_T.detach()
-        return result._replace(loss_T=-(value_T + result.coefficient_T * step_T))
+        loss_T: Tensor = _Loss.apply(value_T, current_logprobs_T, result.coefficient_T)  # type: ignore[no-untyped-call]
+        return result._replace(loss_T=loss_T)
 
     def batch_of(
         self,
@@ -226,6 +223,27 @@ class Method:
             clipped_T=found.is_clipped_T & valid_T,
             num_invalid=num_invalid,
         )
+
+
+class _Loss(torch.autograd.Function):
+    """Minus the value of each token, whose derivative by its log-prob is minus its coefficient."""
+
+    @staticmethod
+    def forward(value_T: Tensor, _log_prob_T: Tensor | None, _coefficient_T: Tensor) -> Tensor:
+        """``[T]``: minus the value."""
+        return -value_T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Keeps the coefficient."""
+        del output
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[None, Tensor, None]:
+        """The gradient by the log-probs."""
+        (coefficient_T,) = ctx.saved_tensors
+        return None, -grad_T * coefficient_T, None
 
 
 @functools.lru_cache(maxsize=16)

@@ -130,9 +130,7 @@ class Reductions:
         # Where runs begin, the first at 1; behind the last one the end of all tokens.
         size = len(mask_T)
         place_T = torch.arange(size, device=mask_T.device)
-        first_N = torch.full((size + 2,), size, device=mask_T.device).scatter(
-            0, torch.where(is_first_T, run_T, 0), place_T
-        )
+        first_N = (place_T.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_T, run_T, 0), place_T)
         first_T, next_T = first_N.index_select(0, run_T), first_N.index_select(0, run_T + 1)
         return _Runs(place_T - first_T, next_T - 1, next_T - first_T)
 
