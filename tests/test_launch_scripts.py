@@ -14,6 +14,8 @@ import pytest
 from examples.grpo.arguments import parse_args
 from examples.launch_flags import launch_flags
 
+pytestmark = pytest.mark.whole_run
+
 REPOSITORY = Path(__file__).parents[1]
 FUNCTION = "mis_ext.compute_mis_weights_with_cp"
 SLIME_SCRIPT = """\
