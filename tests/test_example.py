@@ -217,6 +217,7 @@ def test_the_attention_backend_is_one_that_is_installed(
     assert attention_backend(head_dim=head_dim) == backend
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh"])
 @pytest.mark.parametrize(
     ("arguments", "switch"),
