@@ -7,7 +7,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_methods
-import pytest
 
 from mis_ext.methods.presets import PRESETS
 
@@ -20,18 +19,6 @@ def test_what_is_asked_for_is_measured_and_nothing_reads_a_value(tmp_path, capsy
     assert [*rows] == ["ppo", "gspo", "drift_control"]
     assert all(row["median_s"] > 0.0 and row["launches"] > 0 and row["waits"] == 0 for row in rows.values())
     assert capsys.readouterr().out.count("\n| ") == 2 + len(rows)
-
-
-@pytest.mark.whole_run
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_what_torch_compiles_has_the_numbers_of_the_eager_method() -> None:
-    inputs = bench_methods.Inputs(bench_methods.Shape(40, 60), device=bench_methods.torch.device("cpu"), seed=0)
-    method = PRESETS["ctpo"].method
-    for _ in range(2):
-        item = inputs.next()
-        compiled, eager = (bench_methods.call(method, each, item) for each in (True, False))
-        bench_methods.torch.testing.assert_close(compiled.coefficient_T, eager.coefficient_T, rtol=1e-5, atol=1e-6)
-        assert compiled.clipped_T.equal(eager.clipped_T)
 
 
 def test_every_preset_runs_with_the_inputs_of_the_benchmark() -> None:
