@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
-from mis_ext.correction.layout import PackedLayout, WholeResponses
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.token_index import to_device
+from mis_ext.correction.whole_responses import WholeResponses
 
 Reduce = Literal[
     "token", "sum", "mean", "max", "min", "prefix", "segment_sum", "segment_mean", "batch_mean", "batch_rank_mean"
