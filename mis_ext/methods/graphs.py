@@ -13,7 +13,7 @@ _R = TypeVar("_R")
 
 
 def graph_of(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function as one graph, compiled for any sizes of its tensors.
+    """The function, compiled for any sizes of its tensors; uncompiled where torch takes no further graph of it.
 
     Args:
         function: A Python function, which may be nested: what it closes over is part of its graph.
