@@ -29,6 +29,24 @@ def test_sums_over_everything_are_no_concern_of_a_row(dtype):
         assert x.sum().dtype == x.mean().dtype == dtype
 
 
+def test_what_has_no_invariant_form_on_a_cpu_has_none_on_cuda():
+    with FakeTensorMode():
+        x = torch.empty(1, 3, 4, device="cuda")
+    with pytest.raises(NotImplementedError, match="convolution"), batch_invariant_mode():
+        F.conv1d(x, x)
+
+
+def test_an_operator_of_another_library_that_is_made_of_products_has_those_of_the_mode():
+    library = torch.library.Library("made_of_products", "DEF")
+    library.define("product(Tensor a, Tensor b) -> Tensor")
+    library.impl("product", lambda a, b: a @ b, "CompositeImplicitAutograd")
+    a, b = randn(5, 700), randn(700, 33)
+    with torch.inference_mode(), batch_invariant_mode():
+        product, expected = torch.ops.made_of_products.product(a, b), a @ b
+    assert equal_bits(product, expected)
+    assert not equal_bits(a @ b, expected)
+
+
 def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
     linear, x = torch.nn.Linear(8, 4), randn(2, 8)
     before = linear(x)

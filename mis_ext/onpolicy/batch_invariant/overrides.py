@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,9 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        where = _where_it_passes(func)
+        if where == "anywhere" or (where == "on a GPU" and args and isinstance(args[0], Tensor) and args[0].is_cuda):
+            return func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
                 f"{func} hides operators from the batch-invariant mode: take scaled_dot_product_attention with a mask "
@@ -114,6 +117,18 @@ def _advice(func: Any) -> str:
             "scaled_dot_product_attention instead, around checkpoints use batch_invariant_forward(model)"
         )
     return ": compute it outside of the mode, or from products, sums and elementwise functions"
+
+
+@cache
+def _where_it_passes(func: Any) -> Literal["anywhere", "on a GPU", "nowhere"]:
+    """Where nothing of the arguments matters but their device: most of what a decode step waits for."""
+    if isinstance(func, torch._ops.HigherOrderOperator) or _override_of(func) is not None or _is_composite(func):
+        return "nowhere"
+    # Of complex numbers fewer functions are exact.
+    kind = kind_of(func, is_complex=True)
+    if kind == "passes":
+        return "anywhere"
+    return "nowhere" if kind == "refused" else "on a GPU"
 
 
 @cache
