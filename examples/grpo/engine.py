@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import attn_mask_is_needed
 from transformers.models.auto import AutoModelForCausalLM
 
 from .engine_settings import Scalar
@@ -69,8 +70,8 @@ class TransformersEngine:
     It samples from torch's default generator: save and restore that one to repeat a run.
 
     Attributes:
-        cuda_graphs: Whether to replay batches as CUDA graphs, which call no hooks of modules; None: on a GPU, with an
-            attention that needs no mask, which padding would widen.
+        cuda_graphs: Whether to replay batches as CUDA graphs, which call no hooks of modules. At first: on a GPU, with
+            an attention that needs no mask, which padding would widen.
     """
 
     _PAGE_SIZE = 128
@@ -88,14 +89,15 @@ class TransformersEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
         self._model.eval().to(device)
-        self.cuda_graphs: bool | None = None
+        # By default transformers does so with flash attention only.
+        self.cuda_graphs = device == "cuda" and not attn_mask_is_needed(self._model.config)
         self._max_batch_tokens = max_batch_tokens
         self.settings: dict[str, Scalar] = {"dtype": str(dtype), "attention": attention, "device": device}
         torch.manual_seed(seed)
         self._version = 0
         self._manager = None
         self._capacity = (0, 0)
-        self._loop_settings: tuple[float, bool | None] = (0.0, None)
+        self._loop_settings = (0.0, False)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -117,10 +117,10 @@ class ContinuousBatching:
             position = kwargs["position_ids"]
             return Rows(sequence=torch.zeros_like(position), position=position, kept=kwargs["logits_indices"])
 
-        self._engine.cuda_graphs = False
+        usual, self._engine.cuda_graphs = self._engine.cuda_graphs, False
         with record(self.model, modules=TRANSFORMERS_MODULES, rows_of=rows_of) as recorder:
             yield recorder
-        self._engine.cuda_graphs = None
+        self._engine.cuda_graphs = usual
 
     def close(self) -> None:
         """See :class:`Engine`."""
