@@ -1,5 +1,6 @@
 """The demonstration, in its short form, end to end: Megatron-Core trains, transformers generates."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -78,3 +79,25 @@ def test_a_forgotten_weight_sync_is_called_stale_weights(rows):
     (stale,) = of_kind(rows, "stale")
     assert stale["verdict"] == "DIFFERENT"
     assert "stale weights" in stale["hint"]
+
+
+def test_all_aligned_must_be_exact_and_a_forgotten_sync_must_be_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    is_failure = importlib.import_module("true_on_policy").is_failure
+    stale = {"kind": "stale", "verdict": "DIFFERENT", "hint": "likely stale weights: 96 of 96"}
+    right = [
+        {"kind": "step", "aligned": "all", "verdict": "EXACT"},
+        {"kind": "step", "aligned": "nothing", "verdict": "EXACT"},
+        {"kind": "step", "aligned": "nothing", "verdict": "DIFFERENT"},
+        {"kind": "ablation", "left_out": "norm rounding", "verdict": "EXACT"},
+        {"kind": "cost", "aligned": "all", "seconds": 1.0},
+        stale,
+    ]
+    wrong = [
+        {"kind": "step", "aligned": "all", "verdict": "DIFFERENT"},
+        {"kind": "step", "aligned": "all", "verdict": "INVALID"},
+        stale | {"verdict": "EXACT"},
+        stale | {"hint": None},
+    ]
+    assert not any(map(is_failure, right))
+    assert all(map(is_failure, wrong))
