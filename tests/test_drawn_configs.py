@@ -35,7 +35,7 @@ def assert_judged(point: Point, samples: Samples) -> None:
     assert_values({name: metric.value() for name, metric in correction.metrics.items()}, expected)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(point=drawn_points(), samples=drawn_samples())
 def test_any_gates_and_any_weight_are_those_of_the_judge(point, samples) -> None:
     assert_judged(point, samples)

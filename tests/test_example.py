@@ -3,15 +3,17 @@
 # The imports after the skip need packages that only the example's environment has.
 # ruff: noqa: E402
 
+import importlib
 import importlib.util
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 MISSING = [
     name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
@@ -38,6 +41,7 @@ from grpo.engine_settings import attention_backend, check_settings, machine_sett
 from grpo.report import plot, read_metrics, summary_table
 from grpo.rollout import Sample, grade_groups, own_share
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
+from process_ranks import run_processes
 
 from mis_ext.dumps import Dumps
 from mis_ext.report import Parts, summarize
@@ -57,7 +61,7 @@ PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
 
 @contextmanager
 def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Start two ranks that import this checkout, and end them."""
+    """Start two ranks that import this checkout, as a user does, and end them."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
@@ -73,15 +77,37 @@ def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
             process.terminate()
 
 
-def finish(*command: str) -> None:
-    with torchrun(*command) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, output
+def on_ranks(work: Callable[..., None], *args: Any, num_ranks: int = 2) -> None:
+    """Call it on ranks that find what torchrun says; of their start, most is imports, which they share."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    environment = os.environ | address | {"WORLD_SIZE": str(num_ranks)}
+    run_processes(as_rank, environment, work, *args, world_size=num_ranks, preload=("grpo.run",))
 
 
-def train(output_dir: Path, *flags: str) -> list[dict[str, float]]:
-    finish(str(EXAMPLES / "train_grpo.py"), "--output-dir", str(output_dir), *SMALL_RUN, *flags)
+def as_rank(rank: int, environment: dict[str, str], work: Callable[..., None], *args: Any) -> None:
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    work(*args)
+
+
+def run_program(*arguments: str) -> None:
+    sys.argv = ["train_grpo.py", *arguments]
+    importlib.import_module("train_grpo").main()
+
+
+def train(output_dir: Path, *flags: str, num_ranks: int = 2) -> list[dict[str, float]]:
+    on_ranks(run_program, "--output-dir", str(output_dir), *SMALL_RUN, *flags, num_ranks=num_ranks)
     return read_metrics(output_dir / "metrics.jsonl")
+
+
+def target(folder: Path, gain: float) -> list[str]:
+    """Flags for a band that follows a target."""
+    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": gain}
+    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
+    config = folder / "target.yaml"
+    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
+    return ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]
 
 
 def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -284,7 +310,7 @@ def test_engine_reports_the_log_probs_of_its_tokens_under_the_latest_weights(dty
 def topologies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """What ``score_and_train`` found, by topology and layout."""
     path = tmp_path_factory.mktemp("topologies") / "found.pt"
-    finish(__file__, str(path))
+    on_ranks(score_and_train, path)
     return torch.load(path)
 
 
@@ -317,10 +343,11 @@ def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topolo
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a long run that got Ctrl-C after a few steps."""
+    """The output of a long run, with a band that follows a target, that got Ctrl-C after a few steps."""
     output_dir = tmp_path_factory.mktemp("interrupted")
     metrics = output_dir / "metrics.jsonl"
     command = [str(EXAMPLES / "train_grpo.py"), "--output-dir", str(output_dir), *SMALL_RUN, "--num-rollout", "100000"]
+    command += target(output_dir, gain=0.3)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     with torchrun(*command) as process:
         while len(read_metrics(metrics)) < 2 and process.poll() is None and time.monotonic() < deadline:
@@ -346,13 +373,16 @@ def leave_a_run(folder: Path) -> None:
 @pytest.mark.whole_run
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
-    done = len(read_metrics(interrupted / "metrics.jsonl"))
-    resumed = train(interrupted, "--num-rollout", str(done + 2), "--resume")
+    done, flags = len(read_metrics(interrupted / "metrics.jsonl")), target(tmp_path, gain=0.3)
+    resumed = train(interrupted, *flags, "--num-rollout", str(done + 2), "--resume")
     assert [row["step"] for row in resumed] == list(range(done + 2))
     leave_a_run(tmp_path)
-    dump = ("--rollout-data-postprocess-path", "dump_rollout.save")
-    whole = train(tmp_path, "--num-rollout", str(done + 2), "--overwrite", *dump)
+    dump = ("--rollout-data-postprocess-path", "prepared_dump.save")
+    whole = train(tmp_path, *flags, "--num-rollout", str(done + 2), "--overwrite", *dump)
     assert learned(resumed) == learned(whole)
+    # The band narrows from rollout to rollout, so that one that began anew would be wider.
+    lows = [row["train/mis_rs_mask_bound_low"] for row in whole]
+    assert lows == sorted({*lows})
     summary = summarize(Parts(Dumps(sorted((tmp_path / "dumps").iterdir()))))
     assert [group.name for group in summary.by_version] == ["0 behind"]
     for row in whole:
@@ -382,14 +412,15 @@ def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
 
 
 @pytest.mark.whole_run
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path):
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     leave_a_run(tmp_path)
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), "--output-dir", str(tmp_path), *SMALL_RUN]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert refused.returncode != 0
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit) as refused:
+        run_program("--output-dir", str(tmp_path), *SMALL_RUN)
     for part in (str(tmp_path), "--resume", "--overwrite"):
-        assert part in refused.stderr
+        assert part in str(refused.value)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == left
 
 
@@ -485,7 +516,3 @@ def score_and_train(path: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(found, path)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    score_and_train(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_example import WHOLE_LOSS, learned, parse_args, train
+from test_example import WHOLE_LOSS, parse_args, target, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_host
     config.write_text(yaml.safe_dump(keys | {"mis_loss_mode": mode}))
     flags = ["--use-rollout-logprobs"] if mode in SKIPS_SCORING else []
     run = ["--custom-config-path", str(config), "--entropy-coef", "0.01", "--num-rollout", "2"]
-    rows = train(tmp_path / "run", *WHOLE_LOSS, *flags, *run)
+    rows = train(tmp_path / "run", *WHOLE_LOSS, *flags, *run, num_ranks=1)
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
         names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
@@ -61,33 +61,11 @@ def test_the_help_says_where_the_mode_comes_from(capsys):
         assert part in text
 
 
-def target(folder: Path, gain: float) -> list[str]:
-    """Flags for a band that follows a target."""
-    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": gain}
-    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
-    config = folder / "target.yaml"
-    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
-    return ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]
-
-
 @pytest.mark.whole_run
 def test_a_run_keeps_the_share_of_responses_that_is_asked_for(tmp_path: Path):
-    rows = train(tmp_path / "run", *target(tmp_path, gain=1.0), "--num-rollout", "3")
+    rows = train(tmp_path / "run", *target(tmp_path, gain=1.0), "--num-rollout", "2")
     for row in rows:
         # 24 of the rollout's 32 responses, on both ranks and in both optimizer steps together.
         assert row["train/mis_kept_seq_fraction"] == pytest.approx(0.75, abs=1e-6)
         assert 0.99 < row["train/mis_rs_mask_bound_low"] < 1.0 < row["train/mis_rs_mask_bound_high"] < 1.01
-    assert len({row["train/mis_rs_mask_bound_low"] for row in rows}) == 3
-
-
-@pytest.mark.whole_run
-def test_a_resumed_run_goes_on_with_the_bounds_of_its_checkpoint(tmp_path: Path):
-    flags = target(tmp_path, gain=0.3)
-    whole = train(tmp_path / "whole", *flags, "--num-rollout", "3")
-    train(tmp_path / "run", *flags, "--num-rollout", "2")
-    resumed = train(tmp_path / "run", *flags, "--num-rollout", "3", "--resume")
-    assert learned(resumed) == learned(whole)
-    # The band narrows from rollout to rollout, so that one that began anew would be wider.
-    lows = [row["train/mis_rs_mask_bound_low"] for row in whole]
-    assert lows == sorted(lows)
-    assert lows[0] < lows[1] < lows[2]
+    assert len({row["train/mis_rs_mask_bound_low"] for row in rows}) == 2

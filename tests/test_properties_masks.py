@@ -64,34 +64,35 @@ def test_padding_every_response_to_one_length_with_garbage_under_the_mask_change
         assert padded_metrics[name][~places].isfinite().all()
 
 
+GARBAGE = [streams for x in (math.nan, math.inf, -math.inf, 3e38, -1e4) for streams in [(x, 0.0), (0.0, x), (x, -x)]]
+
+
 @weights_of_grid
 @gates_of_grid
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38, -1e4])
-def test_what_lies_under_masked_tokens_changes_nothing_bit_for_bit(weight, gate, garbage):
-    clean = random_samples(LENGTHS, seed=31, mask=0.6)
-    clean.masks[4].zero_()
-    for column in (clean.train, clean.rollout):
-        for tensor, mask in zip(column, clean.masks, strict=True):
-            tensor[mask == 0] = 0.0
-    for train_garbage, rollout_garbage in [(garbage, 0.0), (0.0, garbage), (garbage, -garbage)]:
-        dirty = Samples(
-            [torch.where(m != 0, t, train_garbage) for t, m in zip(clean.train, clean.masks, strict=True)],
-            [torch.where(m != 0, r, rollout_garbage) for r, m in zip(clean.rollout, clean.masks, strict=True)],
-            clean.masks,
+def test_what_lies_under_masked_tokens_changes_nothing_bit_for_bit(weight, gate):
+    samples = random_samples(LENGTHS, seed=31, mask=0.6)
+    samples.masks[4].zero_()
+
+    def with_garbage(train: float, rollout: float) -> Samples:
+        return Samples(
+            [torch.where(m != 0, t, train) for t, m in zip(samples.train, samples.masks, strict=True)],
+            [torch.where(m != 0, r, rollout) for r, m in zip(samples.rollout, samples.masks, strict=True)],
+            samples.masks,
         )
-        response = torch.cat(clean.masks) != 0
-        for veto, normalizer, denominator in [("all vetoes", "kept", "kept"), ("no veto", "valid", "fixed")]:
-            keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
-            pg_loss = torch.linspace(-1, 1, sum(LENGTHS))
-            loss, masks, metrics = call_hook(keys, clean, pg_loss=pg_loss)
-            dirty_loss, dirty_masks, dirty_metrics = call_hook(keys, dirty, pg_loss=pg_loss)
-            assert torch.equal(loss, dirty_loss)
-            assert all(torch.equal(a, b) for a, b in zip(masks, dirty_masks, strict=True))
+
+    response, pg_loss = torch.cat(samples.masks) != 0, torch.linspace(-1, 1, sum(LENGTHS))
+    for veto, normalizer, denominator in [("all vetoes", "kept", "kept"), ("no veto", "valid", "fixed")]:
+        keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
+        loss, masks, metrics = call_hook(keys, with_garbage(0.0, 0.0), pg_loss=pg_loss)
+        for garbage in GARBAGE:
+            dirty_loss, dirty_masks, dirty_metrics = call_hook(keys, with_garbage(*garbage), pg_loss=pg_loss)
+            assert torch.equal(loss, dirty_loss), garbage
+            assert all(torch.equal(a, b) for a, b in zip(masks, dirty_masks, strict=True)), garbage
             assert_same(
                 {name: value[response] for name, value in metrics.items()},
                 {name: value[response] for name, value in dirty_metrics.items()},
             )
-            assert all(value.isfinite().all() for value in dirty_metrics.values())
+            assert all(value.isfinite().all() for value in dirty_metrics.values()), garbage
 
 
 @weights_of_grid

@@ -30,7 +30,7 @@ import mis_ext
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 # A float32 statistic cannot tell which side of a bound it lies on when it is closer than this.
 MARGIN = 1e-5
-FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def plain_batch(seed: int) -> Samples:
