@@ -314,7 +314,7 @@ class Worker:
             made.append(WrappedGroup(group))
             return made[-1]
 
-        for keys, per_token_loss in grid()[::11]:
+        for keys, per_token_loss in grid()[::19]:
             expected = correct(calls, keys, per_token_loss=per_token_loss)[self.dp_rank]
             args = args_of(keys, per_token_loss=per_token_loss)
             output, pg_loss = self.hook(
@@ -408,8 +408,8 @@ class Worker:
         return failures
 
     def run_megatron(self) -> list[str]:
-        return self.compare_hook(grid()[::9], "plain", miles=False) + self.compare_hook(
-            grid()[::13], "broken", miles=False
+        return self.compare_hook(grid()[::19], "plain", miles=False) + self.compare_hook(
+            grid()[::23], "broken", miles=False
         )
 
     def run_rollout_scope(self) -> list[str]:
@@ -419,7 +419,7 @@ class Worker:
         everything = [samples for calls, _ in parts for samples in calls]
         mine = parts[0][0][self.dp_rank] + parts[1][0][self.dp_rank]
         totals = parts[0][1][self.dp_rank] + parts[1][1][self.dp_rank]
-        for keys, per_token_loss in grid()[::5]:
+        for keys, per_token_loss in grid()[::9]:
             if not keys.get("tis_batch_normalize") and keys["mis_denominator"] == "fixed":
                 continue
             keys = keys | {"tis_normalize_scope": "rollout"}

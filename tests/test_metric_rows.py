@@ -34,7 +34,7 @@ from triton_support import HAS_GPU, OBSTACLE
 import mis_ext
 from mis_ext.correction.passes import Streams
 
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # Weights are applied as they are: a normaliser belongs to the batch.
 KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
