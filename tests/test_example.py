@@ -77,12 +77,12 @@ def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
             process.terminate()
 
 
-def on_ranks(work: Callable[..., None], *args: Any, num_ranks: int = 2) -> None:
-    """Call it on ranks that find what torchrun says; of their start, most is imports, which they share."""
+def on_ranks(work: Callable[..., None], *args: Any) -> None:
+    """Call it on two ranks that find what torchrun says; of their start, most is imports, which they share."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    environment = os.environ | address | {"WORLD_SIZE": str(num_ranks)}
-    run_processes(as_rank, environment, work, *args, world_size=num_ranks, preload=("grpo.run",))
+    environment = os.environ | address | {"WORLD_SIZE": "2"}
+    run_processes(as_rank, environment, work, *args, world_size=2, preload=("grpo.run",))
 
 
 def as_rank(rank: int, environment: dict[str, str], work: Callable[..., None], *args: Any) -> None:
@@ -96,8 +96,8 @@ def run_program(*arguments: str) -> None:
     importlib.import_module("train_grpo").main()
 
 
-def train(output_dir: Path, *flags: str, num_ranks: int = 2) -> list[dict[str, float]]:
-    on_ranks(run_program, "--output-dir", str(output_dir), *SMALL_RUN, *flags, num_ranks=num_ranks)
+def train(output_dir: Path, *flags: str) -> list[dict[str, float]]:
+    on_ranks(run_program, "--output-dir", str(output_dir), *SMALL_RUN, *flags)
     return read_metrics(output_dir / "metrics.jsonl")
 
 
