@@ -17,9 +17,10 @@ from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.onpolicy.recording.comparison import compare
 from mis_ext.onpolicy.recording.recordings import describe
 
-from .engines import ContinuousBatching, Engine, StaticContext
+from .engines import ContinuousBatching, Engine
 from .pieces import Pieces
 from .sglang_arm import DeterministicSGLang, SGLang
+from .static_context import StaticContext
 from .trainer import Sample, Trainer
 
 EngineName = Literal["transformers", "megatron", "sglang", "sglang-deterministic"]

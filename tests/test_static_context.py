@@ -1,0 +1,76 @@
+"""The demonstration with Megatron-Core's own inference as its engine."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+with warnings.catch_warnings():
+    # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
+    warnings.simplefilter("ignore")
+    from grpo.distributed import Ranks
+    from megatron.core import parallel_state
+    from onpolicy.demonstration import SEED, WORKLOADS, Experiment, Setting
+    from onpolicy.pieces import ALL, Piece
+    from onpolicy.static_context import StaticContext
+    from onpolicy.trainer import Trainer
+
+SHORT = WORKLOADS["short"]
+PROMPTS = SHORT.prompts
+DTYPES = [torch.bfloat16, torch.float32]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def device():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Ranks.start(context_parallel_size=1, seed=0).device
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def rollouts(pieces, dtype, device, *, forgotten_sync=None):
+    with Experiment(Setting(engine="megatron", dtype=dtype, pieces=pieces), SHORT, device) as experiment:
+        return [step.report for step in experiment.steps(2, forgotten_sync=forgotten_sync)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_sampled_token_agrees_at_every_step_once_everything_is_aligned(dtype, device):
+    reports = rollouts(ALL, dtype, device)
+    assert [(report.verdict, report.num_active_tokens) for report in reports] == [("EXACT", 48)] * 3
+
+
+def test_a_forgotten_weight_sync_and_a_piece_left_out_are_seen(device):
+    forgotten = rollouts(ALL, torch.float32, device, forgotten_sync=2)
+    assert [report.verdict for report in forgotten] == ["EXACT", "EXACT", "DIFFERENT"]
+    assert "stale weights" in forgotten[-1].hint
+    assert "DIFFERENT" in [report.verdict for report in rollouts(ALL - {Piece.PRODUCTS}, torch.float32, device)]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU) for dtype in DTYPES])
+def test_cuda_graphs_sample_what_forwards_do_at_every_weight_update_and_in_every_batch(dtype, device, monkeypatch):
+    trainer = Trainer(SHORT.shape, ALL, dtype=dtype, device=device, seed=SEED, lr=1e-3)
+    replaying, calling = (StaticContext(SHORT.shape, ALL, dtype=dtype, device=device, seed=SEED) for _ in range(2))
+    calling.cuda_graphs = False
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(replay(graph)))
+    # Each rollout meets graphs that were captured for other weights and prompts.
+    for version, prompts in enumerate((PROMPTS, PROMPTS[::-1], PROMPTS[1:3] + PROMPTS[:1])):
+        for parameter in trainer.model.parameters():
+            parameter.data.mul_(1.01)
+        for engine in (replaying, calling):
+            engine.update_weights(trainer, version=version)
+        assert replaying.generate(prompts, max_new_tokens=12) == calling.generate(prompts, max_new_tokens=12)
+    assert len(replays) > 2 * 11
