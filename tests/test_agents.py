@@ -19,7 +19,7 @@ from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.errors import BoundaryError
 from mis_ext.rollout.generation import Generation
 
-CONVERSATIONS = 250
+CONVERSATIONS = 120
 CHOICES = (("split", "mask"), ("correct", "mask"), ("correct", "flag"), ("truncate", "mask"), ("off", "mask"))
 
 

@@ -40,10 +40,8 @@ KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
 )
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
-backends = pytest.mark.parametrize(
-    "backend",
-    ["eager", pytest.param("triton", marks=pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter"))],
-)
+needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
+backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
 
 
@@ -193,8 +191,14 @@ def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch
             assert_close(value, torch.tensor(expected.values[name], dtype=torch.float64), what=name)
 
 
-@pytest.mark.parametrize("name", ["spike_over_5", "over", "a_over_valid", "sum_x_over_kept", "_over_", "class"])
-@backends
+NAMES = ["spike_over_5", "over", "a_over_valid", "sum_x_over_kept", "_over_", "class"]
+
+
+# The kernels do not see names; in their interpreter one takes a second.
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "eager") for name in NAMES), pytest.param("a_over_valid", "triton", marks=needs_interpreter)],
+)
 def test_the_name_of_a_gate_may_have_any_word_in_it(name, backend, monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     samples = random_samples([5, 9, 3], seed=3)
