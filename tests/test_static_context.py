@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from grpo.distributed import Ranks
     from megatron.core import parallel_state
     from onpolicy.demonstration import SEED, WORKLOADS, Experiment, Setting
-    from onpolicy.pieces import ALL, NONE
+    from onpolicy.pieces import ALL, Piece
     from onpolicy.static_context import StaticContext
     from onpolicy.trainer import Trainer
 
@@ -41,21 +41,21 @@ def device():
     dist.destroy_process_group()
 
 
-def rollouts(pieces, dtype, device, *, forgotten_sync=None):
-    with Experiment(Setting(engine="megatron", dtype=dtype, pieces=pieces), SHORT, device) as experiment:
-        return [step.report for step in experiment.steps(2, forgotten_sync=forgotten_sync)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_once_everything_is_aligned_every_token_agrees_until_a_weight_sync_is_forgotten(dtype, device):
-    reports = rollouts(ALL, dtype, device, forgotten_sync=2)
+    with Experiment(Setting(engine="megatron", dtype=dtype, pieces=ALL), SHORT, device) as experiment:
+        reports = [step.report for step in experiment.steps(2, forgotten_sync=2)]
     assert [report.verdict for report in reports] == ["EXACT", "EXACT", "DIFFERENT"]
     assert {report.num_active_tokens for report in reports} == {48}
     assert "stale weights" in reports[-1].hint
 
 
-def test_with_nothing_aligned_tokens_differ(device):
-    assert "DIFFERENT" in [report.verdict for report in rollouts(NONE, torch.float32, device)]
+def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(device):
+    setting = Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL - {Piece.ENGINE_ATTENTION})
+    with Experiment(setting, SHORT, device) as experiment:
+        (step,) = experiment.steps(0)
+        assert step.report.verdict == "DIFFERENT"
+        assert experiment.culprit() == "decoder.layers.0.self_attention"
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU) for dtype in DTYPES])
