@@ -47,6 +47,7 @@ from mis_ext.hosts.packing import pack
 from mis_ext.hosts.scoring import Scores
 from mis_ext.hosts.slime_miles.host import Host
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.policy import MILES_METRICS
 
 GATED_MIS = {
@@ -111,7 +112,7 @@ def read_scores(_args: Any, batch: Any, logits: Tensor, layout: Any, _groups: Gr
 
 def ours(args: argparse.Namespace, item: dict[str, Any], *, metrics: frozenset[str] = frozenset()) -> tuple:
     """The loss of mis_ext with the item's log-probs."""
-    found = policy_loss_of(Host(Groups(), read_scores, metrics), args, item, item["logits"])
+    found = policy_loss_of(run_of(args, whole_loss=True), Host(Groups(), read_scores, metrics), item, item["logits"])
     return found.loss, on_host(found.metrics)
 
 

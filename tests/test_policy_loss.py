@@ -10,6 +10,7 @@ import torch
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles import host as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.policy import MILES_METRICS
 
 RECORDED = Path(__file__).parent / "data" / "host_losses" / "losses.pt.xz"
@@ -29,7 +30,7 @@ def computed(host: hosts.Host, options: dict, **place) -> dict:
     args = loss_cases.host_args(**options)
     batch = loss_cases.with_options(loss_cases.local_batch(loss_cases.whole_batch(), **place), args)
     logits = batch.pop("logits").requires_grad_()
-    found = policy_loss_of(host, args, batch, logits)
+    found = policy_loss_of(run_of(args, whole_loss=True), host, batch, logits)
     found.loss.backward()
     return {"loss": found.loss.detach(), "metrics": on_host(found.metrics), "gradient": logits.grad}
 

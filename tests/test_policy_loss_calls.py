@@ -20,6 +20,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles import host as hosts
 from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
@@ -215,7 +216,7 @@ def test_few_graphs_hold_sums_over_sequences_of_any_lengths(keys, graphs) -> Non
     args = [loss_cases.host_args(**GATES | keys | {"mis_loss_compile": compiled}) for compiled in (True, False)]
     for lengths in ([5, 9, 4], [7, 3], [300] + [1] * 11, [6] * 4, [900, 2] + [1] * 20, [40], [3], [8, 8, 7, 9, 2]):
         batch = of_lengths(lengths)
-        found, wanted = (policy_loss_of(host, each, batch, batch["logits"]) for each in args)
+        found, wanted = (policy_loss_of(run_of(each, whole_loss=True), host, batch, batch["logits"]) for each in args)
         assert torch.equal(found.loss, wanted.loss)
         assert all(torch.equal(found.metrics[name], wanted.metrics[name]) for name in wanted.metrics)
     assert 1 <= len(graphs) <= 2
@@ -266,10 +267,10 @@ def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(
     for num_samples, length in ((40, 64), (8, 64), (24, 64)):
         batch = of_lengths([length] * num_samples)
         # The guards read until they have seen enough, and index tensors of new lengths are built from Python numbers.
-        policy_loss_of(host, args, batch, batch["logits"])
+        policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
         inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         with recorded(monkeypatch, *inputs) as recorder:
-            policy_loss_of(host, args, batch, batch["logits"])
+            policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
         counts.append(len(recorder.names))
     assert counts[1] == counts[2]
 
@@ -289,7 +290,7 @@ def test_the_hosts_own_log_probs_are_used_where_a_host_is_running(monkeypatch) -
             if key in given
         }
         layout = mis_ext.PackedLayout.whole(given["response_lengths"])
-        found = hosts.plain_scores(given["args"], batch, logits, layout, Groups())
+        found = hosts.plain_scores(run_of(given["args"], whole_loss=True).config, batch, logits, layout, Groups())
         return {
             "log_probs": list(found.current_T.split(given["response_lengths"])),
             "entropy": list(found.entropy_T.split(given["response_lengths"])),
@@ -376,7 +377,7 @@ def test_every_flag_that_is_read_is_a_flag_of_the_hosts_or_a_key_of_ours() -> No
 
 
 def test_unset_flags_have_the_hosts_defaults() -> None:
-    assert loss_settings(SimpleNamespace()) == LossSettings()
+    assert loss_settings({}) == LossSettings()
     assert loss_settings({"use_opsm": True}).opsm_delta == 1e-4
 
 

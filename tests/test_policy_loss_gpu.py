@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles.host import Host
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.policy import MILES_METRICS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -32,7 +33,7 @@ def computed(args: Namespace, batch: dict) -> tuple:
     batch = batch | {"current": [x.clone().requires_grad_() for x in batch["current"]]}
     scores = given_scores(None, batch, None, None, None)
     host = HOST._replace(score=lambda *_: scores)
-    found = policy_loss_of(host, args, batch, batch["logits"])
+    found = policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
     return found, torch.autograd.grad(found.loss, [scores.current_T, scores.entropy_T])
 
 

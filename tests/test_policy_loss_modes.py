@@ -9,6 +9,7 @@ from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles.host import Host, plain_scores
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 
 PLAIN = Host(Groups(), plain_scores)
 BEHAVIOR = {"use_rollout_logprobs": True}
@@ -36,7 +37,7 @@ def computed(keys: dict, batch: dict | None = None, **more):
     """Loss, metrics, and the gradient in the logits."""
     batch = dict(double_batch() if batch is None else batch)
     logits = batch.pop("logits").clone().requires_grad_()
-    found = policy_loss_of(PLAIN, loss_cases.host_args(**keys | more), batch, logits)
+    found = policy_loss_of(run_of(loss_cases.host_args(**keys | more), whole_loss=True), PLAIN, batch, logits)
     (gradient,) = torch.autograd.grad(found.loss, logits)
     return found.loss.detach(), found.metrics, gradient
 

@@ -14,6 +14,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.scoring import Scores
 from mis_ext.hosts.slime_miles.host import Host, plain_scores
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.log_probs import score_tokens
 from mis_ext.loss.policy import MILES_METRICS
 
@@ -32,7 +33,7 @@ def computed(groups: Groups, keys: dict, batch: dict, *, is_padded: bool = False
     place = {"cp_rank": groups.cp_rank, "cp_size": groups.cp_size, "is_padded": is_padded}
     local = loss_cases.with_options(loss_cases.local_batch(batch, **place), args)
     logits = local.pop("logits").requires_grad_()
-    found = policy_loss_of(Host(groups, plain_scores, MILES_METRICS), args, local, logits)
+    found = policy_loss_of(run_of(args, whole_loss=True), Host(groups, plain_scores, MILES_METRICS), local, logits)
     found.loss.backward()
     return logits.grad, {"sum": found.loss.detach(), **found.metrics}
 
@@ -98,7 +99,9 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             logits = local.pop("logits").requires_grad_()
             # Miles' log-probs of no tokens do not come from the logits.
             score = plain_scores if sum(map(len, local["advantages"])) else no_scores
-            found = policy_loss_of(Host(rank.groups, score), loss_cases.host_args(**keys), local, logits)
+            found = policy_loss_of(
+                run_of(loss_cases.host_args(**keys), whole_loss=True), Host(rank.groups, score), local, logits
+            )
             found.loss.backward()
             return sum(map(len, local["advantages"])), logits.grad, found.loss.detach()
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.host import Host, plain_scores
-from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -38,10 +38,11 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         any sum over micro-batches, data- and context-parallel ranks.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
-    per_token, cp_size = loss_settings(args).per_token_loss, host.groups.cp_size
+    run, cp_size = run_of(args, whole_loss=True), host.groups.cp_size
+    per_token = run.config.correction.per_token_loss
 
     def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        found = policy_loss_of(host, args, batch, output_tensor)
+        found = policy_loss_of(run, host, batch, output_tensor)
         number = found.response_T.sum()
         if per_token:
             loss, count = found.loss, number

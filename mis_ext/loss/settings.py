@@ -150,13 +150,23 @@ class LossSettings:
     @property
     def old_is_behavior(self) -> bool:
         """Whether the behavior policy is the old one."""
-        return self.use_behavior or self.mode in ("bypass", "reinforce")
+        return self.use_behavior or not self.uses_proximal
+
+    @property
+    def uses_proximal(self) -> bool:
+        """Whether the trainer's own scoring of the rollout is looked at."""
+        return self.mode not in ("bypass", "reinforce")
+
+    @property
+    def chosen_by(self) -> str:
+        """The key that says what the policy gradient is."""
+        return f"mis_loss_mode: {self.mode}"
 
     @property
     def needs_behavior(self) -> str | None:
         """The key or flag that compares with the behavior policy, or None."""
-        if self.mode in ("bypass", "reinforce"):
-            return f"mis_loss_mode: {self.mode}"
+        if not self.uses_proximal:
+            return self.chosen_by
         if self.use_behavior:
             return "--use-rollout-logprobs"
         return "mis_loss_unbiased_kl" if self.kl is not None and self.kl.ratio == "behavior" else None

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from mis_ext.hosts.slime_miles.flat_keys import READ_KEYS
+from mis_ext.hosts.slime_miles.run_config import ARGUMENTS
 
 NOT_READ = "not read"
 """Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""
@@ -20,12 +20,12 @@ def read_argument(args: Any, name: str) -> Any:
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
-def fingerprint(args: Any) -> list[Any]:
-    """Everything in ``args`` that a configuration is made of."""
+def read_values(args: Any) -> list[Any]:
+    """Of each of ``ARGUMENTS`` its value, None where there is none."""
     if type(args) in _PLAIN:
         # Called for every micro-batch: the objects that both hosts use have nothing but their own attributes.
-        return [*map(vars(args).get, READ_KEYS)]
-    return [read_argument(args, name) for name in READ_KEYS]
+        return [*map(vars(args).get, ARGUMENTS)]
+    return [read_argument(args, name) for name in ARGUMENTS]
 
 
 def all_arguments(args: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
     """
     is_mapping = isinstance(args, Mapping)
     names = [*args] if is_mapping else [name for name in dir(args) if not name.startswith("_")]
-    values = dict(zip(READ_KEYS, fingerprint(args), strict=True))
+    values = dict(zip(ARGUMENTS, read_values(args), strict=True))
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
     return dict.fromkeys(names, NOT_READ) | ours

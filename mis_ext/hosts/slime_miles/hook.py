@@ -13,7 +13,7 @@ from mis_ext.hosts.groups import Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, pack, unpack
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.slime_miles.sessions import run_of
 
 
 def compute_mis_weights_with_cp(
@@ -55,12 +55,20 @@ def compute_mis_weights_with_cp(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    session = session_for(args)
+    run = run_of(args)
+    session = run.session
     groups = find_groups(kwargs.get("parallel_state"))
     device = device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        layout = layout_of(args, groups, total_lengths, response_lengths, kwargs.get("max_seq_lens"), device)
+        layout = layout_of(
+            is_padded=run.config.is_padded,
+            groups=groups,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+            max_seq_lens=kwargs.get("max_seq_lens"),
+            device=device,
+        )
         _check_loss(pg_loss, layout, groups)
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
         if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_number
-from mis_ext.hosts.slime_miles.arguments import read_argument
 from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
 
 HOST_KEYS = (
@@ -39,24 +38,17 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 _BUILT_IN_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 
 
-def loss_settings(args: Any) -> LossSettings:
-    """The loss; every host flag that changes it is honoured here or refused by name.
+def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
+    """The loss; every host flag that changes it is honoured here or refused by name. A key that is None is unset.
 
     Raises:
         ValueError: A flag or key is out of range, without effect, or contradicts another one.
         TypeError: One has the wrong type, as ``1e-4`` has in YAML.
     """
-    values = [read_argument(args, key) for key in _KEYS]
-    for key, value in zip(_KEYS, values, strict=True):
+    given = {key: keys[key] for key in _KEYS if keys.get(key) is not None}
+    for key, value in given.items():
         if isinstance(value, (list, dict)):
             raise TypeError(f"{key} must be a single value, got {value!r}")
-    return _settings_of(*values)
-
-
-# Typed, because True is 1 elsewhere. Called for every micro-batch.
-@functools.lru_cache(maxsize=8, typed=True)
-def _settings_of(*values: Any) -> LossSettings:
-    given = {key: value for key, value in zip(_KEYS, values, strict=True) if value is not None}
     corrects = check_bool("use_tis", given.get("use_tis", False))
     settings = LossSettings(
         ratios=_RATIOS.get(given.get("advantage_estimator", ""), "token"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.arguments import read_argument
 
 
 def is_absent(samples: Sequence[Tensor] | None) -> bool:
@@ -21,7 +19,8 @@ def is_absent(samples: Sequence[Tensor] | None) -> bool:
 
 
 def layout_of(
-    args: Any,
+    *,
+    is_padded: bool,
     groups: Groups,
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -29,7 +28,6 @@ def layout_of(
     device: torch.device,
 ) -> PackedLayout:
     """Where this rank's tokens of a micro-batch lie."""
-    is_padded = read_argument(args, "qkv_format") == "bshd"
     if is_padded and groups.cp_size > 1 and max_seq_lens is None:
         raise ValueError("qkv_format: bshd with context parallelism needs max_seq_lens")
     return PackedLayout.context_parallel(

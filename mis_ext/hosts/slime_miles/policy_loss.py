@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -15,11 +14,10 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import PackedStreams, pack, unpack
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.arguments import read_argument
 from mis_ext.hosts.slime_miles.host import Host, find_host
-from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.slime_miles.run_config import RunConfig, WholeLoss
+from mis_ext.hosts.slime_miles.sessions import Run, run_of
 from mis_ext.loss.denominators import num_tokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
 from mis_ext.loss.settings import LossSettings
@@ -50,7 +48,7 @@ def policy_loss(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    found = policy_loss_of(find_host(), args, batch, logits)
+    found = policy_loss_of(run_of(args, whole_loss=True), find_host(args), batch, logits)
     return found.loss, on_host(found.metrics)
 
 
@@ -60,21 +58,22 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(metrics, values.unbind(), strict=True))
 
 
-def policy_loss_of(host: Host, args: Any, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
+def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
     """The loss and its metrics, where the logits are."""
-    settings, session = loss_settings(args), session_for(args)
-    _say_what_is_idle(args, settings)
+    (config, session), loss = run, run.config.whole_loss
+    assert loss is not None
+    settings = loss.settings
     groups, lengths = host.groups, batch["response_lengths"]
     with session.local_work(lengths, groups=groups, device=logits.device):
-        tokens = _tokens(host, settings, args, batch, logits)
-        streams = _streams(settings, session, tokens) if _uses_hook(args) else None
-    correction, token_metrics = _correct(session, streams, tokens, groups) if _uses_hook(args) else (None, None)
+        tokens = _tokens(host, config, loss, batch, logits)
+        streams = _streams(settings, session, tokens) if loss.has_correction else None
+    correction, token_metrics = _correct(session, streams, tokens, groups) if loss.has_correction else (None, None)
     found = compute_policy_loss(
         settings,
         tokens,
         correction=correction,
         token_metrics=token_metrics,
-        reducer=_reducer(args, batch, tokens.layout, correction),
+        reducer=_reducer(loss, batch, tokens.layout, correction),
         extra_metrics=host.metrics,
     )
     if tokens.layout.num_local_tokens > 0:
@@ -83,16 +82,21 @@ def policy_loss_of(host: Host, args: Any, batch: Mapping[str, Any], logits: Tens
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 
-def _tokens(host: Host, settings: LossSettings, args: Any, batch: Mapping[str, Any], logits: Tensor) -> LossTokens:
-    device, groups = logits.device, host.groups
+def _tokens(host: Host, config: RunConfig, loss: WholeLoss, batch: Mapping[str, Any], logits: Tensor) -> LossTokens:
+    settings, device, groups = loss.settings, logits.device, host.groups
     layout = layout_of(
-        args, groups, batch["total_lengths"], batch["response_lengths"], batch.get("max_seq_lens"), device
+        is_padded=config.is_padded,
+        groups=groups,
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        max_seq_lens=batch.get("max_seq_lens"),
+        device=device,
     )
 
     def packed(key: str) -> Tensor:
         return pack(key, batch[key], layout.local_lengths, device=device)
 
-    current_T, entropy_T = host.score(args, batch, logits, layout, groups)
+    current_T, entropy_T = host.score(config, batch, logits, layout, groups)
     log_probs: dict[Policy, Tensor] = {"current": current_T}
     if not is_absent(batch.get("rollout_log_probs")):
         log_probs["behavior"] = packed("rollout_log_probs")
@@ -103,7 +107,7 @@ def _tokens(host: Host, settings: LossSettings, args: Any, batch: Mapping[str, A
             f"rollout_log_probs are missing, with which {settings.needs_behavior} compares: the rollout function must "
             "store the inference engine's log-probs"
         )
-    is_scored = not is_absent(batch.get("log_probs")) and not read_argument(args, "skip_actor_forward_only")
+    is_scored = not is_absent(batch.get("log_probs")) and not loss.skips_scoring
     log_probs["proximal"] = packed("log_probs") if is_scored else current_T.detach()
     if settings.kl is not None:
         if is_absent(batch.get("ref_log_probs")) and layout.num_sequences > 0:
@@ -142,17 +146,13 @@ def _divisor(given: Any, mask_R: Tensor, layout: PackedLayout, *, like: Tensor) 
     return divisor_S.to(mask_R.device, dtype, non_blocking=True).clamp_min(1.0)
 
 
-def _uses_hook(args: Any) -> bool:
-    return bool(read_argument(args, "use_tis")) or bool(read_argument(args, "get_mismatch_metrics"))
-
-
 def _streams(settings: LossSettings, session: Session, tokens: LossTokens) -> PackedStreams | None:
     """What the correction compares: the policy whose ratio is not in the loss yet with the behavior policy."""
     log_probs = tokens.log_probs
     if "behavior" not in log_probs:
         report_missing(session, is_rollout_missing=True)
         return None
-    trainer: Policy = "current" if settings.mode in ("bypass", "reinforce") else "proximal"
+    trainer: Policy = "proximal" if settings.uses_proximal else "current"
     return PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], tokens.response_mask_R, tokens.layout)
 
 
@@ -171,26 +171,15 @@ def _correct(
 
 
 def _reducer(
-    args: Any, batch: Mapping[str, Any], layout: PackedLayout, correction: Correction | None
+    loss: WholeLoss, batch: Mapping[str, Any], layout: PackedLayout, correction: Correction | None
 ) -> Reducer | None:
     """The user's own, made from the returned masks as the hosts do."""
-    path = read_argument(args, "custom_pg_loss_reducer_function_path")
-    if path is None:
+    if loss.reducer_path is None:
         return None
-    module, _, name = path.rpartition(".")
+    module, _, name = loss.reducer_path.rpartition(".")
     make = getattr(import_module(module), name)
     masks = batch["loss_masks"]
     if correction is not None and not correction.plan.config.metrics_only:
         masks = unpack(correction.loss_mask_R, layout)
-    per_token = bool(read_argument(args, "calculate_per_token_loss"))
-    reducer: Reducer = make(batch["total_lengths"], batch["response_lengths"], masks, per_token)
+    reducer: Reducer = make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
     return reducer
-
-
-def _say_what_is_idle(args: Any, settings: LossSettings) -> None:
-    if settings.mode in ("bypass", "reinforce") and not read_argument(args, "use_rollout_logprobs"):
-        warnings.warn(
-            f"mis_loss_mode: {settings.mode} does not use the trainer's own pass over the rollout: "
-            "--use-rollout-logprobs makes the host skip it",
-            stacklevel=4,
-        )

@@ -1,0 +1,143 @@
+"""What the hosts' ``args`` say about a run: read once, checked, typed. Whoever needs more asks for another field."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mis_ext.checks import check_number
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.hosts.slime_miles.flat_keys import READ_KEYS, config_from_mapping
+from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
+from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+
+_FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_only", "train_backend")
+
+ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_KEYS, *_FACTS)))
+"""Every argument that is read; the names of all others are only compared with ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeLoss:
+    """What only the whole loss reads.
+
+    Attributes:
+        settings: What it computes.
+        has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
+        skips_scoring: The host has no scoring pass of its own (``skip_actor_forward_only``): its log-probs are stale.
+        temperature: Of the rollout, by which logits are divided (``rollout_temperature``).
+        reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
+    """
+
+    settings: LossSettings
+    has_correction: bool
+    skips_scoring: bool
+    temperature: float
+    reducer_path: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One run of slime, Miles, or a loop with their names.
+
+    Attributes:
+        correction: What the correction computes.
+        is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
+        double_correction: How loss and correction together count the mismatch twice, or None.
+        also_measures: ``get_mismatch_metrics`` is set.
+        divides_by_kept: The host divides by the tokens that are left (Miles' FSDP backend).
+        whole_loss: None where the host's own loss runs, and calls the hook.
+    """
+
+    correction: CorrectionConfig
+    is_padded: bool
+    double_correction: str | None
+    also_measures: bool
+    divides_by_kept: bool
+    whole_loss: WholeLoss | None
+
+
+def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
+    """The configuration that arguments spell.
+
+    Args:
+        given: Every argument that is read, by name, and the names of all others.
+        whole_loss: Whether the whole loss runs, whose flags then count too.
+
+    Raises:
+        ValueError: A key is unknown, out of range, without effect, or contradicts another one.
+        TypeError: One has the wrong type, as ``1e-4`` has in YAML.
+    """
+    correction = config_from_mapping(given)
+    loss = _whole_loss(given) if whole_loss else None
+    config = RunConfig(
+        correction=correction,
+        is_padded=given.get("qkv_format") == "bshd",
+        double_correction=_double_correction(given, correction),
+        also_measures=bool(given.get("get_mismatch_metrics")),
+        divides_by_kept=given.get("train_backend") == "fsdp",
+        whole_loss=loss,
+    )
+    _refuse_idle_loss_keys(given)
+    _refuse_two_denominators(config)
+    if loss is not None and not loss.settings.uses_proximal and not given.get("use_rollout_logprobs"):
+        warnings.warn(
+            f"{loss.settings.chosen_by} does not use the trainer's own pass over the rollout: --use-rollout-logprobs "
+            "makes the host skip it",
+            stacklevel=4,
+        )
+    return config
+
+
+def _whole_loss(given: Mapping[str, Any]) -> WholeLoss:
+    temperature = given.get("rollout_temperature")
+    return WholeLoss(
+        settings=loss_settings(given),
+        has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
+        skips_scoring=bool(given.get("skip_actor_forward_only")),
+        temperature=1.0
+        if temperature is None
+        else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True),
+        reducer_path=given.get("custom_pg_loss_reducer_function_path"),
+    )
+
+
+def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig) -> str | None:
+    # The other modes of the whole loss do not count it twice, and say so where they are computed.
+    is_baseline = given.get("mis_loss_mode") in (None, "baseline")
+    if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
+        return None
+    return (
+        "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs as PPO "
+        "denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)"
+    )
+
+
+def _refuse_idle_loss_keys(given: Mapping[str, Any]) -> None:
+    loss_type = given.get("loss_type")
+    idle = [key for key in LOSS_KEYS if given.get(key) is not None]
+    if idle and loss_type not in (None, "custom_loss"):
+        raise ValueError(
+            f"{', '.join(idle)}: no effect, because --loss-type is {loss_type}; write --loss-type custom_loss "
+            "--custom-loss-function-path mis_ext.policy_loss"
+        )
+
+
+def _refuse_two_denominators(config: RunConfig) -> None:
+    if not config.divides_by_kept:
+        return
+    if config.correction.denominator == "kept":
+        raise ValueError(
+            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
+            "remove mis_denominator"
+        )
+    rejects = any(gate.action == "reject" for gate in config.correction.all_gates)
+    if config.whole_loss is not None and config.whole_loss.has_correction and rejects:
+        raise ValueError(
+            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the "
+            "tokens that are left, the whole loss by the original ones; write action: zero for the gates, or keep the "
+            "host's own loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        )
