@@ -18,6 +18,7 @@ from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 if TYPE_CHECKING:
     from mis_ext.methods import Preset
+    from mis_ext.methods.as_correction import HookMethod
 
 _PRESETS = Path(__file__).parent / "_presets"
 
@@ -94,29 +95,46 @@ def preset_path(name: str) -> Path:
 
 
 def method_yaml(row: Preset) -> str:
-    """The file with which the hook does a method, with its defaults.
-
-    Raises:
-        ValueError: The hook alone cannot do it; the message says why.
-    """
+    """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
     from mis_ext.methods.as_correction import as_correction
 
     try:
-        method = as_correction(row.method)
-    except ValueError as error:
-        raise ValueError(f"{row.name}: {error}. mis_ext.methods computes it in any loop") from None
-    clip = [f"--eps-clip {method.low:g}", f"--eps-clip-high {method.high:g}"]
-    if method.dual is not None:
-        clip.append(f"--eps-clip-c {method.dual:g}")
+        flags, keys = _of_hook(as_correction(row.method))
+    except ValueError:
+        flags, keys = _of_whole_loss(row)
     remarks = {
         "What": " ".join(row.text.partition("\n\n")[0].split()),
         "Formula": row.formula,
         "Source": row.paper,
-        "Flags": f"--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp {' '.join(clip)}",
+        "Flags": flags,
     }
-    if any(gate.action == "reject" for gate in method.config.gates):
+    if row.method.needs_state_values:
+        remarks["Needs"] = "state_values in the batch of make_loss_func; slime and Miles have none."
+    if NATIVE_KEY in keys and any(gate.get("action") is None for gate in keys[NATIVE_KEY].get("gates", ())):
         remarks["Denominator"] = "rejected terms stay in the host's; denominator: kept under mis: takes them out."
-    comment = "\n".join(textwrap.fill(f"{title}: {text}", 118) for title, text in remarks.items())
-    keys = {"use_tis": True, NATIVE_KEY: native_keys_of(method.config)}
+    comment = "\n".join(
+        textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()
+    )
     content = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120)
     return f"{textwrap.indent(comment, '# ')}\n{content}"
+
+
+def _of_hook(method: HookMethod) -> tuple[str, dict[str, Any]]:
+    clip = [f"--eps-clip {method.low:g}", f"--eps-clip-high {method.high:g}"]
+    if method.dual is not None:
+        clip.append(f"--eps-clip-c {method.dual:g}")
+    flags = f"--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp {' '.join(clip)}"
+    return flags, {"use_tis": True, NATIVE_KEY: native_keys_of(method.config)}
+
+
+def _of_whole_loss(row: Preset) -> tuple[str, dict[str, Any]]:
+    policies = row.method.policies
+    flags = ["--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"]
+    if "proximal" not in policies:
+        flags.append("--use-rollout-logprobs")
+    if "reference" in policies:
+        flags.append("--use-kl-loss --kl-loss-coef 0 --ref-load MODEL")
+    chosen = {"name": row.name} | {
+        name: list(value) if isinstance(value, tuple) else value for name, value in row.defaults.items()
+    }
+    return " ".join(flags), {"mis_loss_method": chosen}

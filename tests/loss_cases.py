@@ -180,7 +180,7 @@ def local_batch(batch: dict, *, cp_rank: int = 0, cp_size: int = 1, is_padded: b
     totals = batch["total_lengths"]
     padded = [MAX_SEQ_LEN] * len(totals) if is_padded else None
     local = dict(batch)
-    for key in PER_TOKEN:
+    for key in [key for key in (*PER_TOKEN, "state_values") if key in batch]:
         local[key] = take(batch[key], total_lengths=totals, cp_rank=cp_rank, cp_size=cp_size, padded_lengths=padded)
     rows = [
         local_rows(x, cp_rank=cp_rank, cp_size=cp_size, length=MAX_SEQ_LEN if is_padded else len(x))

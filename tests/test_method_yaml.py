@@ -12,6 +12,7 @@ from test_method_gradients import apply, make_data
 
 import mis_ext
 from mis_ext.cli import main
+from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
 from mis_ext.methods import PRESETS, Method, Ratio, Weight
 from mis_ext.methods.as_correction import as_correction
@@ -150,14 +151,25 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         as_correction(dataclasses.replace(ppo, factors=(weight,), normalize_over="tokens"))
 
 
-def test_the_command_prints_the_file_or_the_reason(capsys) -> None:
+def test_the_command_prints_the_file(capsys) -> None:
     assert main(["methods", "trm", "--yaml"]) == 0
     assert capsys.readouterr().out == method_yaml(PRESETS["trm"])
-    for arguments, message in ((["gspo", "--yaml"], "gspo: its surrogate"), (["--yaml"], "--yaml needs the NAME")):
-        with pytest.raises(SystemExit) as caught:
-            main(["methods", *arguments])
-        assert caught.value.code == 2
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["methods", "--yaml"])
+    assert caught.value.code == 2
+    assert "--yaml needs the NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in HOOK])
+def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
+    text = method_yaml(PRESETS[name])
+    settings = loss_settings(yaml.safe_load(text))
+    assert settings.method.method == PRESETS[name].method
+    assert dict(settings.method.parameters) == PRESETS[name].defaults
+    assert "--custom-loss-function-path mis_ext.policy_loss" in text.replace("\n# ", " ")
+    assert ("--use-rollout-logprobs" in text) is not settings.uses_proximal
+    assert ("--ref-load" in text) is (settings.needs_reference is not None)
+    assert ("state_values" in text) is settings.needs_state_values
 
 
 @pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds")

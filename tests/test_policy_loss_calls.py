@@ -397,4 +397,6 @@ def test_every_yaml_of_the_page_is_a_loss(block) -> None:
     import yaml
 
     keys = yaml.safe_load(block) | {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
-    called(keys | (BEHAVIOR if keys["mis_loss_mode"] == "reinforce" else {}))
+    if "mis_loss_method" in keys:
+        keys |= BEHAVIOR | {"eps_clip": 0.2, "eps_clip_high": None}
+    called(keys | (BEHAVIOR if keys.get("mis_loss_mode") == "reinforce" else {}))

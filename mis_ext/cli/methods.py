@@ -14,7 +14,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
     parser.add_argument(
-        "--yaml", action="store_true", help="print the file with which the hook does NAME, or why it cannot"
+        "--yaml",
+        action="store_true",
+        help="print a file that runs NAME: the hook's where it can do it, else a whole loss",
     )
     parser.set_defaults(run=run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import STATISTICS
-from mis_ext.loss.objective import bounds_of, pair_of
+from mis_ext.loss.objective import Objective, bounds_of
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
 from mis_ext.loss.tokens import LossTokens
 from mis_ext.methods.batch import Batch
@@ -22,10 +23,12 @@ from mis_ext.methods.reductions import Reductions
 class Evaluation(NamedTuple):
     """``[T]`` each, 0 or False where a token is not valid.
 
-    ``log_ratio_T``: log of current / old, of the token or of what the surrogate compares. ``kept_T``: valid, and not
-    rejected by the correction. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count.
+    ``log_ratio_T``: log of current / old, of the token or of what the surrogate compares. ``kept_T``: valid, and
+    rejected by nobody. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count. Of a method by
+    name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
     ``policy``: loss of the policy gradient, and its slope in log pi, where a surrogate of sequences still has to be
-    averaged over its sequence (``is_of_sequences``). ``kl``: value and slope of the KL estimate, or None.
+    averaged over its sequence (``is_of_sequences``). ``penalty``: value and slope of what a method subtracts besides,
+    or None. ``kl``: value and slope of the host's KL estimate, or None.
     """
 
     batch: Batch
@@ -34,7 +37,13 @@ class Evaluation(NamedTuple):
     clipped_T: Tensor
     policy: Penalty
     is_of_sequences: bool
+    penalty: Penalty | None
     kl: Penalty | None
+
+    @property
+    def loss_T(self) -> Tensor:
+        """``[T]``: the loss of the policy gradient with the method's own penalties, 0 where neither counts."""
+        return self.policy.value_T if self.penalty is None else self.policy.value_T + self.penalty.value_T
 
     def tokens_of(self, which: PenaltyTokens) -> Tensor:
         """``[T]`` bool: the tokens that a penalty counts."""
@@ -58,7 +67,7 @@ class Corrected(NamedTuple):
 
 def evaluate(
     settings: LossSettings,
-    method: Method,
+    objective: Objective,
     tokens: LossTokens,
     *,
     corrected: Corrected | None,
@@ -69,23 +78,27 @@ def evaluate(
 
     Args:
         settings: What the loss is.
-        method: The same as a method.
+        objective: The same as a method and a penalty.
         tokens: The micro-batch.
         corrected: Weights and masks.
         response_T: ``[T]`` bool, the local tokens that the policy generated.
         reductions: How tokens become sequences.
     """
-    pair = pair_of(settings)
-    used = dict.fromkeys((*pair, *method.policies))
+    method, kl, pair = objective.method, objective.kl, objective.pair
+    of_kl = () if kl is None else tuple(chain.from_iterable(kl.pairs))
+    used = dict.fromkeys((*pair, *method.policies, *of_kl))
     batch = method.batch_of(
         {policy: tokens.log_probs[policy] for policy in used},
         advantages_T=tokens.advantages_T,
         response_mask_T=response_T,
         reductions=reductions,
+        state_values_T=tokens.state_values_T,
     )
     surrogate = method.surrogate
-    log_ratio_T = batch.log_ratio(pair, *surrogate.reduces)
+    log_ratio_T = batch.log_ratio(pair, objective.reduce)
     weight_T, live_T, kept_T = method.weigh(batch)
+    stopped_T = batch.valid_T & ~live_T
+    penalty = _own_penalty(method, batch, kept_T, corrected)
     if corrected is not None:
         kept_T = kept_T & corrected.kept_T
         live_T = live_T & kept_T
@@ -95,7 +108,9 @@ def evaluate(
             weight_T = weight_T / bounded_exp(log_ratio_T)
     cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
     found = surrogate.of(batch)
-    if settings.ratios == "detached":
+    if settings.method is not None:
+        clipped_T = found.is_clipped_T | stopped_T
+    elif settings.ratios == "detached":
         low, high = bounds_of(settings)
         edge = STATISTICS["ratio"].edge
         clipped_T = (log_ratio_T > edge(high)) | (log_ratio_T < edge(low or 0.0))
@@ -111,5 +126,20 @@ def evaluate(
         clipped_T=clipped_T,
         policy=Penalty(cost_T * found.value_T, cost_T * found.slope_T),
         is_of_sequences=surrogate.spread == "sequence",
-        kl=method.terms[0].of(batch) if method.terms else None,
+        penalty=penalty,
+        kl=None if kl is None else kl.of(batch),
     )
+
+
+def _own_penalty(method: Method, batch: Batch, kept_T: Tensor, corrected: Corrected | None) -> Penalty | None:
+    """What a method subtracts from the objective; a token that the correction rejects has left the loss."""
+    value_T: Tensor | None = None
+    slope_T: Tensor | None = None
+    for term in method.terms:
+        found = term.of(batch)
+        on_T = batch.valid_T if term.on == "valid" else kept_T
+        if corrected is not None:
+            on_T = on_T & corrected.kept_T
+        scaled = [torch.where(on_T, term.scale * each_T, 0.0) for each_T in found]
+        value_T, slope_T = scaled if value_T is None or slope_T is None else (value_T + scaled[0], slope_T + scaled[1])
+    return None if value_T is None or slope_T is None else Penalty(value_T, slope_T)

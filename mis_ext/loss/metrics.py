@@ -55,8 +55,8 @@ def token_rows(
     """
     kept_T, valid_T = found.kept_T, found.batch.valid_T
     rows = [
-        Row("pg_loss", found.policy.value_T, kept_T),
-        Row("pg_clipfrac", found.clipped_T.float(), kept_T),
+        Row("pg_loss", found.loss_T, kept_T if found.penalty is None else valid_T),
+        Row("pg_clipfrac", found.clipped_T.float(), kept_T if settings.method is None else valid_T),
         Row("ppo_kl", -found.log_ratio_T, kept_T),
     ]
     if tokens.entropy_T is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from mis_ext.loss.settings import KlPenalty, LossSettings
 from mis_ext.methods.batch import STALENESS, TOTAL, Pair
@@ -17,8 +19,21 @@ LOW_VAR_CAP = 10.0
 _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
+class Objective(NamedTuple):
+    """What is computed of each token.
+
+    ``method``: the policy gradient, with penalties of its own. ``kl``: the host's penalty, or None. ``pair``,
+    ``reduce``: the log-ratio that metrics report, of the token or the mean of its sequence.
+    """
+
+    method: Method
+    kl: KlTerm | None
+    pair: Pair
+    reduce: Literal["token", "mean"]
+
+
 def pair_of(settings: LossSettings) -> Pair:
-    """The two policies whose ratio the surrogate clips: the current one over the proximal or the behavior policy."""
+    """The current policy over the old one: the proximal or, where that is not looked at, the behavior policy."""
     return TOTAL if settings.old_is_behavior else STALENESS
 
 
@@ -29,17 +44,28 @@ def bounds_of(settings: LossSettings) -> tuple[float | None, float]:
 
 
 @functools.lru_cache(maxsize=16)
-def method_of(settings: LossSettings) -> Method:
-    """What the policy gradient and the KL penalty are, without the correction and without denominators."""
+def objective_of(settings: LossSettings) -> Objective:
+    """Policy gradient and KL penalty, without the correction and without denominators."""
     pair = pair_of(settings)
+    method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
+    if settings.opsm_delta is not None:
+        method = replace(method, factors=(*method.factors, opsm_gate(settings.opsm_delta, pair)))
+    return Objective(
+        method=method,
+        kl=None if settings.kl is None else _kl_term(settings.kl, pair),
+        pair=pair,
+        reduce="mean" if method.surrogate.reduces == ("mean",) else "token",
+    )
+
+
+def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
     low, high = bounds_of(settings)
-    factors: list[Factor] = []
+    factors: tuple[Factor, ...] = ()
     surrogate: Score | Ratio
     if settings.mode == "reinforce":
         surrogate = Score()
     elif settings.ratios == "detached":
-        surrogate = Score()
-        factors.append(Weight(pair=pair, low=low, high=high))
+        surrogate, factors = Score(), (Weight(pair=pair, low=low, high=high),)
     else:
         is_whole = settings.ratios == "sequence"
         surrogate = Ratio(
@@ -50,10 +76,7 @@ def method_of(settings: LossSettings) -> Method:
             dual=settings.eps_clip_c,
             spread="sequence" if is_whole else "token",
         )
-    if settings.opsm_delta is not None:
-        factors.append(opsm_gate(settings.opsm_delta, pair))
-    terms = () if settings.kl is None else (_kl_term(settings.kl, pair),)
-    return Method(surrogate=surrogate, factors=tuple(factors), terms=terms)
+    return Method(surrogate=surrogate, factors=factors)
 
 
 def opsm_gate(delta: float, pair: Pair) -> Keep:

@@ -29,11 +29,10 @@ from mis_ext.loss.metrics import (
     token_rows,
     totals_of,
 )
-from mis_ext.loss.objective import method_of
+from mis_ext.loss.objective import Objective, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.tokens import LossTokens
 from mis_ext.methods.graphs import graph_of
-from mis_ext.methods.method import Method
 from mis_ext.methods.reductions import Reductions
 
 Reducer = Callable[[Tensor], Tensor]
@@ -110,12 +109,13 @@ def compute_policy_loss(
 def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:
     """How tokens become sequences, and the settings without compilation where a graph would not hold for others."""
     layout = tokens.layout
+    dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     if not settings.compiled or settings.sums_sequences is None:
-        return settings, Reductions(layout, cp_group=tokens.cp_group)
-    if tokens.cp_group is not None:
+        return settings, Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group)
+    if tokens.cp_group is not None or dp_group is not None:
         raise ValueError(
-            f"mis_loss_compile: {settings.sums_sequences} sums over sequences, which context parallelism exchanges "
-            "among ranks inside of what would be compiled; remove mis_loss_compile"
+            f"mis_loss_compile: {settings.sums_sequences} sums over sequences or the batch, which ranks exchange "
+            "inside of what would be compiled; remove mis_loss_compile"
         )
     whole = layout.whole_responses
     if whole is None:
@@ -139,17 +139,17 @@ class _Passed(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def token_pass_of(settings: LossSettings) -> Callable[..., _Passed]:
     """The pass over tokens, compiled where the settings say so: one graph for micro-batches of any lengths."""
-    method = method_of(settings)
+    objective = objective_of(settings)
 
     def one_pass(*args: Any, **kwargs: Any) -> _Passed:
-        return _token_pass(settings, method, *args, **kwargs)
+        return _token_pass(settings, objective, *args, **kwargs)
 
     return graph_of(one_pass) if settings.compiled else one_pass
 
 
 def _token_pass(
     settings: LossSettings,
-    method: Method,
+    objective: Objective,
     tokens: LossTokens,
     *,
     corrected: Corrected | None,
@@ -161,16 +161,16 @@ def _token_pass(
     is_corrected: bool,
     with_kl: bool,
 ) -> _Passed:
-    found = evaluate(settings, method, tokens, corrected=corrected, response_T=response_T, reductions=reductions)
+    found = evaluate(settings, objective, tokens, corrected=corrected, response_T=response_T, reductions=reductions)
     totals = totals_of(token_rows(settings, tokens, found, is_corrected=is_corrected, with_kl=with_kl), share_T)
     if tokens.entropy_T is None:
         totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
     if settings.opsm_delta is not None:
         totals["opsm_clipfrac"] = masked_sequences(settings, tokens, found)
     if reducer is not None:
-        totals["pg_loss"], policy_share_T = _reduced(reducer, found.policy.value_T)
+        totals["pg_loss"], policy_share_T = _reduced(reducer, found.loss_T)
     elif settings.denominator != "original":
-        totals["pg_loss"] = (found.policy.value_T * policy_share_T).sum()
+        totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
     slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
     totals["loss"] = _loss(settings, totals)
     return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
@@ -211,6 +211,8 @@ def _slopes(
     if found.is_of_sequences:
         valid_T = found.batch.valid_T
         slope_T = torch.where(valid_T, found.batch.reductions.of(slope_T, valid_T, "mean"), 0.0)
+    if found.penalty is not None:
+        slope_T = slope_T + policy_share_T * found.penalty.slope_T
     if settings.kl is not None and found.kl is not None:
         counted_T = torch.where(found.tokens_of(settings.kl.tokens), share_T, 0.0)
         slope_T = slope_T.addcmul(counted_T, found.kl.slope_T, value=settings.kl.coefficient)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_instance, check_number
+from mis_ext.methods.chosen import ChosenMethod
 
 Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
@@ -16,6 +17,7 @@ LossDenominator = Literal["original", "kept", "sequence", "constant"]
 PenaltyTokens = Literal["kept", "all"]
 
 LOSS_KEYS = (
+    "mis_loss_method",
     "mis_loss_mode",
     "mis_loss_denominator",
     "mis_loss_constant",
@@ -58,6 +60,7 @@ class LossSettings:
     Args:
         mode: ``baseline``: PPO as the hosts have it. ``decoupled``: the same, and a correction is required.
             ``bypass``: PPO whose old policy is the behavior policy. ``reinforce``: ``sg(weight) A log pi``.
+        method: A published method in place of ``mode``, ``ratios`` and the clips; None for these.
         ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
         use_behavior: ``baseline`` with the behavior policy as old policy, the hosts' ``use_rollout_logprobs``.
         eps_clip: The ratio's lower bound is ``1 - eps_clip``.
@@ -82,6 +85,7 @@ class LossSettings:
     """
 
     mode: Mode = "baseline"
+    method: ChosenMethod | None = None
     ratios: Ratios = "token"
     use_behavior: bool = False
     eps_clip: float = 0.2
@@ -114,8 +118,39 @@ class LossSettings:
             check_number("opsm_delta", self.opsm_delta, low=-math.inf, high=math.inf)
         if self.kl is not None:
             check_instance("kl", self.kl, KlPenalty)
-        self._check_modes()
+        if self.method is None:
+            self._check_modes()
+        else:
+            check_instance("mis_loss_method", self.method, ChosenMethod)
+            self._check_method(self.method)
         self._check_denominator()
+
+    def _check_method(self, chosen: ChosenMethod) -> None:
+        # What a host sets by itself cannot be told from what a user wrote: other values are the user's.
+        eps_clip = LossSettings.__dataclass_fields__["eps_clip"].default
+        replaced = {
+            f"mis_loss_mode: {self.mode}": self.mode != "baseline",
+            f"--eps-clip {self.eps_clip:g}": self.eps_clip != eps_clip,
+            f"--eps-clip-high {self.eps_clip_high}": self.eps_clip_high not in (None, eps_clip),
+            f"--eps-clip-c {self.eps_clip_c}": self.eps_clip_c is not None,
+            f"--advantage-estimator {'gspo' if self.ratios == 'sequence' else 'cispo'}": self.ratios != "token",
+        }
+        idle = [text for text, is_set in replaced.items() if is_set]
+        if idle:
+            raise ValueError(
+                f"{', '.join(idle)}: no effect, because {self.chosen_by} says what the loss is; remove it, and write "
+                f"what shall differ as {self.chosen_by.replace(': ', ': {name: ')}, ...}}"
+            )
+        if self.use_behavior and self.uses_proximal:
+            raise ValueError(
+                f"{self.chosen_by} compares with the proximal policy, --use-rollout-logprobs makes the host skip its "
+                "scoring: drop the flag"
+            )
+        if self.needs_reference is not None and self.kl is not None and self.kl.coefficient != 0.0:
+            raise ValueError(
+                f"kl_loss_coef={self.kl.coefficient!r}: {self.chosen_by} has a penalty against the reference policy of "
+                "its own; write --kl-loss-coef 0, which keeps the reference log-probs"
+            )
 
     def _check_modes(self) -> None:
         if self.mode == "decoupled" and self.use_behavior:
@@ -155,25 +190,39 @@ class LossSettings:
     @property
     def uses_proximal(self) -> bool:
         """Whether the trainer's own scoring of the rollout is looked at."""
+        if self.method is not None:
+            return "proximal" in self.method.method.policies
         return self.mode not in ("bypass", "reinforce")
 
     @property
     def chosen_by(self) -> str:
         """The key that says what the policy gradient is."""
-        return f"mis_loss_mode: {self.mode}"
+        return f"mis_loss_mode: {self.mode}" if self.method is None else f"mis_loss_method: {self.method.name}"
 
     @property
     def needs_behavior(self) -> str | None:
         """The key or flag that compares with the behavior policy, or None."""
-        if not self.uses_proximal:
+        if not self.uses_proximal or (self.method is not None and "behavior" in self.method.method.policies):
             return self.chosen_by
         if self.use_behavior:
             return "--use-rollout-logprobs"
         return "mis_loss_unbiased_kl" if self.kl is not None and self.kl.ratio == "behavior" else None
 
     @property
+    def needs_reference(self) -> str | None:
+        """The key that compares with the reference policy, besides the host's own penalty, or None."""
+        return self.chosen_by if self.method is not None and "reference" in self.method.method.policies else None
+
+    @property
+    def needs_state_values(self) -> bool:
+        """Whether the value of each token's state is looked at."""
+        return self.method is not None and self.method.method.needs_state_values
+
+    @property
     def sums_sequences(self) -> str | None:
         """The flag that sums over sequences in the pass over tokens, or None."""
+        if self.method is not None and not self.method.method.is_of_tokens:
+            return self.chosen_by
         if self.opsm_delta is not None:
             return "--use-opsm"
         return "--advantage-estimator gspo" if self.ratios == "sequence" else None

@@ -20,6 +20,8 @@ class LossTokens(NamedTuple):
     ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
     divides each sample by, at least 1. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
     ``layout``, ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences.
+    ``dp_group``: who holds other sequences. ``state_values_T``: ``[T]``, the mean advantage in the token's state; None
+    where no method asks for it.
     """
 
     log_probs: Mapping[Policy, Tensor]
@@ -31,6 +33,8 @@ class LossTokens(NamedTuple):
     layout: PackedLayout
     cp_group: Group | None = None
     cp_rank: int = 0
+    dp_group: Group | None = None
+    state_values_T: Tensor | None = None
 
     def detached(self) -> LossTokens:
         """The same tokens with log-probs and entropy detached from the graph."""

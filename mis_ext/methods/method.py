@@ -79,6 +79,26 @@ class Method:
         return tuple(policy for policy in _POLICIES if policy in used)
 
     @property
+    def weighs_behavior(self) -> bool:
+        """Whether the gradient is weighed by the behavior policy, so that another such weight counts it twice."""
+        pairs = (
+            *self.surrogate.pairs,
+            *(factor.pair for factor in self.factors if factor.action is None),
+            *chain.from_iterable(term.pairs for term in self.terms if term.needs_state_values),
+        )
+        return any("behavior" in pair for pair in pairs)
+
+    @property
+    def averages_over_batch(self) -> bool:
+        """Whether a number of all tokens enters, of whatever sequence and rank."""
+        return self.normalize_over is not None or "batch_mean" in self.reduces
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether each token's coefficient follows from its own log-probs alone."""
+        return self.reduces <= {"token"} and self.surrogate.spread == "token" and self.normalize_over is None
+
+    @property
     def needs_state_values(self) -> bool:
         """Whether it needs ``state_values_T``."""
         return any(term.needs_state_values for term in self.terms)

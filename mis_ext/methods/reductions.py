@@ -135,11 +135,25 @@ class Reductions:
         first_T, next_T = first_N.index_select(0, run_T), first_N.index_select(0, run_T + 1)
         return _Runs(place_T - first_T, next_T - 1, next_T - first_T)
 
+    def _of_whole_responses(self, rows_FT: Tensor) -> Tensor:
+        """``[F, R]``: the tokens that context-parallel ranks share, on each of them; one gather."""
+        if isinstance(self._layout, WholeResponses) or self._layout.is_whole:
+            return rows_FT
+        position_T = self._layout.index.position_T
+        assert position_T is not None
+        whole_FR = rows_FT.new_zeros(len(rows_FT), self._layout.num_whole_tokens)
+        # Each token lies on one rank: adding zeros to it is exact.
+        return sum_over_ranks(whole_FR.index_copy(1, position_T, rows_FT), self._cp_group)
+
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        if group_size(self._cp_group) > 1 or group_size(self._dp_group) > 1:
-            raise ValueError(
-                "a rank among all tokens of the batch needs them on one rank: pass no cp_group and dp_group"
-            )
+        if group_size(self._dp_group) > 1:
+            raise ValueError("a rank among all tokens of the batch needs them on one rank: pass no dp_group")
+        if isinstance(self._layout, PackedLayout) and not self._layout.is_whole:
+            whole_R, counted_R = self._of_whole_responses(torch.stack([values_T, mask_T.to(values_T.dtype)]))
+            return self._layout.local_part(self._rank_mean(whole_R, counted_R > 0.0))
+        return self._rank_mean(values_T, mask_T)
+
+    def _rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         order_T = torch.where(mask_T, values_T, torch.inf).argsort(stable=True)
         counted_T = mask_T[order_T]
         place_T = torch.arange(len(order_T), device=order_T.device)

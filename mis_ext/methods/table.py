@@ -37,7 +37,7 @@ def describe_method(row: Preset) -> str:
     )
     try:
         as_correction(method)
-        hook = f"yes: mis-ext methods {row.name} --yaml"
+        hook = "yes"
     except ValueError as error:
         hook = f"no: {error}"
     parts = {
@@ -45,6 +45,8 @@ def describe_method(row: Preset) -> str:
         "parameters": defaults or "none",
         "log-probs": ", ".join(method.policies),
         "hook alone": hook,
+        "whole loss": f"mis_loss_method: {row.name}",
+        "file": f"mis-ext methods {row.name} --yaml",
         "source": row.paper,
     }
     facts = "\n".join(f"{title + ':':12}{text}" for title, text in parts.items())

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_number
 from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
+from mis_ext.methods.chosen import choose_method
 
 HOST_KEYS = (
     "advantage_estimator",
@@ -47,10 +48,13 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
     """
     given = {key: keys[key] for key in _KEYS if keys.get(key) is not None}
     for key, value in given.items():
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, dict)) and key != "mis_loss_method":
             raise TypeError(f"{key} must be a single value, got {value!r}")
     corrects = check_bool("use_tis", given.get("use_tis", False))
+    if "mis_loss_method" in given and "mis_loss_mode" in given:
+        raise ValueError("mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode")
     settings = LossSettings(
+        method=choose_method("mis_loss_method", given["mis_loss_method"]) if "mis_loss_method" in given else None,
         ratios=_RATIOS.get(given.get("advantage_estimator", ""), "token"),
         use_behavior=given.get("use_rollout_logprobs", False),
         kl=_kl_penalty(given),

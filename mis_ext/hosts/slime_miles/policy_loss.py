@@ -109,10 +109,19 @@ def _tokens(host: Host, config: RunConfig, loss: WholeLoss, batch: Mapping[str, 
         )
     is_scored = not is_absent(batch.get("log_probs")) and not loss.skips_scoring
     log_probs["proximal"] = packed("log_probs") if is_scored else current_T.detach()
-    if settings.kl is not None:
+    if settings.kl is not None or settings.needs_reference is not None:
         if is_absent(batch.get("ref_log_probs")) and layout.num_sequences > 0:
-            raise ValueError("ref_log_probs are missing: --use-kl-loss needs a reference model (--ref-load)")
+            raise ValueError(_missing_reference(settings))
         log_probs["reference"] = packed("ref_log_probs")
+    state_values_T = None
+    if settings.needs_state_values:
+        if is_absent(batch.get("state_values")) and layout.num_sequences > 0:
+            raise ValueError(
+                f"{settings.chosen_by} weighs the value of each token's state, the mean of its advantage there: no "
+                "flag of slime or Miles gives it; add state_values to the batch of make_loss_func, or hand them to "
+                "policy_loss_from_log_probs"
+            )
+        state_values_T = packed("state_values")
     if settings.entropy_coef == 0.0 and entropy_T is not None:
         entropy_T = entropy_T.detach()
     mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
@@ -127,6 +136,17 @@ def _tokens(host: Host, config: RunConfig, loss: WholeLoss, batch: Mapping[str, 
         layout=layout,
         cp_group=groups.cp_group,
         cp_rank=groups.cp_rank,
+        dp_group=groups.dp_group,
+        state_values_T=state_values_T,
+    )
+
+
+def _missing_reference(settings: LossSettings) -> str:
+    if settings.needs_reference is None:
+        return "ref_log_probs are missing: --use-kl-loss needs a reference model (--ref-load)"
+    return (
+        f"ref_log_probs are missing, with which {settings.needs_reference} compares: --use-kl-loss --kl-loss-coef 0 "
+        "--ref-load make the host score the rollout with a reference model"
     )
 
 

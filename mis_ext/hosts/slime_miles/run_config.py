@@ -76,7 +76,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     config = RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
-        double_correction=_double_correction(given, correction),
+        double_correction=_double_correction(given, correction, loss),
         also_measures=bool(given.get("get_mismatch_metrics")),
         divides_by_kept=given.get("train_backend") == "fsdp",
         whole_loss=loss,
@@ -105,7 +105,16 @@ def _whole_loss(given: Mapping[str, Any]) -> WholeLoss:
     )
 
 
-def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig) -> str | None:
+def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
+    if given.get("mis_loss_method") is not None:
+        chosen = None if loss is None or not loss.has_correction else loss.settings.method
+        if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
+            return None
+        return (
+            f"mis_loss_method: {chosen.name} weighs by the behavior policy itself: a weight of the correction counts "
+            "the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
+            "--get-mismatch-metrics to measure only"
+        )
     # The other modes of the whole loss do not count it twice, and say so where they are computed.
     is_baseline = given.get("mis_loss_mode") in (None, "baseline")
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):

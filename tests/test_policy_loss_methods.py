@@ -1,0 +1,422 @@
+"""Any published method by one key: the whole loss is the method, with corrections, denominators and penalties."""
+
+import dataclasses
+import random
+import re
+
+import loss_cases
+import pytest
+import torch
+from loss_cases import GATES, HOOK
+from test_method_gradients import parameters
+from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
+from thread_ranks import Rank, run_ranks
+
+from mis_ext import PackedLayout
+from mis_ext.hosts.slime_miles.host import Host, plain_scores
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.loss.settings import LossSettings
+from mis_ext.methods import PRESETS, Keep, KlTerm, Method, Ratio
+from mis_ext.methods.as_correction import as_correction
+from mis_ext.methods.batch import MISMATCH, TOTAL
+from mis_ext.methods.chosen import ChosenMethod, choose_method
+
+UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
+"""The clip as the hosts have it where nobody sets it."""
+GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith("tis_")} | {"tis_level": "none"}
+WHOLE = "segment_rs"
+each_method = pytest.mark.parametrize("name", PRESETS)
+
+
+OWN = {"m2po": {"budget": 0.02}}
+"""Where the parameters of other tests do nothing on the batch of this one."""
+
+
+def key_of(name: str) -> dict:
+    """The key, with parameters that fire on random data."""
+    given = parameters(name) | OWN.get(name, {})
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+    # Where the trainer's own scoring is not looked at, the host may skip it.
+    skips = "proximal" not in PRESETS[name].method.policies
+    return {"mis_loss_method": {"name": name} | given, "use_rollout_logprobs": skips} | UNSET
+
+
+def batch_of(*, dtype=torch.float64) -> dict:
+    batch = loss_cases.whole_batch(dtype=dtype)
+    generator = torch.Generator().manual_seed(11)
+    batch["state_values"] = [
+        x + 0.3 * torch.randn(len(x), generator=generator, dtype=dtype) for x in batch["advantages"]
+    ]
+    return batch
+
+
+def computed(keys: dict, batch: dict | None = None, *, host: Host = PLAIN):
+    """Loss, metrics, and the gradient in the logits."""
+    batch = loss_cases.local_batch(batch_of()) if batch is None else dict(batch)
+    logits = batch.pop("logits").clone().requires_grad_()
+    run = run_of(loss_cases.host_args(**keys), whole_loss=True)
+    found = policy_loss_of(run, host, batch, logits)
+    (gradient,) = torch.autograd.grad(found.loss, logits)
+    return found.loss.detach(), found.metrics, gradient
+
+
+def drawn_options(name: str) -> dict:
+    """What goes with a method, drawn: a correction, a denominator, penalties, tokens as terms."""
+    draw = random.Random(name)
+    chosen = choose_method("mis_loss_method", key_of(name)["mis_loss_method"]).method
+    keys = draw.choice([{}, GATES_ALONE] if chosen.weighs_behavior or name == "gspo" else [{}, GATES_ALONE, GATES])
+    keys = keys if name != "gspo" else {}
+    keys = keys | draw.choice([{}, {"entropy_coef": 0.1}])
+    if "reference" not in chosen.policies:
+        keys = keys | draw.choice([{}, {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}])
+    denominators = [{}, {"calculate_per_token_loss": True}]
+    denominators += [
+        {"mis_loss_denominator": "sequence"},
+        {"mis_loss_denominator": "constant", "mis_loss_constant": 7.0},
+    ]
+    return keys | draw.choice(denominators)
+
+
+def written_out(name: str, options: dict, batch: dict, logits: torch.Tensor) -> torch.Tensor:
+    """The loss from the method itself, which other tests compare with its paper, and sums over samples."""
+    args = loss_cases.host_args(**options)
+    current, entropies = log_probs_of(logits, batch, 1.0)
+    lengths = batch["response_lengths"]
+    masks = torch.cat(batch["loss_masks"])
+    method = PRESETS[name](**parameters(name) | OWN.get(name, {}))
+    x = torch.cat(current)
+    given = {
+        "current_logprobs_T": x,
+        "behavior_logprobs_T": torch.cat(batch["rollout_log_probs"]),
+        "proximal_logprobs_T": torch.cat(batch["log_probs"]),
+        "reference_logprobs_T": torch.cat(batch["ref_log_probs"]),
+        "state_values_T": torch.cat(batch["state_values"]),
+        "advantages_T": torch.cat(batch["advantages"]),
+        "response_mask_T": masks,
+        "layout": PackedLayout.whole(lengths),
+    }
+    policy_T = dataclasses.replace(method, terms=())(**given).loss_T
+    penalty_T = method(**given).loss_T - policy_T if method.terms else torch.zeros_like(policy_T)
+    weights = kept = [torch.ones_like(sample) for sample in current]
+    counted = batch["loss_masks"]
+    if "use_tis" in options:
+        trainer = batch["log_probs"] if "proximal" in method.policies else [sample.detach() for sample in current]
+        weights, kept = correction_of(options, trainer, batch)
+        counted = [mask * keep for mask, keep in zip(counted, kept, strict=True)]
+        if options["tis_level"] == "none":
+            weights = [torch.ones_like(sample) for sample in current]
+    host = [1.0 if args.calculate_per_token_loss else float(n) for n in batch["rollout_mask_sums"].clamp_min(1.0)]
+    of_policy = {
+        None: host,
+        "sequence": [max(float(mask.sum()), 1.0) for mask in batch["loss_masks"]],
+        "constant": [7.0] * len(host),
+    }[options.get("mis_loss_denominator")]
+    total = torch.zeros((), dtype=torch.float64)
+    parts = [part.split(lengths) for part in (policy_T, penalty_T)]
+    for i in range(len(lengths)):
+        distance = current[i] - batch["ref_log_probs"][i]
+        other = args.kl_loss_coef * ((-distance).exp() - 1 + distance) - args.entropy_coef * entropies[i]
+        total = total + ((weights[i].double() * parts[0][i] + parts[1][i]) * kept[i]).sum() / of_policy[i]
+        total = total + (other * counted[i]).sum() / host[i]
+    return total
+
+
+@each_method
+def test_the_key_is_the_method_with_whatever_goes_with_it(name) -> None:
+    batch = loss_cases.local_batch(batch_of())
+    options = drawn_options(name)
+    loss, metrics, gradient = computed(key_of(name) | options)
+    logits = batch["logits"].clone().requires_grad_()
+    wanted = written_out(name, options, batch, logits)
+    (wanted_gradient,) = torch.autograd.grad(wanted, logits)
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-6, atol=1e-8)
+    assert gradient.abs().sum() > 0.0
+    assert {"pg_loss", "pg_clipfrac", "ppo_kl"} <= {*metrics}
+
+
+def ranks_give(name: str, keys: dict, *, cp_size: int, is_padded: bool = False) -> None:
+    batch = batch_of()
+    whole = computed(keys, loss_cases.local_batch(batch))
+
+    def on_rank(rank: Rank) -> tuple:
+        place = {"cp_rank": rank.cp_rank, "cp_size": cp_size, "is_padded": is_padded}
+        local = loss_cases.local_batch(batch, **place)
+        host = Host(rank.groups, plain_scores)
+        return computed(keys | ({"qkv_format": "bshd"} if is_padded else {}), local, host=host)
+
+    parts = run_ranks(on_rank, cp_size=cp_size)
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    totals = {key: sum(part[1][key] for part in parts) for key in whole[1]}
+    torch.testing.assert_close(totals, whole[1], rtol=1e-6, atol=1e-7)
+    rows = whole[2][0].split(loss_cases.TOTALS)
+    for rank, (_, _, gradient) in enumerate(parts):
+        place = {"cp_rank": rank, "cp_size": cp_size}
+        cut = [loss_cases.local_rows(x, **place, length=loss_cases.MAX_SEQ_LEN if is_padded else len(x)) for x in rows]
+        wanted = torch.stack(cut) if is_padded else torch.cat(cut)[None]
+        torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != WHOLE])
+def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
+    keys = key_of(name) | drawn_options(name)
+    ranks_give(name, keys, cp_size=2)
+    ranks_give(name, keys, cp_size=4)
+    ranks_give(name, keys, cp_size=2, is_padded=True)
+
+
+OF_THE_BATCH = {
+    name: [key_of(name)] for name, row in PRESETS.items() if row.method.averages_over_batch and name != "vaco"
+} | {"vaco": [key_of("vaco") | {"mis_loss_method": {"name": "vaco", "delta": x}} for x in (0.061, 0.0615, 0.0622)]}
+"""vaco is armed or not. The mean that it looks at is 0.0619 of all samples, and 0.0628 and 0.0612 of the two halves."""
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_a_number_of_the_batch_is_that_of_all_data_parallel_ranks(name) -> None:
+    """Each rank has half of the samples, and their losses add up to that of one rank with all of them."""
+    batch = batch_of()
+    halves = [loss_cases.local_batch({key: value[i::2] for key, value in batch.items()}) for i in range(2)]
+    is_seen = []
+    for keys in OF_THE_BATCH[name]:
+        wanted = computed(keys, loss_cases.local_batch(batch))[0]
+
+        def on_rank(rank: Rank, keys=keys) -> tuple:
+            return computed(keys, halves[rank.dp_rank], host=Host(rank.groups, plain_scores))
+
+        parts = run_ranks(on_rank, dp_size=2)
+        torch.testing.assert_close(sum(part[0] for part in parts), wanted, rtol=1e-6, atol=1e-8)
+        alone = sum(computed(keys, half)[0] for half in halves)
+        is_seen.append(not torch.allclose(alone, wanted, rtol=1e-4))
+    assert any(is_seen)
+
+
+def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
+    """A method of one's own: all tokens are rejected, and its penalty is what is left."""
+    term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
+    nothing = Keep(pair=MISMATCH, low=1e6)
+    method = Method(surrogate=Ratio(low=0.8, high=1.2), factors=(nothing,), terms=(term,))
+    run = run_of(loss_cases.host_args(**UNSET), whole_loss=True)
+    settings = LossSettings(method=ChosenMethod("own", (), method))
+    whole = dataclasses.replace(run.config.whole_loss, settings=settings)
+    run = run._replace(config=dataclasses.replace(run.config, whole_loss=whole))
+    batch = loss_cases.local_batch(batch_of())
+    current, _ = log_probs_of(batch["logits"], batch, 1.0)
+    wanted = sum(
+        (0.5 * (x - mu).square() * mask).sum() / divisor.double()
+        for x, mu, mask, divisor in zip(
+            current,
+            batch["rollout_log_probs"],
+            batch["loss_masks"],
+            batch["rollout_mask_sums"].clamp_min(1),
+            strict=True,
+        )
+    )
+    found = policy_loss_of(run, PLAIN, batch, batch["logits"])
+    torch.testing.assert_close(found.loss, wanted, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.metrics["pg_loss"], wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["token_mis", "icepop", "mis_po"])
+def test_the_clip_fraction_counts_what_the_methods_masks_stop(name) -> None:
+    """Whether a masked token leaves the mask or stays; and with no clip of a ratio beside."""
+    batch = loss_cases.local_batch(batch_of())
+    keys = {"mis_loss_method": {"name": name, "low": 0.9, "high": 1.1}, "use_rollout_logprobs": name == "mis_po"}
+    if name == "mis_po":
+        keys["mis_loss_method"] |= {"low_sequence": 0.0, "high_sequence": 1e6}
+    current, _ = log_probs_of(batch["logits"], batch, 1.0)
+    wanted = 0.0
+    for i, mask in enumerate(batch["loss_masks"]):
+        upper = current[i] if name == "mis_po" else batch["log_probs"][i]
+        ratio = (upper - batch["rollout_log_probs"][i]).exp()
+        stopped = (ratio < 0.9) | (ratio > 1.1)
+        if name != "mis_po":
+            update, advantage = (current[i] - batch["log_probs"][i]).exp(), batch["advantages"][i]
+            stopped |= ((update > 1.2) & (advantage > 0)) | ((update < 0.8) & (advantage < 0))
+        wanted += float((stopped & (mask != 0)).sum()) / float(batch["rollout_mask_sums"][i].clamp_min(1))
+    assert float(computed(UNSET | keys)[1]["pg_clipfrac"]) == pytest.approx(wanted, rel=1e-6)
+    assert wanted > 0.0
+
+
+# --- what is the same by another name
+
+
+def assert_same(one: tuple, other: tuple) -> None:
+    torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ({"name": "ppo", "low": 0.1, "high": 0.15}, {"eps_clip": 0.1, "eps_clip_high": 0.15}),
+        ({"name": "dual_clip", "low": 0.1, "high": 0.15, "dual": 1.2}, {"eps_clip_c": 1.2}),
+        ({"name": "gspo", "low": 0.1, "high": 0.15}, {"advantage_estimator": "gspo"}),
+        ({"name": "cispo", "low": 0.9, "high": 1.15}, {"advantage_estimator": "cispo"}),
+    ],
+    ids=lambda value: value.get("name", "keys"),
+)
+@pytest.mark.parametrize("correction", [{}, GATES], ids=["alone", "gates"])
+def test_a_loss_of_the_hosts_is_the_method_of_its_name(method, keys, correction) -> None:
+    host = computed(correction | {"eps_clip": 0.1, "eps_clip_high": 0.15} | keys)
+    ours = computed(correction | UNSET | {"mis_loss_method": method})
+    assert torch.equal(host[0], ours[0])
+    assert torch.equal(host[2], ours[2])
+    assert [*host[1]] == [*ours[1]]
+
+
+def test_modes_are_methods() -> None:
+    behavior = {"use_rollout_logprobs": True}
+    clip = {"eps_clip": 0.1, "eps_clip_high": 0.15}
+    method = {"mis_loss_method": {"name": "bypass", "low": 0.1, "high": 0.15}} | UNSET
+    assert_same(computed(behavior | clip | {"mis_loss_mode": "bypass"}), computed(behavior | method))
+    mode = computed(GATES | behavior | {"mis_loss_mode": "reinforce"})
+    assert_same(mode, computed(GATES | behavior | UNSET | {"mis_loss_method": "reinforce"}))
+
+
+HOOK_CAN = []
+for _name, _row in PRESETS.items():
+    try:
+        as_correction(_row.method)
+    except ValueError:
+        continue
+    HOOK_CAN.append(_name)
+
+
+@pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
+@pytest.mark.parametrize("name", HOOK_CAN)
+def test_what_the_hook_can_do_gives_the_same_by_either_key(name) -> None:
+    """The hook's keys around the host's PPO, and the method by its name."""
+    from mis_ext.hosts.slime_miles.native_keys import native_keys_of
+
+    found = as_correction(PRESETS[name](**parameters(name)))
+    hook = {"use_tis": True, "mis": native_keys_of(found.config) | {"guard": "warn"}}
+    flags = {"eps_clip": found.low, "eps_clip_high": found.high, "eps_clip_c": found.dual}
+    assert_same(computed(hook | flags), computed(key_of(name)))
+
+
+def test_a_weight_of_the_correction_multiplies_a_method_that_has_none() -> None:
+    plain, weighed = computed(key_of("gmpo")), computed(key_of("gmpo") | HOOK)
+    assert not torch.allclose(plain[2], weighed[2], rtol=1e-3)
+
+
+def test_rejected_tokens_leave_the_methods_own_penalty() -> None:
+    keys = key_of("kimi_k2_5") | {"use_rollout_logprobs": True}
+    everything = GATES_ALONE | {"rs_lower_bound": 0.9999, "rs_upper_bound": 1.0001}
+    loss, _, gradient = computed(keys | everything)
+    assert float(loss) == 0.0
+    assert not gradient.any()
+
+
+# --- what is refused
+
+
+REFUSED = [
+    ("icepops", "mis_loss_method: no method 'icepops' (did you mean 'icepop'?)"),
+    ({"low": 0.5}, "mis_loss_method must be the name of a method, or a mapping with the key name"),
+    (3, "mis_loss_method must be a mapping, got 3"),
+    ({"name": "icepop", "hihg": 2.0}, "unknown parameters of mis_loss_method: icepop: 'hihg' (did you mean 'high'?)"),
+    ({"name": "icepop", "high": "5e-1"}, "mis_loss_method: icepop: high must be a number in (-inf, inf), got '5e-1'"),
+    ({"name": "icepop", "high": float("nan")}, "mis_loss_method: icepop: high must be in (-inf, inf), got nan"),
+    ({"name": "icepop", "high": 0.4}, "its band of the ratio would be [0.5, 0.4]: the lower bound must be below"),
+    ({"name": "ppo", "low": 1.5}, "its bound of the ratio would be -0.5, which must be in [0, inf]"),
+    ({"name": "ipo", "delta": 2.0}, "its bound of the probability_gain would be -2, which must be in [-1, 1]"),
+    ({"name": "dispo", "positive": 2.0}, "mis_loss_method: dispo: positive must be a list, got 2.0"),
+    ({"name": "dispo", "positive": [2.0]}, "positive must be a list of 2 numbers, got [2.0]"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_method_that_is_misspelt_is_refused_by_name(value, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        computed(UNSET | {"mis_loss_method": value})
+
+
+REPLACED = [
+    ({"mis_loss_mode": "baseline"}, "mis_loss_method and mis_loss_mode both say what the policy gradient is"),
+    ({"eps_clip": 0.1}, "--eps-clip 0.1: no effect, because mis_loss_method: gmpo says what the loss is"),
+    ({"eps_clip_high": 0.28}, "--eps-clip-high 0.28: no effect"),
+    ({"eps_clip_c": 3.0}, "--eps-clip-c 3.0: no effect"),
+    ({"advantage_estimator": "gspo"}, "--advantage-estimator gspo: no effect"),
+    ({"advantage_estimator": "cispo"}, "--advantage-estimator cispo: no effect"),
+    ({"use_rollout_logprobs": True}, "mis_loss_method: gmpo compares with the proximal policy, --use-rollout-logprobs"),
+    ({"loss_type": "policy_loss"}, "mis_loss_method: no effect, because --loss-type is policy_loss"),
+    ({"mis_loss_metod": "gmpo"}, "did you mean 'mis_loss_method'"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REPLACED, ids=lambda value: str(value)[:40])
+def test_flags_that_a_method_replaces_are_refused_by_name(keys, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        computed(UNSET | {"mis_loss_method": "gmpo"} | keys)
+
+
+def test_the_clip_that_a_host_sets_by_itself_is_no_flag_of_the_user() -> None:
+    plain = computed({"mis_loss_method": "gmpo"} | UNSET)
+    # slime copies eps_clip where eps_clip_high is not set.
+    assert torch.equal(plain[2], computed({"mis_loss_method": "gmpo", "eps_clip": 0.2, "eps_clip_high": 0.2})[2])
+
+
+def test_a_weight_between_the_engines_is_not_counted_twice() -> None:
+    keys = UNSET | HOOK | {"mis_guard": "error", "mis_loss_method": "dppo_tv", "use_rollout_logprobs": True}
+    with pytest.raises(ValueError, match=r"mis_loss_method: dppo_tv weighs by the behavior policy itself: .* none"):
+        computed(keys)
+    with pytest.warns(UserWarning, match="counts the mismatch twice"):
+        computed(keys | {"mis_guard": "warn"})
+    computed(UNSET | GATES_ALONE | {"mis_loss_method": "dppo_tv", "use_rollout_logprobs": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("icepop", "rollout_log_probs", "with which mis_loss_method: icepop compares"),
+        ("grpo_k3", "ref_log_probs", "--use-kl-loss --kl-loss-coef 0 --ref-load make the host score"),
+        ("drift_control", "state_values", "no flag of slime or Miles gives it; add state_values to the batch"),
+    ],
+)
+def test_what_the_host_has_not_is_refused_with_what_gives_it(name, missing, message) -> None:
+    batch = loss_cases.local_batch(batch_of()) | {missing: None}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        computed(UNSET | {"mis_loss_method": name, "use_rollout_logprobs": name == "drift_control"}, batch)
+
+
+def test_two_penalties_against_the_reference_policy_are_refused() -> None:
+    keys = UNSET | {"mis_loss_method": "grpo_k3", "use_kl_loss": True, "kl_loss_type": "k3"}
+    with pytest.raises(ValueError, match=r"kl_loss_coef=0\.1: mis_loss_method: grpo_k3 has a penalty"):
+        computed(keys | {"kl_loss_coef": 0.1})
+    assert_same(computed(keys | {"kl_loss_coef": 0.0}), computed(UNSET | {"mis_loss_method": "grpo_k3"}))
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "reinforce"])
+def test_a_pass_that_the_method_does_not_look_at_is_said(name) -> None:
+    with pytest.warns(UserWarning, match=f"mis_loss_method: {name} does not use .* --use-rollout-logprobs"):
+        with_pass = computed(UNSET | {"mis_loss_method": name})
+    assert torch.equal(with_pass[2], computed(UNSET | {"mis_loss_method": name, "use_rollout_logprobs": True})[2])
+
+
+def test_what_ranks_exchange_inside_is_not_compiled() -> None:
+    keys = key_of("vaco") | {"use_rollout_logprobs": True, "mis_loss_compile": True}
+    batch = loss_cases.local_batch(batch_of())
+
+    def on_rank(rank: Rank) -> tuple:
+        return computed(keys, batch, host=Host(rank.groups, plain_scores))
+
+    for error in run_ranks(on_rank, dp_size=2):
+        with pytest.raises(ValueError, match=r"mis_loss_compile: mis_loss_method: vaco sums over sequences"):
+            raise error
+
+
+@pytest.mark.parametrize("name", ["icepop", "dispo", "gmpo", "ctpo", "vaco"])
+def test_a_compiled_method_gives_the_same(name, graphs) -> None:
+    keys = key_of(name) | drawn_options(name)
+    found, wanted = (computed(keys | {"mis_loss_compile": compiled}) for compiled in (True, False))
+    assert torch.equal(found[2], wanted[2])
+    assert all(torch.equal(found[1][key], wanted[1][key]) for key in wanted[1])
+    assert len(graphs) == 1
+
+
+def test_settings_with_a_method_can_be_looked_up() -> None:
+    one, other = (LossSettings(method=choose_method("key", {"name": "dispo", "positive": [0.5, 2]})) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
