@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.weights import Weight
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
+    from mis_ext.hosts.log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
@@ -47,6 +48,7 @@ else:
             "correction.weights": ("Weight",),
             "hosts.groups": ("Groups",),
             "hosts.guards": ("MismatchWarning",),
+            "hosts.log_probs": ("TotalLoss", "policy_loss_from_log_probs"),
             "hosts.packing": ("PackedStreams",),
             "hosts.megatron": ("make_loss_func",),
             "hosts.padded": ("correct_padded",),
@@ -74,6 +76,7 @@ __all__ = [
     "PackedLayout",
     "PackedStreams",
     "Session",
+    "TotalLoss",
     "Weight",
     "WeightScale",
     "compute_correction",
@@ -85,6 +88,7 @@ __all__ = [
     "load_config",
     "make_loss_func",
     "policy_loss",
+    "policy_loss_from_log_probs",
     "prepare_rollout",
     "preset",
     "session_for",

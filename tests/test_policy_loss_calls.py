@@ -114,7 +114,7 @@ def test_what_the_correction_refuses_the_loss_refuses_too() -> None:
         (BEHAVIOR, "rollout_log_probs", "with which --use-rollout-logprobs compares"),
         (KL | {"mis_loss_unbiased_kl": True}, "rollout_log_probs", "with which mis_loss_unbiased_kl compares"),
         (HOOK, "rollout_log_probs", "rollout_log_probs are missing: the rollout function must store"),
-        (KL, "ref_log_probs", "--use-kl-loss needs a reference model"),
+        (KL, "ref_log_probs", "--ref-load makes the host score them.*with which --use-kl-loss compares"),
     ],
 )
 @pytest.mark.parametrize("missing", [None, []])

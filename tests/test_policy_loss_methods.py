@@ -371,8 +371,12 @@ def test_a_weight_between_the_engines_is_not_counted_twice() -> None:
     ("name", "missing", "message"),
     [
         ("icepop", "rollout_log_probs", "with which mis_loss_method: icepop compares"),
-        ("grpo_k3", "ref_log_probs", "--use-kl-loss --kl-loss-coef 0 --ref-load make the host score"),
-        ("drift_control", "state_values", "no flag of slime or Miles gives it; add state_values to the batch"),
+        ("grpo_k3", "ref_log_probs", "with which mis_loss_method: grpo_k3 compares"),
+        (
+            "drift_control",
+            "state_values",
+            "no flag of slime or Miles gives them; a batch of make_loss_func may have them",
+        ),
     ],
 )
 def test_what_the_host_has_not_is_refused_with_what_gives_it(name, missing, message) -> None:

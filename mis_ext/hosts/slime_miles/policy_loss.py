@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,18 +13,14 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import PackedStreams, pack, unpack
-from mis_ext.hosts.session import Session
+from mis_ext.hosts.packing import pack, unpack
+from mis_ext.hosts.scoring import Scores
 from mis_ext.hosts.slime_miles.host import Host, find_host
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.run_config import RunConfig, WholeLoss
+from mis_ext.hosts.slime_miles.run_config import WholeLoss
 from mis_ext.hosts.slime_miles.sessions import Run, run_of
-from mis_ext.loss.denominators import num_tokens
-from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
-from mis_ext.loss.settings import LossSettings
-from mis_ext.loss.tokens import LossTokens
-from mis_ext.methods.batch import Policy
+from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
+from mis_ext.loss.policy import PolicyLoss, Reducer
 
 
 def policy_loss(
@@ -60,134 +58,87 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
     """The loss and its metrics, where the logits are."""
-    (config, session), loss = run, run.config.whole_loss
+    config, loss, groups = run.config, run.config.whole_loss, host.groups
     assert loss is not None
     settings = loss.settings
-    groups, lengths = host.groups, batch["response_lengths"]
-    with session.local_work(lengths, groups=groups, device=logits.device):
-        tokens = _tokens(host, config, loss, batch, logits)
-        streams = _streams(settings, session, tokens) if loss.has_correction else None
-    correction, token_metrics = _correct(session, streams, tokens, groups) if loss.has_correction else (None, None)
-    found = compute_policy_loss(
+    if not (settings.uses_proximal or settings.use_behavior):
+        warnings.warn(
+            f"{settings.chosen_by} does not use the trainer's own pass over the rollout: --use-rollout-logprobs makes "
+            "the host skip it",
+            stacklevel=4,
+        )
+    with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):
+        layout = layout_of(
+            is_padded=config.is_padded,
+            groups=groups,
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            max_seq_lens=batch.get("max_seq_lens"),
+            device=logits.device,
+        )
+        scores = host.score(config, batch, logits, layout, groups)
+        tokens = loss_tokens(settings, _packed(loss, batch, scores, layout), layout, groups, missing=_MISSING)
+        if loss.has_correction and "behavior" not in tokens.log_probs:
+            report_missing(run.session, is_rollout_missing=True)
+    found = loss_of_tokens(
         settings,
         tokens,
-        correction=correction,
-        token_metrics=token_metrics,
-        reducer=_reducer(loss, batch, tokens.layout, correction),
+        session=run.session if loss.has_correction else None,
+        groups=groups,
+        make_reducer=partial(_reducer, loss, batch, layout),
         extra_metrics=host.metrics,
     )
-    if tokens.layout.num_local_tokens > 0:
+    if layout.num_local_tokens > 0:
         return found
     # The backward pass of context parallelism has collectives, in which a rank without tokens must take part.
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 
-def _tokens(host: Host, config: RunConfig, loss: WholeLoss, batch: Mapping[str, Any], logits: Tensor) -> LossTokens:
-    settings, device, groups = loss.settings, logits.device, host.groups
-    layout = layout_of(
-        is_padded=config.is_padded,
-        groups=groups,
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        max_seq_lens=batch.get("max_seq_lens"),
-        device=device,
-    )
+_MISSING = Missing(
+    behavior="rollout_log_probs are missing (the rollout function must store the inference engine's log-probs)",
+    reference="ref_log_probs are missing (--use-kl-loss with --ref-load makes the host score them; a method with a "
+    "penalty of its own takes --kl-loss-coef 0)",
+    state_values="state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
+    "make_loss_func may have them)",
+)
+
+
+def _packed(loss: WholeLoss, batch: Mapping[str, Any], scores: Scores, layout: PackedLayout) -> GivenTokens:
+    device = scores.current_T.device
 
     def packed(key: str) -> Tensor:
         return pack(key, batch[key], layout.local_lengths, device=device)
 
-    current_T, entropy_T = host.score(config, batch, logits, layout, groups)
-    log_probs: dict[Policy, Tensor] = {"current": current_T}
-    if not is_absent(batch.get("rollout_log_probs")):
-        log_probs["behavior"] = packed("rollout_log_probs")
-    elif layout.num_sequences == 0:
-        log_probs["behavior"] = current_T.detach()
-    elif settings.needs_behavior is not None:
-        raise ValueError(
-            f"rollout_log_probs are missing, with which {settings.needs_behavior} compares: the rollout function must "
-            "store the inference engine's log-probs"
-        )
-    is_scored = not is_absent(batch.get("log_probs")) and not loss.skips_scoring
-    log_probs["proximal"] = packed("log_probs") if is_scored else current_T.detach()
-    if settings.kl is not None or settings.needs_reference is not None:
-        if is_absent(batch.get("ref_log_probs")) and layout.num_sequences > 0:
-            raise ValueError(_missing_reference(settings))
-        log_probs["reference"] = packed("ref_log_probs")
-    state_values_T = None
-    if settings.needs_state_values:
-        if is_absent(batch.get("state_values")) and layout.num_sequences > 0:
-            raise ValueError(
-                f"{settings.chosen_by} weighs the value of each token's state, the mean of its advantage there: no "
-                "flag of slime or Miles gives it; add state_values to the batch of make_loss_func, or hand them to "
-                "policy_loss_from_log_probs"
-            )
-        state_values_T = packed("state_values")
-    if settings.entropy_coef == 0.0 and entropy_T is not None:
-        entropy_T = entropy_T.detach()
-    mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-    has_reverse_kl = not is_absent(batch.get("opd_reverse_kl"))
-    return LossTokens(
-        log_probs=log_probs,
+    def optional(key: str) -> Tensor | None:
+        if layout.num_sequences == 0:
+            return scores.current_T.detach()
+        return None if is_absent(batch.get(key)) else packed(key)
+
+    return GivenTokens(
+        current_T=scores.current_T,
         advantages_T=packed("advantages"),
-        entropy_T=entropy_T,
-        response_mask_R=mask_R,
-        divisor_S=_divisor(batch.get("rollout_mask_sums"), mask_R, layout, like=current_T),
-        reverse_kl_T=packed("opd_reverse_kl") if has_reverse_kl else None,
-        layout=layout,
-        cp_group=groups.cp_group,
-        cp_rank=groups.cp_rank,
-        dp_group=groups.dp_group,
-        state_values_T=state_values_T,
+        response_mask_R=pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device),
+        behavior_T=optional("rollout_log_probs"),
+        proximal_T=None if loss.skips_scoring else optional("log_probs"),
+        reference_T=optional("ref_log_probs"),
+        entropy_T=scores.entropy_T,
+        state_values_T=optional("state_values"),
+        reverse_kl_T=None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl"),
+        divisor_S=_divisor(batch.get("rollout_mask_sums"), layout),
     )
 
 
-def _missing_reference(settings: LossSettings) -> str:
-    if settings.needs_reference is None:
-        return "ref_log_probs are missing: --use-kl-loss needs a reference model (--ref-load)"
-    return (
-        f"ref_log_probs are missing, with which {settings.needs_reference} compares: --use-kl-loss --kl-loss-coef 0 "
-        "--ref-load make the host score the rollout with a reference model"
-    )
-
-
-def _divisor(given: Any, mask_R: Tensor, layout: PackedLayout, *, like: Tensor) -> Tensor:
-    """``[S]``: the tokens of each sample's rollout, and without them the sample's own."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+def _divisor(given: Any, layout: PackedLayout) -> Tensor | None:
+    """``[S]``: the tokens of each sample's rollout, where the host knows them."""
     if given is None:
-        divisor_S = num_tokens(mask_R, layout)
-    elif isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given):
-        divisor_S = torch.stack([*given])
-    else:
-        divisor_S = torch.as_tensor(given)
+        return None
+    is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
+    divisor_S = torch.stack([*given]) if is_list else torch.as_tensor(given)
     if divisor_S.shape != (layout.num_sequences,):
         raise ValueError(
             f"rollout_mask_sums has shape {list(divisor_S.shape)}, there are {layout.num_sequences} samples"
         )
-    return divisor_S.to(mask_R.device, dtype, non_blocking=True).clamp_min(1.0)
-
-
-def _streams(settings: LossSettings, session: Session, tokens: LossTokens) -> PackedStreams | None:
-    """What the correction compares: the policy whose ratio is not in the loss yet with the behavior policy."""
-    log_probs = tokens.log_probs
-    if "behavior" not in log_probs:
-        report_missing(session, is_rollout_missing=True)
-        return None
-    trainer: Policy = "proximal" if settings.uses_proximal else "current"
-    return PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], tokens.response_mask_R, tokens.layout)
-
-
-def _correct(
-    session: Session, streams: PackedStreams | None, tokens: LossTokens, groups: Groups
-) -> tuple[Correction | None, Mapping[str, Tensor]]:
-    """The correction, and its metrics of each token."""
-    layout = tokens.layout
-    if streams is None:
-        device = tokens.response_mask_R.device
-        session.measure_nothing(layout.response_lengths, groups=groups, device=device)
-        not_measured_T = torch.where(layout.local_part(tokens.response_mask_R) != 0, torch.nan, 0.0)
-        return None, dict.fromkeys(session.config.metric_names, not_measured_T)
-    correction = session.correct(streams, groups=groups, token_metrics=True)
-    return correction, correction.token_metrics
+    return divisor_S
 
 
 def _reducer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +82,6 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     )
     _refuse_idle_loss_keys(given)
     _refuse_two_denominators(config)
-    if loss is not None and not loss.settings.uses_proximal and not given.get("use_rollout_logprobs"):
-        warnings.warn(
-            f"{loss.settings.chosen_by} does not use the trainer's own pass over the rollout: --use-rollout-logprobs "
-            "makes the host skip it",
-            stacklevel=4,
-        )
     return config
 
 

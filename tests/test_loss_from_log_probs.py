@@ -1,0 +1,171 @@
+"""The whole loss from log-probs, padded and packed, is the one from logits."""
+
+import loss_cases
+import pytest
+import torch
+from loss_cases import GATES, HOOK, KL
+from test_policy_loss_methods import UNSET, batch_of, key_of
+from test_policy_loss_modes import PLAIN, log_probs_of
+from thread_ranks import Rank, run_ranks
+from zigzag import take
+
+import mis_ext
+from mis_ext import PackedLayout
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.sessions import run_of
+
+STREAMS = {
+    "behavior_logprobs": "rollout_log_probs",
+    "proximal_logprobs": "log_probs",
+    "reference_logprobs": "ref_log_probs",
+    "advantages": "advantages",
+    "state_values": "state_values",
+}
+OPTIONS = {
+    "ppo": {},
+    "gates, kl, entropy": GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1},
+    "tokens": HOOK | {"calculate_per_token_loss": True},
+    "sequence denominators": GATES | {"mis_loss_denominator": "sequence"},
+    "measured": {"get_mismatch_metrics": True, "use_tis": False, "mis_guard": "warn", "mis_metrics": "all"},
+    "dppo": key_of("dppo_tv"),
+    "gspo": key_of("gspo"),
+    "drift": key_of("drift_control"),
+}
+WIDTH = 15
+
+
+def samples_of(batch: dict) -> dict[str, list[torch.Tensor]]:
+    """Per sample, by the names of the arguments."""
+    current, entropies = log_probs_of(torch.cat(batch["logits"])[None], batch, 1.0)
+    given = {name: batch[key] for name, key in STREAMS.items()}
+    masks = {"response_mask": batch["loss_masks"]}
+    return given | masks | {"current_logprobs": current, "entropy": entropies}
+
+
+def padded(samples: dict, *, side: str = "right", garbage: float = 0.0) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, rows in samples.items():
+        fill = 0 if name == "response_mask" else garbage
+        found[name] = torch.full((len(rows), WIDTH), fill, dtype=rows[0].dtype)
+        for row, sample in zip(found[name], rows, strict=True):
+            place = slice(len(sample)) if side == "right" else slice(WIDTH - len(sample), WIDTH)
+            row[place] = sample
+    return found
+
+
+def computed(keys: dict, given: dict, **more) -> tuple:
+    """Loss and metrics, and the gradients in log-probs and entropy."""
+    given = dict(given)
+    leaves = [given["current_logprobs"], given["entropy"]] = [
+        given[name].clone().requires_grad_() for name in ("current_logprobs", "entropy")
+    ]
+    found = mis_ext.policy_loss_from_log_probs(loss_cases.host_args(**keys), **given, **more)
+    gradients = torch.autograd.grad(found.total, leaves, allow_unused=True)
+    return found, gradients
+
+
+def from_logits(keys: dict, batch: dict):
+    local = loss_cases.local_batch(batch)
+    logits = local.pop("logits")
+    return policy_loss_of(run_of(loss_cases.host_args(**keys), whole_loss=True), PLAIN, local, logits)
+
+
+@pytest.mark.parametrize("garbage", [0.0, float("nan")])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_padded_and_packed_are_the_loss_from_logits(name, side, garbage) -> None:
+    batch = batch_of()
+    del batch["opd_reverse_kl"]
+    keys = OPTIONS[name]
+    wanted = from_logits(keys, batch)
+    samples = samples_of(batch)
+    given = padded(samples, side=side, garbage=garbage)
+    divisors = batch["rollout_mask_sums"]
+    found, gradients = computed(keys, given, divisors=divisors)
+    layout = PackedLayout.whole(batch["response_lengths"])
+    packed, of_packed = computed(
+        keys, {key: torch.cat(rows) for key, rows in samples.items()}, layout=layout, divisors=divisors
+    )
+    for each in (found, packed):
+        torch.testing.assert_close(each.total, wanted.loss, rtol=1e-6, atol=1e-8)
+        assert [*each.metrics] == [*wanted.metrics]
+        for key, metric in each.metrics.items():
+            torch.testing.assert_close(metric.total, wanted.metrics[key], rtol=1e-5, atol=1e-7, equal_nan=True, msg=key)
+    for row, one in zip(gradients, of_packed, strict=True):
+        if one is None:
+            assert row is None
+            continue
+        cut = padded({"x": list(one.split(batch["response_lengths"]))}, side=side)["x"]
+        torch.testing.assert_close(row, cut, rtol=1e-6, atol=1e-9)
+        assert cut.abs().sum() > 0.0
+
+
+@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens", "gspo"])
+def test_context_parallel_ranks_add_up_to_one(name) -> None:
+    batch = batch_of()
+    samples, totals = samples_of(batch), batch["total_lengths"]
+    keys, mask = OPTIONS[name], torch.cat(samples.pop("response_mask"))
+    whole = PackedLayout.whole(batch["response_lengths"])
+    alone, _ = computed(keys, {key: torch.cat(rows) for key, rows in samples.items()}, layout=whole, response_mask=mask)
+
+    def on_rank(rank: Rank) -> tuple:
+        place = {"cp_rank": rank.cp_rank, "cp_size": 2}
+        given = {key: torch.cat(take(rows, total_lengths=totals, **place)) for key, rows in samples.items()}
+        layout = PackedLayout.context_parallel(batch["response_lengths"], total_lengths=totals, **place)
+        return computed(keys, given, layout=layout, response_mask=mask, groups=rank.groups)[0]
+
+    parts = run_ranks(on_rank, cp_size=2)
+    assert [part for part in parts if isinstance(part, Exception)] == []
+    torch.testing.assert_close(sum(part.total for part in parts), alone.total, rtol=1e-6, atol=1e-8)
+    assert float(sum(part.num_terms for part in parts)) == float(alone.num_terms)
+
+
+def test_the_mean_is_over_sequences_with_a_response_or_over_tokens() -> None:
+    batch = batch_of()
+    given = padded(samples_of(batch))
+    own = torch.tensor([float(mask.sum()) for mask in batch["loss_masks"]])
+    found, _ = computed({}, given)
+    # The last response is masked as a whole.
+    assert float(found.num_terms) == 5.0 == float((own > 0).sum())
+    per_token, _ = computed({"calculate_per_token_loss": True}, given)
+    assert float(per_token.num_terms) == float(own.sum())
+    torch.testing.assert_close(per_token.mean * own.sum(), per_token.total)
+    torch.testing.assert_close(found.mean * 5.0, found.total)
+    nothing, _ = computed({}, given | {"response_mask": torch.zeros_like(given["response_mask"])})
+    assert nothing.mean.detach() == 0.0
+
+
+def test_an_advantage_of_each_row_is_that_of_its_tokens() -> None:
+    given = padded(samples_of(batch_of()))
+    rows = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 1.0], dtype=torch.float64)
+    wanted, _ = computed({}, given | {"advantages": rows[:, None].expand(-1, WIDTH)})
+    found, _ = computed({}, given | {"advantages": rows})
+    assert torch.equal(found.total, wanted.total)
+
+
+def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None:
+    given = padded(samples_of(batch_of()))
+    proximal = given["current_logprobs"].detach()
+    found, _ = computed({}, given | {"proximal_logprobs": None})
+    wanted, _ = computed({}, given | {"proximal_logprobs": proximal})
+    assert torch.equal(found.total, wanted.total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "message"),
+    [
+        ({}, {"behavior_logprobs": torch.zeros(3)}, r"behavior_logprobs has shape \[3\], current_logprobs \[6, 15\]"),
+        ({}, {"response_mask": torch.ones(6, 3)}, r"response_mask \[6, 3\]: both must be \[B, L\]"),
+        ({}, {"divisors": torch.ones(2)}, r"divisors has shape \[2\], there are 6 sequences"),
+        (HOOK, {"behavior_logprobs": None}, "behavior_logprobs are missing, with which the correction compares"),
+        (key_of("dppo_tv"), {"behavior_logprobs": None}, "are missing, with which mis_loss_method: dppo_tv compares"),
+        (KL, {"reference_logprobs": None}, "reference_logprobs are missing, with which --use-kl-loss compares"),
+        (key_of("drift_control"), {"state_values": None}, "state_values are missing, by which mis_loss_method: drift"),
+        ({"custom_pg_loss_reducer_function_path": "a.b"}, {}, "write mis_loss_denominator"),
+        (UNSET | {"mis_loss_method": "ppa"}, {}, "did you mean 'ppo'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> None:
+    given = padded(samples_of(batch_of()))
+    with pytest.raises(ValueError, match=message):
+        computed(keys, given | change)
