@@ -147,7 +147,8 @@ def test_megatron_and_transformers_are_compared_module_by_module(megatron) -> No
     assert result.modules[0].inputs_equal
     # float32 against float32 in another order of summation; logits are of size 1.
     assert max(module.max_abs for module in result.modules) < 1e-5
-    assert result.verdict == "DIFFERENT"
+    # The kernels of a CPU without AVX2 add in the same order on both sides: then all is equal.
+    assert result.verdict == ("DIFFERENT" if any(module.num_differing for module in result.modules) else "EXACT")
     # Every module that a mapped name could stand for is there, with inputs.
     assert all(module.inputs_equal is not None or module.unpaired_inputs for module in result.modules)
     # Engines hand tables of positions to other modules.

@@ -81,14 +81,15 @@ def test_replayed_experts_are_used_with_the_probabilities_of_the_router() -> Non
 
 def test_replay_removes_what_flipped_experts_add_to_the_mismatch() -> None:
     weights = uneven(policy.new_weights(EXPERTS, [3], CPU))
-    prompts = torch.randint(0, 20, (1, 64, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
+    prompts = torch.randint(0, 20, (1, 512, PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
     engine = EngineSpec().create(EXPERTS, batch=0, length=0, device=CPU)
     sampled = engine.sample(weights, prompts, 16, temperature=1.0, draw_seeds=[1])
     ids = torch.cat([prompts, sampled.ids], -1)
     own = policy.score(EXPERTS, weights, ids, PROMPT_LENGTH, temperature=1.0)
     replayed = policy.score(EXPERTS, weights, ids, PROMPT_LENGTH, temperature=1.0, replayed=sampled.experts)
     flips = mixture.differ(own.experts, sampled.experts)[..., PROMPT_LENGTH - 1 :]
-    assert 5 < flips.sum() < flips.numel() / 5
+    # 63 to 73 of 8,192 on three instruction sets.
+    assert 30 < flips.sum() < flips.numel() / 50
     before, after = ((scores.logprobs - sampled.logprobs).abs() for scores in (own, replayed))
     assert before[flips].mean() > 2 * before[~flips].mean()
     assert after[flips].mean() < before[flips].mean() / 2
