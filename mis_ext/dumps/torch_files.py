@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 
 from mis_ext.dumps.keys import columns_of
-from mis_ext.dumps.mapped_tensors import load_mapped
 
 
 class TorchFile(NamedTuple):
@@ -59,6 +62,44 @@ def _rows(samples: Any) -> list[dict[str, Any]]:
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("its samples are not a list of dicts")
     return samples
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Python's, in C. Names are looked up in a fixed table: nothing in a file can run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN[f"{module}.{name}"]
+
+
+class _Plain:
+    """What :func:`torch.load` wants of a module."""
+
+    Unpickler = _PlainUnpickler
+
+
+_PLAIN = {
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "collections.OrderedDict": OrderedDict,
+    "__builtin__.xrange": range,
+}
+
+
+def load_mapped(path: Path) -> Any:
+    """What a file of ``torch.save`` holds, if that is plain data and tensors; pages are read when they are looked at.
+
+    With ``weights_only`` torch unpickles in Python, which takes twice the time of all this for responses of 1,000
+    tokens. As with every mapped file, nobody may cut it short while its tensors are in use.
+
+    Raises:
+        Exception: Of any kind: the file is none, is not whole, or holds something else. ``torch.load`` may read it.
+    """
+    # torch.load would hand such a file to TorchScript, which runs what it holds.
+    if "constants.pkl" in torch._C.PyTorchFileReader(os.fspath(path)).get_all_records():
+        raise pickle.UnpicklingError("a program of TorchScript")
+    with ZipFile(path) as archive:
+        if any(record.compress_type != ZIP_STORED for record in archive.infolist()):
+            raise pickle.UnpicklingError("compressed numbers, which torch.load would map as they lie there")
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Plain)
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
