@@ -70,6 +70,7 @@ def test_order_and_small_weights_stay_no_weight_exceeds_the_largest_and_a_factor
 def test_k_hat_recovers_the_shape_of_a_pareto_tail(shape) -> None:
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     weights = 1.0 + torch.expm1(-shape * torch.log1p(-uniform)) / shape
+    # A fit to 3 sqrt(20,000) = 424 excesses has an error of (1 + shape) / sqrt(424), up to 0.09.
     assert float(smooth_weights(weights, torch.ones(20_000, dtype=torch.bool)).k_hat) == pytest.approx(shape, abs=0.1)
 
 
