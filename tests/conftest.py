@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_report_header():
+    return f"kernels of torch: {torch.backends.cpu.get_cpu_capability()}"
+
+
 def pytest_collection_modifyitems(items):
     """Files with long tests first, so that at the end no process is left alone with one of them."""
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("distributed")}

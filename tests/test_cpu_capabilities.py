@@ -1,0 +1,46 @@
+"""Numeric tests once more, with the kernels that torch has for CPUs without AVX-512 and without AVX2.
+
+A product, a mean or an exponential rounds otherwise there: a tolerance that this machine's kernels just meet, and a
+difference that only they make, fail here.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
+# The rest was run once: nothing in it depended on the kernels.
+FILES = (
+    "comparison_megatron",
+    "definition_scoring",
+    "evidence_engines",
+    "evidence_training",
+    "method_properties",
+    "padded",
+    "policy_loss",
+    "policy_loss_modes",
+    "report",
+    "toy_policy",
+    "true_on_policy_mixture",
+)
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("capability", CAPABILITIES[:-1])
+def test_numbers_agree_with_the_kernels_of_lesser_cpus_too(capability) -> None:
+    own = torch.backends.cpu.get_cpu_capability()
+    if own not in CAPABILITIES[CAPABILITIES.index(capability) + 1 :]:
+        pytest.skip(f"this CPU has the kernels {own}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "not whole_run", *(f"tests/test_{name}.py" for name in FILES)],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability.lower()},
+        capture_output=True,
+        text=True,
+    )
+    assert f"kernels of torch: {capability}\n" in done.stdout
+    assert done.returncode == 0, done.stdout[-5000:]
