@@ -19,9 +19,7 @@ RTOL = 1e-5
 # Differences of numbers near 1 (k3, chi-square, total variation) lose what float32 cannot hold.
 ATOL = 2e-6
 
-WEIGHTS = [
-    (level, mode) for level in ("token", "sequence", "geometric") for mode in ("truncate", "clip", "mask", "unbounded")
-]
+WEIGHTS = [(level, mode) for level in ("token", "sequence", "geometric") for mode in mis_ext.BOUNDS]
 WEIGHTS.append(("none", "unbounded"))
 GATES = ["no gate", "token gate", "sequence gate", "geometric gate"]
 VETOES: dict[str, dict] = {
@@ -58,9 +56,9 @@ def correction_keys(
     if level != "none":
         keys["tis_mode"] = mode
         low, high = narrow[level]
-        if mode in ("clip", "mask"):
+        if mis_ext.BOUNDS[mode].has_low:
             keys["tis_lower_bound"] = low
-        if mode != "unbounded":
+        if mis_ext.BOUNDS[mode].has_high:
             keys["tis_upper_bound"] = high
         keys |= NORMALIZERS[normalizer]
     if gate != "no gate":

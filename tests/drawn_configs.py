@@ -1,14 +1,17 @@
 """Any point of statistics x reductions x actions x bounds, as a configuration and as the rules of the judge."""
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import NamedTuple, TypeVar
 
 import torch
 from cases import random_samples, sprinkle
-from reference import Samples
-from reference_rules import LOG_STATISTICS, STATISTICS, Rules
+from reference import Samples, read
+from reference_rules import LOG_STATISTICS, Rules
 from reference_rules import Gate as JudgedGate
 
 import mis_ext
@@ -17,27 +20,44 @@ Choice = TypeVar("Choice")
 Choose = Callable[[Sequence], Choice]
 
 LEVELS = {"token": "token", "sum": "sequence", "mean": "geometric", "max": "max", "min": "min"}
-# Bands that some tokens and some sequences of the tests are outside of, and that no exact number lies on the edge of.
-BANDS = {
-    "ratio": (0.6, 1.7),
-    "abs_log_ratio": (0.05, 0.7),
-    "k2": (0.003, 0.3),
-    "k3": (0.003, 0.3),
-    "probability_difference": (0.01, 0.3),
-    "proximal_probability": (0.05, 0.9),
-    "behavior_probability": (0.05, 0.9),
-}
-REDUCED_BANDS = {
-    ("ratio", "sum"): (0.3, 3.1),
-    ("ratio", "mean"): (0.91, 1.13),
-    ("abs_log_ratio", "sum"): (0.1, 2.1),
-    ("k2", "sum"): (0.01, 1.03),
-    ("k3", "sum"): (0.01, 1.03),
-    ("probability_difference", "sum"): (0.02, 0.77),
-    ("proximal_probability", "sum"): (1e-4, 0.6),
-    ("behavior_probability", "sum"): (1e-4, 0.6),
-}
 WEIGHT_BANDS = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95, 1.0625)}
+
+
+OUTSIDE = 0.15
+"""Share of tokens or sequences of the tests below a drawn band, and above it."""
+
+
+@functools.cache
+def band(statistic: str, reduce: str) -> tuple[float, float]:
+    """Bounds that some of the samples are outside of, as the judge computes them, and no exact number lies on."""
+    samples = random_samples([1, 2, 3, 5, 9] * 40, seed=1, outliers=0.0)
+    # Bounds of a probability are at most 1.
+    samples = dataclasses.replace(samples, rollout=[rollout.clamp(max=-1 / 64) for rollout in samples.rollout])
+    found = []
+    for response in read(samples, Rules.from_keys({})):
+        values = zip(response.statistic(LEVELS[reduce], statistic), response.valid, strict=True)
+        found += [value for value, is_valid in values if is_valid]
+    found.sort()
+    # Halfway between two values of which one is outside and one is not.
+    edges = [(found[place], next(value for value in found[place:] if value > found[place])) for place in _places(found)]
+    low, high = (math.exp(sum(edge) / 2) if statistic in LOG_STATISTICS else sum(edge) / 2 for edge in edges)
+    return low, high
+
+
+def _places(found: Sequence[float]) -> tuple[int, int]:
+    return int(len(found) * OUTSIDE), int(len(found) * (1 - OUTSIDE))
+
+
+class Balanced:
+    """A choice that each list is asked for evenly: the option that it has given least often."""
+
+    def __init__(self, random: Random, used: Counter | None = None) -> None:
+        self.random, self.used = random, Counter(used)
+
+    def __call__(self, options: Sequence[Choice]) -> Choice:
+        chosen = min(options, key=lambda option: (self.used[repr((options, option))], self.random.random()))
+        self.used[repr((options, chosen))] += 1
+        return chosen
 
 
 class Point(NamedTuple):
@@ -67,7 +87,7 @@ def draw_point(choose: Choose) -> Point:
     level, mode, (low, high) = "none", "unbounded", (0.5, 2.0)
     if weight is not None:
         level, mode, (low, high) = weight.level, weight.mode, WEIGHT_BANDS[weight.level]
-    if mode == "mask":
+    if mis_ext.BOUNDS[mode].rejects:
         judged.insert(0, JudgedGate("tis_mask", level, low, high))
     rules = Rules(
         use_tis=True,
@@ -90,21 +110,21 @@ def _draw_weight(choose: Choose) -> tuple[mis_ext.Weight | None, mis_ext.Gate | 
     level = choose(["none", "token", "sequence", "geometric"])
     if level == "none":
         return None, None
-    mode = choose(["truncate", "clip", "mask", "unbounded"])
-    low, high = WEIGHT_BANDS[level]
-    bounds = {"truncate": {"high": high}, "clip": {"low": low, "high": high}, "mask": {"low": low, "high": high}}
+    mode = choose(list(mis_ext.BOUNDS))
+    bound, (low, high) = mis_ext.BOUNDS[mode], WEIGHT_BANDS[level]
+    edges = ({"low": low} if bound.has_low else {}) | ({"high": high} if bound.has_high else {})
     condition = None
-    if level != "token" and mode in ("truncate", "clip") and choose([False, True]):
+    if level != "token" and bound.has_high and not bound.rejects and choose([False, True]):
         drawn = _draw_gate(choose, name="condition", earlier=[], reductions=("sum", "mean", "max", "min"))
         condition = dataclasses.replace(drawn, name=None, action="reject")
-    return mis_ext.Weight(level=level, mode=mode, only_outside=condition, **bounds.get(mode, {})), condition
+    return mis_ext.Weight(level=level, mode=mode, only_outside=condition, **edges), condition
 
 
 def _draw_gate(
     choose: Choose, *, name: str, earlier: Sequence[mis_ext.Gate], reductions: Sequence[str] = tuple(LEVELS)
 ) -> mis_ext.Gate:
-    statistic, reduce = choose(list(STATISTICS)), choose(list(reductions))
-    low, high = REDUCED_BANDS.get((statistic, reduce), BANDS[statistic])
+    statistic, reduce = choose(list(mis_ext.STATISTICS)), choose(list(reductions))
+    low, high = band(statistic, reduce)
     sides = choose([{"low": low}, {"high": high}, {"low": low, "high": high}])
     on_tokens = [gate.name for gate in earlier if gate.reduce == "token"]
     after = choose([None, *on_tokens]) if reduce != "token" else None

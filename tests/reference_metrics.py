@@ -4,7 +4,7 @@ import math
 
 from reference_numbers import LOG_RATIO_LIMIT, bounded_exp, clamped, effective_share, finite, log, mean
 from reference_response import Response
-from reference_rules import LOG_STATISTICS, Rules
+from reference_rules import BOUNDS, LOG_STATISTICS, Rules
 
 SEQUENCE_MISMATCH_NAMES = [
     "training_log_ppl",
@@ -133,16 +133,17 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
         at_level("is_ratio_mean_after_tis_rs", rules.level, [r.bounded for r in responses], over="valid")
         add_spread_of_weights(record, group, rules)
         lows, highs = floats([r.beyond_low for r in responses]), floats([r.beyond_high for r in responses])
-        if rules.mode == "truncate":
-            at_level("tis_truncate_fraction", rules.level, highs, over="valid")
+        edges = BOUNDS[rules.mode].edges
+        if edges == "high":
+            at_level(f"tis_{rules.mode}_fraction", rules.level, highs, over="valid")
             tiny = floats(
                 [
                     [v and x < -log(rules.high) for x, v in zip(r.statistic(rules.level), r.valid, strict=True)]
                     for r in responses
                 ]
             )
-            at_level("tis_truncate_fraction_low", rules.level, tiny, over="valid")
-        if rules.mode in ("clip", "mask"):
+            at_level(f"tis_{rules.mode}_fraction_low", rules.level, tiny, over="valid")
+        if edges == "both":
             at_level(f"tis_{rules.mode}_fraction_low", rules.level, lows, over="valid")
             at_level(f"tis_{rules.mode}_fraction_high", rules.level, highs, over="valid")
         reducers = {"mean": mean, "min": lambda w: min(w, default=0.0), "max": lambda w: max(w, default=0.0)}

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from reference_numbers import bounded_exp, log, mean
-from reference_rules import LOG_STATISTICS, STATISTICS, Gate, Rules
+from reference_rules import BOUNDS, LOG_STATISTICS, STATISTICS, Gate, Rules
 
 
 @dataclass
@@ -112,15 +112,10 @@ class Response:
         self.beyond_low = [v and self.below(xi, rules.low) for xi, v in zip(x, self.valid, strict=True)]
         self.beyond_high = [v and self.above(xi, rules.high) for xi, v in zip(x, self.valid, strict=True)]
         self.ratio = [bounded_exp(xi) if v else 0.0 for xi, v in zip(x, self.valid, strict=True)]
-        if rules.mode == "truncate":
+        bound = BOUNDS[rules.mode]
+        if bound.edges == "high":
             for xi in self.statistic(rules.level):
                 self._note(xi, 1.0 / rules.high)
-        bounded = {
-            "truncate": lambda w: min(w, rules.high),
-            "clip": lambda w: min(max(w, rules.low), rules.high),
-            "mask": lambda w: w,
-            "unbounded": lambda w: w,
-        }[rules.mode]
         ratios = zip(self.ratio, self.valid, acts, strict=True)
-        self.bounded = [(bounded(w) if act else w) if v else 0.0 for w, v, act in ratios]
+        self.bounded = [(bound.weight(w, rules.low, rules.high) if act else w) if v else 0.0 for w, v, act in ratios]
         self.weight = [w if u else 0.0 for w, u in zip(self.bounded, self.usable, strict=True)]

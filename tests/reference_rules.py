@@ -1,4 +1,4 @@
-"""What the float64 judge is told to do: statistics, gates, and the flat keys with the documented defaults filled in."""
+"""What the float64 judge is told to do: statistics, bounds, gates, and the flat keys with their defaults filled in."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +17,23 @@ STATISTICS = LOG_STATISTICS | {
     "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
     "k3": lambda d, train, rollout: math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT),
     "probability_difference": lambda d, train, rollout: abs(bounded_exp(train) - bounded_exp(rollout)),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a mode makes of a ratio w between low and high; which edges it has, and whether what is outside leaves."""
+
+    weight: Callable[[float, float, float], float]
+    edges: str = "none"
+    rejects: bool = False
+
+
+BOUNDS = {
+    "truncate": Bound(lambda w, low, high: min(w, high), edges="high"),
+    "clip": Bound(lambda w, low, high: min(max(w, low), high), edges="both"),
+    "mask": Bound(lambda w, low, high: w, edges="both", rejects=True),
+    "unbounded": Bound(lambda w, low, high: w),
 }
 
 
@@ -70,7 +87,7 @@ class Rules:
         low = 1 / high if low is None else low
         use_rs = bool(keys.get("use_rs", False))
         gates = []
-        if mode == "mask" and level != "none":
+        if BOUNDS[mode].rejects and level != "none":
             gates.append(Gate("tis_mask", level, low, high))
         if use_rs:
             rs_low, rs_high = keys.get("rs_lower_bound"), keys.get("rs_upper_bound")

@@ -10,6 +10,8 @@ import torch
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
+from mis_ext.correction.bounds import Bound
+from mis_ext.correction.formula import bounded_exp
 from mis_ext.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
 from mis_ext.explain.traps import FEW_SEQUENCES_ESS, TRAPS
 from mis_ext.report import Part, Summary, WhatIf, summarize
@@ -90,6 +92,35 @@ def test_the_law_predicts_what_each_kind_of_gate_keeps(parts, keys) -> None:
     assert what_if.outcome().kept_tokens == pytest.approx(expected, abs=sampling_error(expected) + approximate)
 
 
+def half_above(log_ratio: torch.Tensor, _log_low: float, log_high: float) -> torch.Tensor:
+    """The ratio, of which what is above `high` counts by its root: no clamp."""
+    return bounded_exp(torch.where(log_ratio > log_high, 0.5 * (log_ratio + log_high), log_ratio))
+
+
+NEW_BOUND = Bound("half", half_above, has_low=False, has_high=True, rejects=False, text="the ratio, its root above")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", [*mis_ext.BOUNDS, NEW_BOUND.name])
+def test_the_law_predicts_the_weights_of_each_bound_also_of_one_that_it_has_not_seen(
+    parts, mode, level, monkeypatch
+) -> None:
+    monkeypatch.setitem(mis_ext.BOUNDS, NEW_BOUND.name, NEW_BOUND)
+    k3, length = case = CASES[1]
+    low, high = {"token": (0.95, 1.02), "sequence": (0.8, 1.1), "geometric": (0.99, 1.0)}[level]
+    bound = mis_ext.BOUNDS[mode]
+    edges = ({"low": low} if bound.has_low else {}) | ({"high": high} if bound.has_high else {})
+    config = CorrectionConfig(weight=Weight(level=level, mode=mode, **edges))
+    what_if = WhatIf(config)
+    what_if.add(parts[case])
+    effect, found = effect_of(config, k3=k3, length=length), what_if.outcome()
+    # Every response has a weight of its own, and 40 tokens have those of tokens: five standard errors of each.
+    count = NUM_SEQUENCES * (length if level == "token" else 1)
+    error = 5.0 * math.sqrt((1.0 / effect.ess - 1.0) / count)
+    assert found.learning_rate == pytest.approx(effect.learning_rate, rel=error)
+    assert found.ess == pytest.approx(effect.ess, rel=4.0 * error)
+
+
 def test_gates_that_meet_on_one_ratio_are_not_independent(parts) -> None:
     k3, length = case = CASES[1]
     gates = (
@@ -127,7 +158,7 @@ def test_the_law_has_the_numbers_of_theory() -> None:
     assert law.ess("sequence") == pytest.approx(math.exp(-4.096))
     assert law.ess("token") == pytest.approx(math.exp(-2e-3))
     for level in ("token", "sequence"):
-        whole = law.of_level(level).exp_moment(1, (-math.inf, math.inf), low=-math.inf, high=math.inf)
+        whole = law.of_level(level).moment(bounded_exp, 1)
         assert whole == pytest.approx(1.0)
     assert law.acceptance(Gate(reduce="sum", low=0.5, high=2.0)) == pytest.approx(0.164, abs=1e-3)
     assert law.token.between(-1e-3 + 10 * math.sqrt(2e-3), math.inf) == pytest.approx(

@@ -13,10 +13,10 @@ import mis_ext
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
 
 
-@pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "unbounded"])
+@pytest.mark.parametrize("mode", mis_ext.BOUNDS)
 def test_at_length_one_all_levels_are_the_same(mode):
     samples = random_samples([1] * 40, seed=35, outliers=0.3)
-    bounds = {} if mode == "unbounded" else {"tis_upper_bound": 1.5}
+    bounds = {"tis_upper_bound": 1.5} if mis_ext.BOUNDS[mode].has_high else {}
     results = []
     for level in LEVELS:
         keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_batch_normalize": True, "mis_guard": "warn"}
@@ -38,10 +38,10 @@ def test_at_length_one_all_levels_are_the_same(mode):
 def test_wide_bounds_are_raw_importance_sampling(level):
     samples = random_samples(LENGTHS, seed=36)
     raw, raw_masks = weights_masks({"use_tis": True, "tis_level": level, "tis_mode": "unbounded"}, samples)
-    for mode in ["truncate", "clip", "mask"]:
-        keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "tis_upper_bound": 1e9, "mis_guard": "warn"}
-        if mode != "truncate":
-            keys["tis_lower_bound"] = 1e-9
+    for mode, bound in mis_ext.BOUNDS.items():
+        keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "mis_guard": "warn"}
+        keys |= {"tis_upper_bound": 1e9} if bound.has_high else {}
+        keys |= {"tis_lower_bound": 1e-9} if bound.has_low else {}
         weights, masks = weights_masks(keys, samples)
         assert torch.equal(flat(weights), flat(raw))
         assert torch.equal(flat(masks), flat(raw_masks))

@@ -181,7 +181,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         Formula(lambda *values: bounded_exp(log_ratio.function(*values)), log_ratio.needs),
         "the ratio at `tis_level`",
     )
-    if weight.mode in ("clip", "mask"):
+    if weight.bound.has_low:
         yield at_level(f"tis_{weight.mode}_fraction_low", below(weight.log_low), "weights below the lower bound")
         yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")
     elif weight.bound.has_high:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.weights import Weight
 from mis_ext.explain.law import EVERYTHING, GaussianLaw, Interval, intersected, passing
@@ -129,8 +128,6 @@ def _factor_moment(law: GaussianLaw, weight: Weight | None, passed: _Passed, pow
         return passed.of_tokens(law)
     if weight.only_outside is not None:
         return math.nan
-    low, high = (-MAX_LOG_RATIO, MAX_LOG_RATIO) if weight.bound.rejects else (weight.log_low, weight.log_high)
-    edges = {"low": max(low, -MAX_LOG_RATIO), "high": min(high, MAX_LOG_RATIO)}
     of_token, of_product = (
         _share(normal.between, intervals)
         for normal, intervals in ((law.token, passed.token), (law.product, passed.product))
@@ -141,7 +138,9 @@ def _factor_moment(law: GaussianLaw, weight: Weight | None, passed: _Passed, pow
     else:
         scale = law.length if weight.level == "geometric" else 1.0
         intervals, rest = [(first / scale, last / scale) for first, last in passed.product], of_token
-    return sum(log_ratio.exp_moment(power, each, **edges) for each in intervals) * rest * passed.others
+    kinks = (weight.log_low, weight.log_high)
+    moment = sum(log_ratio.moment(weight.bounded, power, each, kinks=kinks) for each in intervals)
+    return moment * rest * passed.others
 
 
 def _share(between: Callable[[float, float], float], intervals: list[Interval]) -> float:

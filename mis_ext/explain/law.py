@@ -16,16 +16,20 @@ Real mismatch has heavier tails, and errors that repeat within a response (``ben
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
+Weigh = Callable[[torch.Tensor], torch.Tensor]
+"""The weights of log-ratios, elementwise."""
 
 _NUM_NODES, _NODE_RANGE = 4001, 10.0
 _NUM_BISECTIONS = 80
@@ -55,17 +59,42 @@ class Normal:
         """The probability that the variable lies in ``[low, high]``, in [0, 1]."""
         return math.exp(self.log_between(low, high))
 
-    def exp_moment(self, power: int, within: Interval, *, low: float, high: float) -> float:
-        """``E[exp(power * clamp(x, low, high)); x in within]``."""
+    def moment(self, weight: Weigh, power: int, within: Interval = EVERYTHING, *, kinks: Iterable[float] = ()) -> float:
+        """``E[weight(x) ** power; x in within]`` of a weight of log-ratios that stays the same beyond 20 nats.
+
+        Args:
+            weight: Of log-ratios, at most their ``exp``, at least 0.
+            power: Of the weight, 1 or 2.
+            within: Where it counts.
+            kinks: Where it is not smooth.
+        """
         first, last = within
         if self.variance == 0.0:
-            value = math.exp(power * min(max(self.mean, low), high))
-            return value if first <= self.mean <= last else 0.0
-        flat = [(low, first, min(last, low)), (high, max(first, high), last)]
-        total = sum(math.exp(power * value) * self.between(*part) for value, *part in flat if part[0] < part[1])
-        tilted = Normal(self.mean + power * self.variance, self.variance)
-        log_scale = power * self.mean + 0.5 * power**2 * self.variance
-        return total + math.exp(min(log_scale + tilted.log_between(max(first, low), min(last, high)), 700.0))
+            return _weigh(weight, [self.mean], power)[0] if first <= self.mean <= last else 0.0
+        ends = (-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        flat = zip(ends, ((first, min(last, ends[0])), (max(first, ends[1]), last)), strict=True)
+        total = sum(_weigh(weight, [end], power)[0] * self.between(*part) for end, part in flat if part[0] < part[1])
+        # All that counts lies about the mean, or where growing weights move it.
+        margin = _NODE_RANGE * math.sqrt(self.variance)
+        low = max(first, ends[0], self.mean - margin)
+        high = min(last, ends[1], self.mean + power * self.variance + margin)
+        edges = [low, *sorted(kink for kink in kinks if low < kink < high), high]
+        return total + sum(self._smooth_moment(weight, power, *part) for part in itertools.pairwise(edges))
+
+    def _smooth_moment(self, weight: Weigh, power: int, low: float, high: float) -> float:
+        if not low < high:
+            return 0.0
+        # Simpson's rule.
+        nodes = torch.linspace(low, high, _NUM_NODES, dtype=torch.float64)
+        share = torch.full_like(nodes, 2.0)
+        share[1::2], share[0], share[-1] = 4.0, 1.0, 1.0
+        density = (-0.5 * (nodes - self.mean).square() / self.variance).exp() / math.sqrt(math.tau * self.variance)
+        return float((share * density * weight(nodes).pow(power)).sum() * (high - low) / (3.0 * (_NUM_NODES - 1)))
+
+
+def _weigh(weight: Weigh, log_ratios: list[float], power: int) -> list[float]:
+    weights: list[float] = weight(torch.tensor(log_ratios, dtype=torch.float64)).pow(power).tolist()
+    return weights
 
 
 def _log_below(value: float) -> float:

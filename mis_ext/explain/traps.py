@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.explain.effect import Effect, described_gates
 from mis_ext.explain.law import GaussianLaw
@@ -90,7 +91,8 @@ def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) ->
         return
     cap = weight.high if weight is not None and is_product else None
     cap = DEFAULT_UPPER_BOUND if cap is None else cap
-    mean = product.exp_moment(1, (-math.inf, math.inf), low=-math.inf, high=math.log(cap))
+    log_cap = math.log(cap)
+    mean = product.moment(lambda log_ratio: bounded_exp(log_ratio.clamp_max(log_cap)), 1, kinks=(log_cap,))
     yield (
         f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
         f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at {cap:g} have mean "
