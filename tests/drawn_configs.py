@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,14 +39,12 @@ def band(statistic: str, reduce: str) -> tuple[float, float]:
         values = zip(response.statistic(LEVELS[reduce], statistic), response.valid, strict=True)
         found += [value for value, is_valid in values if is_valid]
     found.sort()
+    steps = [place for place, (value, following) in enumerate(itertools.pairwise(found)) if value < following]
+    first = next(place for place in steps if place >= len(found) * OUTSIDE)
+    last = next((place for place in steps if place >= len(found) * (1 - OUTSIDE) and place > first), steps[-1])
     # Halfway between two values of which one is outside and one is not.
-    edges = [(found[place], next(value for value in found[place:] if value > found[place])) for place in _places(found)]
-    low, high = (math.exp(sum(edge) / 2) if statistic in LOG_STATISTICS else sum(edge) / 2 for edge in edges)
-    return low, high
-
-
-def _places(found: Sequence[float]) -> tuple[int, int]:
-    return int(len(found) * OUTSIDE), int(len(found) * (1 - OUTSIDE))
+    low, high = ((found[place] + found[place + 1]) / 2 for place in (first, last))
+    return (math.exp(low), math.exp(high)) if statistic in LOG_STATISTICS else (low, high)
 
 
 class Balanced:
