@@ -48,7 +48,7 @@ def band(statistic: str, reduce: str) -> tuple[float, float]:
 
 
 class Balanced:
-    """A choice that each list is asked for evenly: the option that it has given least often."""
+    """Gives the option that was given least often of the same list; a list that is asked for twice shares its count."""
 
     def __init__(self, random: Random, used: Counter | None = None) -> None:
         self.random, self.used = random, Counter(used)
@@ -113,7 +113,7 @@ def _draw_weight(choose: Choose) -> tuple[mis_ext.Weight | None, mis_ext.Gate | 
     bound, (low, high) = mis_ext.BOUNDS[mode], WEIGHT_BANDS[level]
     edges = ({"low": low} if bound.has_low else {}) | ({"high": high} if bound.has_high else {})
     condition = None
-    if level != "token" and bound.has_high and not bound.rejects and choose([False, True]):
+    if level != "token" and bound.has_high and not bound.rejects and choose(["everywhere", "outside"]) == "outside":
         drawn = _draw_gate(choose, name="condition", earlier=[], reductions=("sum", "mean", "max", "min"))
         condition = dataclasses.replace(drawn, name=None, action="reject")
     return mis_ext.Weight(level=level, mode=mode, only_outside=condition, **edges), condition

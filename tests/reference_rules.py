@@ -16,6 +16,8 @@ STATISTICS = LOG_STATISTICS | {
     "abs_log_ratio": lambda d, train, rollout: abs(d),
     "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
     "k3": lambda d, train, rollout: math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT),
+    "exp_abs_log_ratio": lambda d, train, rollout: bounded_exp(abs(d)),
+    "probability_gain": lambda d, train, rollout: bounded_exp(train) - bounded_exp(rollout),
     "probability_difference": lambda d, train, rollout: abs(bounded_exp(train) - bounded_exp(rollout)),
 }
 

@@ -420,6 +420,7 @@ def test_both_backends_take_the_scales_and_a_new_bound_compiles_nothing(monkeypa
 
 REFUSED = {
     "statistic: proximal_probability, reduce: min, low: 1.0e-6": "needs a statistic with an on-policy value",
+    "statistic: exp_abs_log_ratio, reduce: mean, high: 1.1": "a statistic that is 0 on-policy .*exp_abs_log_ratio is 1",
     "low: 1.1, high: 2.0": "must lie inside: got low=1.1 and high=2.0",
     "statistic: k3, low: 0.1, high: 0.5": "must lie inside: got low=0.1",
     "reduce: sum, low: 0.5, high: 2.0, after: first": "does not go with after",

@@ -59,6 +59,8 @@ REFUSED = {
     "mis: {gates: [{level: token, low: 0.0, high: .inf}]}": r"gates\[0\]: a gate needs low or high",
     "mis: {gates: [{reduce: max, statistic: k3, low: 0.0}]}": r"gates\[0\]: a gate needs low or high",
     "mis: {gates: [{reduce: max, statistic: probability_difference, high: 1.0}]}": r"a gate needs low or high",
+    "mis: {gates: [{statistic: probability_gain, high: 1.5}]}": r"gates\[0\]: high must be in \[-1, 1\], got 1.5",
+    "mis: {gates: [{statistic: exp_abs_log_ratio, reduce: mean, high: 0.9}]}": r"high must be in \[1, inf\], got 0.9",
     "mis: {gates: [{level: token, reduce: token, low: 0.5}]}": r"gates\[0\]: level and reduce are two spellings",
     "mis: {gates: [{level: mean, low: 0.5}]}": r"gates\[0\]: level must be one of token \| sequence \| geometric",
     "mis: {gates: [{reduce: geometric, low: 0.5}]}": r"gates\[0\]: reduce must be one of token \| sum",

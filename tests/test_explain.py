@@ -68,6 +68,7 @@ GATES = [
         "abs_log_ratio": {"token": 0.1, "sum": 3.2, "mean": 0.085, "max": 0.27},
         "k2": {"token": 0.005, "sum": 0.21, "mean": 0.0055, "max": 0.035},
         "k3": {"token": 0.005, "sum": 0.21, "mean": 0.0055, "max": 0.035},
+        "exp_abs_log_ratio": {"token": 1.1, "sum": 43.4, "mean": 1.085, "max": 1.31},
     }.items()
     for reduce, high in highs.items()
 ] + [
@@ -119,6 +120,17 @@ def test_the_law_predicts_the_weights_of_each_bound_also_of_one_that_it_has_not_
     error = 5.0 * math.sqrt((1.0 / effect.ess - 1.0) / count)
     assert found.learning_rate == pytest.approx(effect.learning_rate, rel=error)
     assert found.ess == pytest.approx(effect.ess, rel=4.0 * error)
+
+
+@pytest.mark.parametrize("reduce", ["token", "sum", "mean", "max", "min"])
+def test_without_a_mismatch_a_band_about_the_on_policy_value_keeps_everything(reduce) -> None:
+    law = GaussianLaw(0.0, 40)
+    for row in mis_ext.STATISTICS.values():
+        if row.on_policy is None:
+            continue
+        center = row.on_policy * (40.0 if reduce == "sum" and not row.is_log else 1.0)
+        kept = law.acceptance(Gate(statistic=row.name, reduce=reduce, high=center + 0.005))
+        assert kept == 1.0 or (math.isnan(kept) and row.unit == "probability"), row.name
 
 
 def test_gates_that_meet_on_one_ratio_are_not_independent(parts) -> None:

@@ -14,7 +14,7 @@ import mis_ext
 from mis_ext.cli import main
 from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
-from mis_ext.methods import PRESETS, Method, Ratio, Weight
+from mis_ext.methods import PRESETS, Keep, Method, Ratio, Weight
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.presets import method_yaml
@@ -29,6 +29,7 @@ PARAMETERS = {
     "trm": {"high_max": 0.3, "high_mean": 0.1},
     "decoupled_token_tis": {"high": 1.25},
     "icepop": {"high": 1.5},
+    "sequence_error": {"high": 1.4},
 }
 HOOK = [
     "decoupled",
@@ -44,6 +45,7 @@ HOOK = [
     "sequence_mask_tis",
     "veto",
     "trm",
+    "sequence_error",
 ]
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {
@@ -128,7 +130,6 @@ def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, na
         ("decoupled_tempered", "the hook's weight is the ratio itself"),
         ("decoupled_mixed", "the hook has no Mixture"),
         ("segment_rs", "no gate with the reduction segment_mean"),
-        ("sequence_error", "no gate on exp_abs_log_ratio"),
         ("maspo", "its clip is not the host's"),
     ],
 )
@@ -144,6 +145,7 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         (weight, Weight(pair=MISMATCH, level="sequence")): "two weights",
         (Weight(pair=MISMATCH, low=0.5),): "low bound alone",
         (Weight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
+        (Keep(pair=MISMATCH, statistic="binary_kl", high=0.1),): "no gate on binary_kl",
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))

@@ -55,10 +55,9 @@ class Gate:
         check_choice("reduce", self.reduce, get_args(Reduce))
         check_choice("action", self.action, get_args(Action))
         self._open_idle_bounds()
-        row = self.row
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
-                check_number(key, bound, low=row.low, high=self._largest_bound)
+                check_number(key, bound, low=self._smallest_bound, high=self._largest_bound)
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         if self.low is None and self.high is None:
@@ -125,13 +124,21 @@ class Gate:
         return Formula(compare_scaled, (*value.needs, self.scale_name))
 
     @property
+    def _smallest_bound(self) -> float:
+        return -math.inf if self._is_sum and self.row.low < 0.0 else self.row.low
+
+    @property
     def _largest_bound(self) -> float:
+        return math.inf if self._is_sum else self.row.high
+
+    @property
+    def _is_sum(self) -> bool:
         # The product of probabilities is one, but the sum of probability differences is none.
-        return math.inf if self.reduce == "sum" and not self.row.is_log else self.row.high
+        return self.reduce == "sum" and not self.row.is_log
 
     def _open_idle_bounds(self) -> None:
         # A bound at the end of the range says the same as none, and makes no other gate of it.
-        if self.low == self.row.low:
+        if self.low == self._smallest_bound:
             object.__setattr__(self, "low", None)
         if self.high in (self._largest_bound, math.inf):
             object.__setattr__(self, "high", None)
@@ -149,7 +156,11 @@ class Gate:
             )
         if self.row.on_policy is None:
             raise ValueError(f"target_accept needs a statistic with an on-policy value, {self.statistic} has none")
-        # On the scale of the edges that value is 0 for every statistic that has one.
+        if self.row.edge(self.row.on_policy) != 0.0:
+            raise ValueError(
+                f"target_accept scales edges, so it needs a statistic that is 0 on-policy (the log of a ratio is), "
+                f"{self.statistic} is {self.row.on_policy:g}"
+            )
         if not self.log_low < 0.0 < self.log_high:
             raise ValueError(
                 f"target_accept scales the band about the on-policy value {self.row.on_policy:g}, which must lie "

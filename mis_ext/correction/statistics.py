@@ -60,10 +60,6 @@ def _k3(ratio_excess: Tensor, log_ratio: Tensor) -> Tensor:
     return (ratio_excess - log_ratio.clamp(-math.inf, MAX_LOG_RATIO)).clamp(0.0, math.inf)
 
 
-def _probability_difference(proximal: Tensor, behavior: Tensor) -> Tensor:
-    return (bounded_exp(proximal) - bounded_exp(behavior)).abs()
-
-
 TOKEN_FORMULAS: dict[str, Formula] = {
     "ratio": Formula.of(lambda log_ratio: bounded_exp(log_ratio)),
     "squared_ratio": Formula.of(lambda ratio: ratio.square()),
@@ -73,7 +69,9 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     "abs_log_ratio": Formula.of(lambda log_ratio: log_ratio.abs()),
     "k2": Formula.of(_k2),
     "k3": Formula.of(_k3),
-    "probability_difference": Formula.of(_probability_difference),
+    "exp_abs_log_ratio": Formula.of(lambda abs_log_ratio: bounded_exp(abs_log_ratio)),
+    "probability_gain": Formula.of(lambda proximal, behavior: bounded_exp(proximal) - bounded_exp(behavior)),
+    "probability_difference": Formula.of(lambda probability_gain: probability_gain.abs()),
 }
 
 _ROWS = (
@@ -114,6 +112,28 @@ _ROWS = (
         symbol="rho_t - 1 - d_t",
     ),
     Statistic(
+        "exp_abs_log_ratio",
+        "exp_abs_log_ratio",
+        False,
+        1.0,
+        math.inf,
+        1.0,
+        "ratio",
+        "the larger of ratio and 1 / ratio: an error in both directions, which a geometric mean cancels",
+        symbol="exp |d_t|",
+    ),
+    Statistic(
+        "probability_gain",
+        "probability_gain",
+        False,
+        -1.0,
+        1.0,
+        0.0,
+        "probability",
+        "the trainer's probability minus the sampler's",
+        symbol="pi_t - mu_t",
+    ),
+    Statistic(
         "probability_difference",
         "probability_difference",
         False,
@@ -150,7 +170,7 @@ _ROWS = (
 
 STATISTICS: dict[str, Statistic] = {row.name: row for row in _ROWS}
 """By name. Sources: k2 and k3, Schulman, Approximating KL Divergence, 2020; probability difference, DPPO,
-arXiv:2602.04879; gates on k2, M2PO, arXiv:2510.01161."""
+arXiv:2602.04879, signed: ROLL (code); gates on k2, M2PO, arXiv:2510.01161; exp abs d, NeMo RL (code)."""
 
 
 def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:

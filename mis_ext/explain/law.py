@@ -25,6 +25,7 @@ import torch
 
 from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import STATISTICS
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
@@ -134,14 +135,15 @@ class GaussianLaw:
     def acceptance(self, gate: Gate) -> float:
         """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
 
-        It says nothing of probabilities, and nothing of what another gate leaves. Sums of ``|d|``, k2 and k3 are taken
-        as gamma variables with their mean and variance.
+        It says nothing of probabilities, and nothing of what another gate leaves. Sums of ``|d|``, k2, k3 and
+        ``exp |d| - 1`` are taken as gamma variables with their mean and variance.
         """
         if gate.statistic not in _AT_MOST or gate.after is not None:
             return math.nan
         low, high = gate.log_low, gate.log_high
         if self.k3 == 0.0:
-            return float(low <= 0.0 <= high)
+            on_policy = _on_policy(gate.statistic) * (self.length if gate.reduce == "sum" else 1.0)
+            return float(low <= on_policy <= high)
         if gate.reduce == "token" or (self.length == 1.0 and gate.reduce in ("sum", "mean")):
             return sum(self.token.between(*part) for part in passing(gate))
         if gate.reduce == "min":
@@ -160,15 +162,23 @@ class GaussianLaw:
         return float(max(1.0 - self.token.between(*_AT_MOST[statistic](value)), 0.0) ** self.length)
 
     def _sum_below(self, statistic: str, value: float) -> float:
+        on_policy = _on_policy(statistic)
+        value -= on_policy * self.length
         if value <= 0.0 or value == math.inf:
             return float(value > 0.0)
         nodes = torch.linspace(-_NODE_RANGE, _NODE_RANGE, _NUM_NODES, dtype=torch.float64)
         share = torch.softmax(-0.5 * nodes.square(), 0)
-        values = _VALUES[statistic](self.token.mean + math.sqrt(self.token.variance) * nodes)
+        values = _VALUES[statistic](self.token.mean + math.sqrt(self.token.variance) * nodes) - on_policy
         mean = share @ values
         variance = share @ (values - mean).square()
         shape = self.length * mean.square() / variance
         return float(torch.special.gammainc(shape, value * mean / variance))
+
+
+def _on_policy(statistic: str) -> float:
+    row = STATISTICS[statistic]
+    assert row.on_policy is not None
+    return row.edge(row.on_policy)
 
 
 def passing(gate: Gate) -> list[Interval]:
@@ -214,6 +224,7 @@ _AT_MOST: dict[str, Callable[[float], Interval]] = {
     "abs_log_ratio": _symmetric,
     "k2": lambda bound: _symmetric(math.copysign(math.sqrt(2.0 * abs(bound)), bound)),
     "k3": _k3_at_most,
+    "exp_abs_log_ratio": lambda bound: _symmetric(math.log(bound) if bound >= 1.0 else -math.inf),
 }
 """A function per statistic: the log-ratios at which it is at most a bound, on the scale of its token formula."""
 
@@ -221,4 +232,5 @@ _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "abs_log_ratio": torch.Tensor.abs,
     "k2": lambda d: 0.5 * d.square(),
     "k3": lambda d: d.expm1() - d,
+    "exp_abs_log_ratio": lambda d: d.abs().exp(),
 }

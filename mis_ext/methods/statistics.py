@@ -23,18 +23,14 @@ FORMULAS: dict[str, Formula] = TOKEN_FORMULAS | {
     "k1": Formula.of(lambda log_ratio: -log_ratio),
     "squared_log_ratio": Formula.of(lambda log_ratio: log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()),
     "half_abs_ratio_excess": Formula.of(lambda ratio_excess: ratio_excess.abs() * 0.5),
-    "exp_abs_log_ratio": Formula.of(lambda abs_log_ratio: abs_log_ratio.clamp(max=MAX_LOG_RATIO).exp()),
-    "probability_gain": Formula.of(lambda proximal, behavior: proximal.exp() - behavior.exp()),
     "binary_kl": Formula.of(lambda proximal, behavior: _binary_kl(proximal, behavior)),
     "reverse_binary_kl": Formula.of(lambda proximal, behavior: _binary_kl(behavior, proximal)),
 }
 """As in :mod:`mis_ext.correction.statistics`; ``proximal`` is the numerator here, ``behavior`` the denominator."""
 
 
-def _row(
-    name: str, unit: str, text: str, *, low: float = 0.0, high: float = math.inf, on_policy: float = 0.0
-) -> Statistic:
-    return Statistic(name, name, False, low, high, on_policy, unit, text)
+def _row(name: str, unit: str, text: str, *, low: float = 0.0) -> Statistic:
+    return Statistic(name, name, False, low, math.inf, 0.0, unit, text)
 
 
 METHOD_STATISTICS: dict[str, Statistic] = STATISTICS | {
@@ -43,8 +39,6 @@ METHOD_STATISTICS: dict[str, Statistic] = STATISTICS | {
         _row("k1", "nats", "log of denominator / numerator", low=-math.inf),
         _row("squared_log_ratio", "nats^2", "squared log-ratio"),
         _row("half_abs_ratio_excess", "probability", "`|ratio - 1| / 2`, whose expectation is the total variation"),
-        _row("exp_abs_log_ratio", "ratio", "the larger of ratio and 1 / ratio", low=1.0, on_policy=1.0),
-        _row("probability_gain", "probability", "numerator's minus denominator's probability", low=-1.0, high=1.0),
         _row("binary_kl", "nats", "KL from numerator to denominator, of this token against all others"),
         _row("reverse_binary_kl", "nats", "KL from denominator to numerator, of this token against all others"),
     )
