@@ -6,8 +6,9 @@ The hosts' code is not part of this repository. With a clone of each, and httpx 
 
 Each host runs at one revision (``REVISIONS``, and in the file) on the micro-batch and the options of
 ``tests/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
-context-parallel ranks, in Miles packed and padded. ``--check`` also runs ``mis_ext.policy_loss`` in each host's
-process, where it takes the host's own groups and log-probs, and compares.
+context-parallel ranks, in Miles packed and padded. ``--check`` writes nothing. It compares the hosts' own losses with
+the file, and ``mis_ext.policy_loss`` with them: that one runs in each host's process, where it takes the host's own
+groups and log-probs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ REVISIONS = {
     "slime": "624b824a898ab0ec1fcb4d373004c7f3852bf515",
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
 }
+RTOL, ATOL = 1e-5, 1e-6
+
 sys.path += [str(ROOT), str(HERE.parents[1])]
 
 import loss_cases  # noqa: E402
@@ -50,8 +53,13 @@ def recorded(function: Callable, batch: dict, reducer: Callable, options: dict) 
 
 
 def all_recorded(host: str, function: Callable, reducer: Callable, place: dict, *, check: bool) -> dict[str, dict]:
-    """Every option on this rank."""
-    out = {}
+    """Every option on this rank, by whose loss it is."""
+    functions = {"host": function}
+    if check:
+        import mis_ext
+
+        functions["mis_ext"] = mis_ext.policy_loss
+    out: dict[str, dict] = {each: {} for each in functions}
     for name, options in loss_cases.OPTIONS.items():
         if host != "slime" and name in loss_cases.OF_SLIME_ONLY:
             continue
@@ -61,14 +69,8 @@ def all_recorded(host: str, function: Callable, reducer: Callable, place: dict, 
             continue
         options = options | {"qkv_format": "bshd" if place.get("is_padded") else "thd"}
         batch = loss_cases.local_batch(loss_cases.whole_batch(), **place)
-        out[name] = recorded(function, dict(batch), reducer, options)
-        if check:
-            import mis_ext
-
-            both = recorded(mis_ext.policy_loss, dict(batch), reducer, options), out[name]
-            assert [*both[0]["metrics"]] == [*both[1]["metrics"]], f"{name}: other names, or another order"
-            both = [loss_cases.without_differences(host, name, found) for found in both]
-            torch.testing.assert_close(*both, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        for whose, loss in functions.items():
+            out[whose][name] = recorded(loss, dict(batch), reducer, options)
     return out
 
 
@@ -158,20 +160,15 @@ def run_host(host: str, folder: str, *, check: bool) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--slime", type=Path, required=True)
-    parser.add_argument("--miles", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="also run mis_ext.policy_loss there, and compare")
-    options = parser.parse_args()
-    out: dict[str, Any] = {"revisions": REVISIONS}
+def run_hosts(clones: dict[str, Path], *, check: bool) -> dict[str, dict]:
+    """What each rank of each topology gave, by whose loss it is."""
+    found: dict[str, dict] = {"host": {}, "mis_ext": {}}
     with tempfile.TemporaryDirectory() as temporary:
         for host, revision in REVISIONS.items():
             source, folder = Path(temporary) / f"{host}-source", Path(temporary) / host
             source.mkdir()
             folder.mkdir()
-            clone = getattr(options, host)
-            archive = ["git", "-C", str(clone), "archive", revision, host]
+            archive = ["git", "-C", str(clones[host]), "archive", revision, host]
             subprocess.run(
                 ["tar", "x", "-C", str(source)],
                 input=subprocess.run(archive, check=True, capture_output=True).stdout,
@@ -180,17 +177,75 @@ def main() -> None:
             path = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
             # The hosts compile small functions, for which a CPU without a compiler has no use.
             environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
-            command = [sys.executable, __file__, "--one", host, str(folder), *(["--check"] if options.check else [])]
+            command = [sys.executable, __file__, "--one", host, str(folder), *(["--check"] if check else [])]
             subprocess.run(command, env=environment, check=True)
-            for path in sorted(folder.glob("*.pt")):
-                topology, rank = path.stem.rsplit("-", 1)
-                out.setdefault(f"{host}-{topology}", {})[int(rank)] = torch.load(path)
+            for file in sorted(folder.glob("*.pt")):
+                topology, rank = file.stem.rsplit("-", 1)
+                for whose, losses in torch.load(file).items():
+                    found[whose].setdefault(f"{host}-{topology}", {})[int(rank)] = losses
+    return found
+
+
+def differences(host: str, found: dict[str, dict], wanted: dict[str, dict]) -> dict[str, str]:
+    """How the losses of a rank differ, by the name of the option; those that do not are left out."""
+    out = {}
+    for name in found.keys() | wanted.keys():
+        if name not in found or name not in wanted:
+            out[name] = "it is not in both"
+            continue
+        both = [loss_cases.without_differences(host, name, of[name]) for of in (found, wanted)]
+        try:
+            assert [*both[0]["metrics"]] == [*both[1]["metrics"]], "other names of metrics, or another order"
+            torch.testing.assert_close(*both, rtol=RTOL, atol=ATOL)
+        except AssertionError as error:
+            out[name] = " ".join(str(error).split())
+    return out
+
+
+def check(found: dict[str, dict]) -> int:
+    """Print what is compared, and how it differs; the exit code."""
+    with lzma.open(FILE, "rb") as file:
+        record = torch.load(file)
+    revisions = record.pop("revisions")
+    comparisons = {
+        "the hosts' own against the file": (found["host"], record),
+        "mis_ext.policy_loss against the hosts' own": (found["mis_ext"], found["host"]),
+    }
+    is_wrong = revisions != REVISIONS
+    print(f"equal: within {RTOL:g} of a value plus {ATOL:g}")
+    if is_wrong:
+        print(f"{FILE.name} is of other revisions: {revisions}")
+    for title, (ours, theirs) in comparisons.items():
+        print(f"\n{title}:")
+        for topology in sorted(ours.keys() | theirs.keys()):
+            ranks = [of.get(topology, {}) for of in (ours, theirs)]
+            for rank in sorted(ranks[0].keys() | ranks[1].keys()):
+                both = [of.get(rank, {}) for of in ranks]
+                wrong = differences(topology.partition("-")[0], *both)
+                print(f"  {topology}, rank {rank}: {len(both[0])} losses, {len(wrong)} differ")
+                print(*(f"    {name}: {what}\n" for name, what in sorted(wrong.items())), sep="", end="")
+                is_wrong |= bool(wrong)
+    return int(is_wrong)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record, or check; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slime", type=Path, required=True)
+    parser.add_argument("--miles", type=Path, required=True)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare; exit code 1 if something differs")
+    options = parser.parse_args(arguments)
+    clones = {host: getattr(options, host) for host in REVISIONS}
+    found = run_hosts(clones, check=options.check)
+    if options.check:
+        return check(found)
     with lzma.open(FILE, "wb", preset=9) as file:
-        torch.save(out, file)
+        torch.save({"revisions": REVISIONS} | found["host"], file)
+    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         run_host(sys.argv[2], sys.argv[3], check="--check" in sys.argv)
     else:
-        main()
+        sys.exit(main())

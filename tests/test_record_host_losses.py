@@ -1,0 +1,75 @@
+"""`tests/data/host_losses/record.py --check` without the hosts: what it compares, prints and leaves alone."""
+
+import importlib.util
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+
+DATA = Path(__file__).parent / "data" / "host_losses"
+CLONES = ["--slime", "slime", "--miles", "miles"]
+
+
+@pytest.fixture
+def recorder(monkeypatch, tmp_path):
+    """The program over a copy of its file, and with the hosts' numbers of that file in place of a run of them."""
+    spec = importlib.util.spec_from_file_location("record_host_losses", DATA / "record.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    copy = tmp_path / "losses.pt.xz"
+    copy.write_bytes((DATA / "losses.pt.xz").read_bytes())
+    monkeypatch.setattr(program, "FILE", copy)
+    program.found = {"host": read(copy), "mis_ext": read(copy)}
+    monkeypatch.setattr(program, "run_hosts", lambda *_, **__: program.found)
+    return program
+
+
+def read(path: Path) -> dict:
+    with lzma.open(path, "rb") as file:
+        record = torch.load(file)
+    del record["revisions"]
+    return record
+
+
+def test_a_check_says_what_it_compared_and_writes_nothing(recorder, capsys) -> None:
+    before = recorder.FILE.read_bytes()
+    assert recorder.main([*CLONES, "--check"]) == 0
+    printed = capsys.readouterr().out
+    for topology, ranks in recorder.found["host"].items():
+        for rank, losses in ranks.items():
+            assert printed.count(f"  {topology}, rank {rank}: {len(losses)} losses, 0 differ\n") == 2
+    assert recorder.FILE.read_bytes() == before
+
+
+@pytest.mark.parametrize("whose", ["host", "mis_ext"])
+@pytest.mark.parametrize("quantity", ["loss", "metrics", "gradient"])
+def test_one_number_that_differs_is_named_and_fails_the_check(recorder, capsys, whose, quantity) -> None:
+    loss = recorder.found[whose]["slime-cp2-thd"][1]["tokens"]
+    number = loss[quantity]["pg_loss"] if quantity == "metrics" else loss[quantity].reshape(-1)[:1]
+    # Twice what is allowed.
+    number += 2.0 * (recorder.RTOL * number.abs() + recorder.ATOL)
+    before = recorder.FILE.read_bytes()
+    assert recorder.main([*CLONES, "--check"]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        f"slime-cp2-thd, rank 1: {len(recorder.found[whose]['slime-cp2-thd'][1])} losses, 1 differ\n    tokens: "
+        in printed
+    )
+    assert recorder.FILE.read_bytes() == before
+
+
+def test_what_is_missing_or_of_another_name_fails_the_check(recorder, capsys) -> None:
+    del recorder.found["host"]["miles-cp1-thd"][0]["ppo"]
+    del recorder.found["mis_ext"]["slime-cp1-thd"][0]["k1"]["metrics"]["kl_loss"]
+    assert recorder.main([*CLONES, "--check"]) == 1
+    printed = capsys.readouterr().out
+    assert "    ppo: it is not in both\n" in printed
+    assert "    k1: other names of metrics, or another order\n" in printed
+
+
+def test_without_a_check_the_hosts_numbers_are_written(recorder) -> None:
+    loss = recorder.found["host"]["slime-cp1-thd"][0]["ppo"]
+    loss["loss"] = torch.tensor(7.0)
+    assert recorder.main(CLONES) == 0
+    assert read(recorder.FILE)["slime-cp1-thd"][0]["ppo"]["loss"] == 7.0
