@@ -2,6 +2,7 @@
 
 import importlib.util
 import lzma
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def recorder(monkeypatch, tmp_path):
     copy.write_bytes((DATA / "losses.pt.xz").read_bytes())
     monkeypatch.setattr(program, "FILE", copy)
     program.found = {"host": read(copy), "mis_ext": read(copy)}
+    program.run_in_hosts = program.run_hosts
     monkeypatch.setattr(program, "run_hosts", lambda *_, **__: program.found)
     return program
 
@@ -73,3 +75,21 @@ def test_without_a_check_the_hosts_numbers_are_written(recorder) -> None:
     loss["loss"] = torch.tensor(7.0)
     assert recorder.main(CLONES) == 0
     assert read(recorder.FILE)["slime-cp1-thd"][0]["ppo"]["loss"] == 7.0
+
+
+def test_the_hosts_run_without_torchs_caches_of_graphs(monkeypatch, recorder, tmp_path) -> None:
+    """Compiled or not: their clip bounds may be those of another option else."""
+    environments = []
+
+    def run(command, *, env=None, **_):
+        environments.append(env)
+        return subprocess.CompletedProcess(command, 0, stdout=b"")
+
+    monkeypatch.setattr(recorder.subprocess, "run", run)
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
+    for compiled in (False, True):
+        recorder.run_in_hosts({"slime": tmp_path, "miles": tmp_path}, check=True, compiled=compiled)
+    found = [env for env in environments if env is not None]
+    caches = {(env["TORCHINDUCTOR_AUTOGRAD_CACHE"], env["TORCHINDUCTOR_FX_GRAPH_CACHE"]) for env in found}
+    assert caches == {("0", "0")}
+    assert ["TORCHDYNAMO_DISABLE" in env for env in found] == [True, True, False, False]

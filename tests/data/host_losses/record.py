@@ -2,13 +2,13 @@
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:
 
-    python tests/data/host_losses/record.py --slime ~/slime --miles ~/miles [--check]
+    python tests/data/host_losses/record.py --slime ~/slime --miles ~/miles [--check] [--compiled]
 
 Each host runs at one revision (``REVISIONS``, and in the file) on the micro-batch and the options of
 ``tests/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
 context-parallel ranks, in Miles packed and padded. ``--check`` writes nothing. It compares the hosts' own losses with
 the file, and ``mis_ext.policy_loss`` with them: that one runs in each host's process, where it takes the host's own
-groups and log-probs.
+groups and log-probs. With ``--compiled`` the hosts' small functions are compiled, as they are on a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ REVISIONS = {
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
 }
 RTOL, ATOL = 1e-5, 1e-6
+NO_CACHED_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+"""With them torch 2.13 takes a graph of other clip bounds from the disk (docs/errors.md): ``gspo`` is wrong then."""
 
 sys.path += [str(ROOT), str(HERE.parents[1])]
 
@@ -160,7 +162,7 @@ def run_host(host: str, folder: str, *, check: bool) -> None:
         )
 
 
-def run_hosts(clones: dict[str, Path], *, check: bool) -> dict[str, dict]:
+def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[str, dict]:
     """What each rank of each topology gave, by whose loss it is."""
     found: dict[str, dict] = {"host": {}, "mis_ext": {}}
     with tempfile.TemporaryDirectory() as temporary:
@@ -175,8 +177,10 @@ def run_hosts(clones: dict[str, Path], *, check: bool) -> dict[str, dict]:
                 check=True,
             )
             path = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
-            # The hosts compile small functions, for which a CPU without a compiler has no use.
-            environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
+            environment = os.environ | NO_CACHED_GRAPHS | {"PYTHONPATH": path}
+            if not compiled:
+                # A CPU has no use for it, and may have no compiler.
+                environment["TORCHDYNAMO_DISABLE"] = "1"
             command = [sys.executable, __file__, "--one", host, str(folder), *(["--check"] if check else [])]
             subprocess.run(command, env=environment, check=True)
             for file in sorted(folder.glob("*.pt")):
@@ -234,9 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slime", type=Path, required=True)
     parser.add_argument("--miles", type=Path, required=True)
     parser.add_argument("--check", action="store_true", help="write nothing, compare; exit code 1 if something differs")
+    parser.add_argument("--compiled", action="store_true", help="compile what the hosts compile; goes with --check")
     options = parser.parse_args(arguments)
+    if options.compiled and not options.check:
+        parser.error("what is recorded is not compiled: --compiled goes with --check")
     clones = {host: getattr(options, host) for host in REVISIONS}
-    found = run_hosts(clones, check=options.check)
+    found = run_hosts(clones, check=options.check, compiled=options.compiled)
     if options.check:
         return check(found)
     with lzma.open(FILE, "wb", preset=9) as file:
