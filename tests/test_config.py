@@ -1,14 +1,17 @@
 """Configuration: what the keys mean, and that both spellings mean the same."""
 
 import argparse
+import math
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flat_keys import from_yaml
 
 import mis_ext
-from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping
+from mis_ext import CorrectionConfig, Gate, Session, Weight, config_from_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -216,6 +219,33 @@ def test_the_veto_needs_rejection_only_in_the_compatible_form() -> None:
     veto = Gate(reduce="min", low=1e-4)
     assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4}").gates == (veto,)
     assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4, rs_veto_requires_rs: true}").gates == ()
+
+
+def test_whoever_takes_a_configuration_takes_a_mapping_that_spells_it() -> None:
+    streams = [[torch.tensor([-1.0, -2.0]), torch.tensor([-0.5])], [torch.tensor([-1.5, -1.0]), torch.tensor([-0.4])]]
+    lists = dict(zip(("train_log_probs", "rollout_log_probs"), streams, strict=True))
+    lists["loss_masks"] = [torch.ones(2), torch.ones(1)]
+    batch = {"proximal_logprobs": streams[0][0][None], "behavior_logprobs": streams[1][0][None]}
+    batch["response_mask"] = torch.ones(1, 2)
+    keys = {"use_tis": True, "tis_upper_bound": 1.5, "lr": 1e-6}
+    native = {"mis": {"weight": {"high": 1.5}}}
+    config = CorrectionConfig(weight=Weight(high=1.5))
+    for given in (config, keys, native, types.MappingProxyType(keys)):
+        (weights_T, _), _, _ = mis_ext.compute_mis_weights(given, **lists)
+        assert weights_T.tolist() == pytest.approx([1.5, math.exp(-1.0)])
+        assert mis_ext.correct_padded(given, **batch).weights[0].tolist() == weights_T.tolist()
+        assert Session(given).config == config
+    for call in (
+        lambda given: mis_ext.compute_mis_weights(given, **lists),
+        lambda given: mis_ext.correct_padded(given, **batch),
+        Session,
+    ):
+        with pytest.raises(TypeError, match=r"a CorrectionConfig or a mapping of keys, got Namespace; .* vars\(args\)"):
+            call(argparse.Namespace(**keys))
+        with pytest.raises(TypeError, match=r"a CorrectionConfig or a mapping of keys, got str$"):
+            call("mis")
+        with pytest.raises(ValueError, match="did you mean 'tis_upper_bound'"):
+            call({"tis_uper_bound": 1.5})
 
 
 def test_metric_lists_keep_the_order_of_emission() -> None:

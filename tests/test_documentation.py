@@ -169,6 +169,20 @@ def test_the_version_and_the_badges_are_true() -> None:
     assert "Apache 2.0" in (DOCS / "images" / "license.svg").read_text()
 
 
+def test_a_class_that_was_renamed_is_gone_and_its_new_name_is_there() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    table = text.split("Names of Python that changed since 0.1.0:")[1].split("\n\n")[1]
+    old, new = (
+        re.findall(r"`([A-Z]\w+)(?:\.(\w+))?", "\n".join(line.split("|")[column] for line in table.splitlines()))
+        for column in (1, 2)
+    )
+    assert [name for name, _ in old] == ["CorrectionConfig", "WeightFactor", "GateFactor", "RolloutScale"]
+    for name, attribute in old:
+        assert not hasattr(*((getattr(mis_ext, name), attribute) if attribute else (mis_ext, name)))
+    assert {name for name, _ in new} == {"Weight", "Gate", "WeightScale"}
+    assert all(hasattr(mis_ext, name) for name in ("config_from_mapping", *(name for name, _ in new)))
+
+
 def main() -> None:
     """Write the tables of today into their pages."""
     for name, (page, table) in TABLES.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class PaddedCorrection(NamedTuple):
 
 
 def correct_padded(
-    session: Session | CorrectionConfig,
+    session: Session | CorrectionConfig | Mapping[str, Any],
     *,
     proximal_logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -39,8 +40,8 @@ def correct_padded(
 
     Args:
         session: What to compute. A session is kept from call to call: it checks the data of the first ones, and raises
-            where another rank failed. A configuration does neither; an error on one rank then leaves the others to go
-            on without its samples.
+            where another rank failed. A configuration, or a mapping that spells one, does neither; an error on one rank
+            then leaves the others to go on without its samples.
         proximal_logprobs: ``[B, T]``, nats, scored by the trainer before the update.
         behavior_logprobs: ``[B, T]``, nats, as reported by the inference engine.
         response_mask: ``[B, T]``, nonzero on tokens that the policy generated.

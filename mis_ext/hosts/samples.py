@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import ALONE, device_of
 from mis_ext.hosts.packing import PackedStreams, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
 
 
 def compute_mis_weights(
-    config: CorrectionConfig,
+    config: CorrectionConfig | Mapping[str, Any],
     *,
     train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
@@ -23,7 +26,7 @@ def compute_mis_weights(
     """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
 
     Args:
-        config: What to compute.
+        config: What to compute, or a mapping that spells it.
         train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
         rollout_log_probs: The same as reported by the inference engine (behavior).
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
@@ -32,6 +35,7 @@ def compute_mis_weights(
         Per sample the weights (float32, 0 where a token has none) and the keep mask (1.0 or 0.0); and every metric as a
         0-dim tensor, a mean over what its row in docs/metrics.md says.
     """
+    config = config_given(config)
     check_samples("loss_masks", loss_masks)
     lengths = [mask.numel() for mask in loss_masks]
     device = device_of(*loss_masks)

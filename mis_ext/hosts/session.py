@@ -14,6 +14,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.hosts.acceptance import AcceptanceLoop
+from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import DataGuards, MismatchWarning
 from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
@@ -36,7 +37,7 @@ class LocalWork:
 
 
 class Session:
-    """Corrects the micro-batches of one run.
+    """Corrects the micro-batches of one run, as a configuration says, or a mapping that spells one.
 
     Attributes:
         config: What is computed.
@@ -44,8 +45,8 @@ class Session:
         acceptance: The bounds that follow a target; :meth:`adapt` moves them once per rollout.
     """
 
-    def __init__(self, config: CorrectionConfig) -> None:
-        self.config = config
+    def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
+        self.config = config = config_given(config)
         self.rollout_scale: WeightScale | None = None
         self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)
