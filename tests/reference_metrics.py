@@ -155,8 +155,8 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
             continue
         if gate.is_veto:
             hits = [r.hits[gate.name] for r in responses]
-            record.per_token(f"{gate.name}_token_fraction", floats(hits), over="valid")
-            record.per_sequence(f"{gate.name}_seq_fraction", [float(any(h)) for h in hits], over="valid")
+            record.per_token(f"{gate.name}_token_fraction", floats(hits), over="response")
+            record.per_sequence(f"{gate.name}_seq_fraction", [float(any(h)) for h in hits], over="response")
         else:
             lows = floats([r.too_low[gate.name] for r in responses])
             highs = floats([r.too_high[gate.name] for r in responses])

@@ -26,6 +26,7 @@ class Response:
         whole = any(level in ("sequence", "geometric") for level in levels)
         broken = any(r and not v for r, v in zip(self.response, self.valid, strict=True))
         self.usable = [v and not (whole and broken) for v in self.valid]
+        self.broken = broken
         if self.rules.use_tis:
             self._reject()
             self._weigh()
@@ -82,7 +83,9 @@ class Response:
         return too_low, [v and self.above(x, gate.high, is_log=is_log) for x, v in pairs]
 
     def outside(self, gate: Gate) -> list[bool]:
-        """Per token whether it, or its sequence, is outside the band."""
+        """Per token whether it, or its sequence, is outside the band; a token without a ratio fails every veto."""
+        if gate.is_veto and self.broken:
+            return [True] * len(self)
         return [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
 
     def _reject(self) -> None:
@@ -92,7 +95,8 @@ class Response:
             self.too_low[gate.name], self.too_high[gate.name] = self.sides(gate, self.value(gate))
             if gate.is_veto:
                 alone = self.outside(replace(gate, level="token", after=None))
-                self.hits[gate.name] = [hit and seen for hit, seen in zip(alone, self.looked_at(gate), strict=True)]
+                seen = zip(alone, self.looked_at(gate), self.response, self.valid, strict=True)
+                self.hits[gate.name] = [(hit and looked) or (r and not v) for hit, looked, r, v in seen]
             left = self.masked if gate.action == "reject" else self.weighted
             left[:] = [k and not gone for k, gone in zip(left, self.outside(gate), strict=True)]
         # What trains.

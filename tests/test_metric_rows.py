@@ -135,6 +135,8 @@ def test_a_response_without_a_valid_token_reads_nan_and_spoils_no_other_response
     metrics, expected = call_hook(keys, samples)[2], call_hook(keys, without)[2]
     of_response = {"mis_nonfinite_token_fraction", "mis_train_rollout_logprob_abs_diff_invalid"}
     of_response |= {"mis_kept_token_fraction", "mis_kept_seq_fraction"}
+    vetoes = ("rs_catastrophic", "rs_veto_upper", "rs_veto_probability")
+    of_response |= {f"mis_{veto}_{what}_fraction" for veto in vetoes for what in ("token", "seq")}
     for name in of_samples(keys):
         first, broken, last = metrics[name].split([4, 3, 5])
         assert broken.isnan().all() == (name not in of_response), name

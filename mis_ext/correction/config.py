@@ -117,10 +117,15 @@ class CorrectionConfig:
         return self.gates if implied is None else (implied, *self.gates)
 
     @property
-    def rejects_whole_sequences(self) -> bool:
-        """Whether a token without a ratio takes its sequence with it: some statistic of the sequence is unknown."""
+    def needs_whole_sequences(self) -> bool:
+        """Whether a token without a ratio leaves some statistic of its sequence unknown."""
         has_sequence_weight = self.weight is not None and self.weight.level != "token"
         return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates)
+
+    @property
+    def rejects_whole_sequences(self) -> bool:
+        """Whether a token without a ratio takes its sequence out of the mask: it is unknown, or a veto finds it."""
+        return self.needs_whole_sequences or any(gate.is_veto and gate.action == "reject" for gate in self.gates)
 
     @property
     def rejects_single_tokens(self) -> bool:

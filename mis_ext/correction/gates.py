@@ -88,7 +88,7 @@ class Gate:
 
     @property
     def is_veto(self) -> bool:
-        """Whether a single token can reject its sequence, and can be named."""
+        """Whether a single token can reject its sequence, and can be named; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
 
     @property
@@ -103,8 +103,21 @@ class Gate:
 
     @property
     def passes(self) -> Formula:
-        """Whether the value lies between the bounds."""
-        return self.compared(inside)
+        """Whether the value lies between the bounds; of a veto also whether every response token has a value."""
+        in_band = self.compared(inside)
+        if not self.is_veto:
+            return in_band
+        # The worst token of all has no finite ratio, and so no place among those that are compared.
+        return Formula(
+            lambda num_valid, num_response, *values: (num_valid == num_response) & in_band.function(*values),
+            ("num_valid", "num_response", *in_band.needs),
+        )
+
+    @property
+    def vetoes(self) -> Formula:
+        """Whether a valid token alone vetoes its sequence: not one that the gate does not look at."""
+        alone = self.compared(inside, value=Formula.named(self.row.token))
+        return Formula(lambda looked_at, *values: looked_at & ~alone.function(*values), (self.over, *alone.needs))
 
     @property
     def scale_name(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, inside, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, where
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import MetricRow, Population, row
 from mis_ext.correction.weights import Weight
@@ -216,22 +216,21 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
         return gate.compared(lambda *values: _as_number(flag(*values)))
 
     if gate.is_veto:
-        alone = gate.compared(inside, value=Formula.named(gate.row.token))
-        # A token that the gate does not look at vetoes nothing.
-        vetoes = Formula(
-            lambda looked_at, *values: _as_number(looked_at & ~alone.function(*values)), (gate.over, *alone.needs)
-        )
         yield row(
             f"{name}_token_fraction",
-            "T",
-            vetoes,
-            "tokens that alone veto their sequence",
-            stage="token",
+            "R",
+            Formula(
+                lambda count, num_valid, num_response: count + (num_response - num_valid),
+                (f"sum_vetoes_of_{name}", "num_valid", "num_response"),
+            ),
+            "tokens that alone veto their sequence, those without a finite ratio among them",
+            stage="sequence",
         )
+        passes = gate.passes
         yield row(
             f"{name}_seq_fraction",
-            "S",
-            flagged(lambda x, low, high: ~inside(x, low, high)),
+            "C",
+            Formula(lambda *values: _as_number(~passes.function(*values)), passes.needs),
             "sequences with such a token",
             stage="sequence",
         )

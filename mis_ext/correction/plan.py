@@ -172,6 +172,8 @@ def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> d
     for name, gate in config.labelled_gates.items():
         if gate.reduce == "token":
             formulas[f"kept_by_{name}"] = _all_pass("valid", [gate])
+        elif gate.is_veto:
+            formulas[f"vetoes_of_{name}"] = gate.vetoes
     return formulas | {
         row.token_name: row.formula for row in metrics if row.stage == "token" and not row.formula.is_name
     }
@@ -185,7 +187,7 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     formulas = {
         "measured": Formula.of(lambda num_valid: num_valid > 0.0),
         # A statistic of the sequence needs the ratio of every token.
-        "usable": is_whole if config.rejects_whole_sequences else Formula.named("measured"),
+        "usable": is_whole if config.needs_whole_sequences else Formula.named("measured"),
         "keep_sequence": _all_pass("usable", [gate for gate in on_sequences if gate.action == "reject"]),
         "weighted_sequence": _all_pass("usable", [gate for gate in on_sequences if gate.action == "zero"]),
         "live_sequence": _all_pass("keep_sequence", [gate for gate in on_sequences if gate.action == "zero"]),

@@ -93,7 +93,7 @@ class AcceptanceLoop:
             assert gate.target_accept is not None
             scale = covering_value(
                 _needed_scale(gate, value),
-                tokens.valid_mask_T if is_of_tokens else correction.sequences["usable"],
+                tokens.valid_mask_T if is_of_tokens else _has_value(gate, correction.sequences),
                 share=gate.target_accept,
                 # Every context-parallel rank knows every sequence.
                 groups=(groups.cp_group, groups.dp_group) if is_of_tokens else (groups.dp_group,),
@@ -139,6 +139,12 @@ class AcceptanceLoop:
     def _restart(self, num_rollouts: int) -> None:
         self._num_rollouts = num_rollouts
         self._on_device.clear()
+
+
+def _has_value(gate: Gate, sequences: Values) -> Tensor:
+    """``[S]``: the sequences that pass at some scale; a veto that a token without a ratio fails, it fails at every."""
+    usable_S: Tensor = sequences["usable"]
+    return usable_S & (sequences["num_valid"] == sequences["num_response"]) if gate.is_veto else usable_S
 
 
 def _needed_scale(gate: Gate, value: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Batch:
         self._state_values_T = finite[1] if values else None
         self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
+        self._is_complete_T: Tensor | None = None
         self._statistics: dict[Pair, Values] = {}
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
 
@@ -96,6 +97,13 @@ class Batch:
             return self.advantages_T < 0.0
         log_ratio_T = self.log_ratio(pair)
         return ((self.advantages_T > 0.0) & (log_ratio_T > 0.0)) | ((self.advantages_T < 0.0) & (log_ratio_T < 0.0))
+
+    @property
+    def is_complete_T(self) -> Tensor:
+        """``[T]`` bool: whether every response token of the token's sequence is valid."""
+        if self._is_complete_T is None:
+            self._is_complete_T = self.reductions.count(self.response_T != self.valid_T) == 0.0
+        return self._is_complete_T
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
         """``[T]``: one number where the advantage is positive, another elsewhere."""

@@ -92,6 +92,9 @@ class Weight(WeightFactor):
 class Keep:
     """0 where a statistic lies outside ``[low, high]`` and ``when`` holds, else 1.
 
+    A minimum with a lower bound alone, or a maximum with an upper one, is a veto: it also drops every token of a
+    sequence in which a response token is not valid.
+
     Args:
         pair: The policies that are compared.
         statistic: A name of :data:`~mis_ext.methods.statistics.METHOD_STATISTICS`; bounds of a ratio are ratios.
@@ -124,4 +127,11 @@ class Keep:
         low = -math.inf if self.low is None else edge(self.low)
         high = math.inf if self.high is None else edge(self.high)
         is_inside_T = (value_T >= low) & (value_T <= high)
+        if self._is_veto:
+            is_inside_T = is_inside_T & batch.is_complete_T
         return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
+
+    @property
+    def _is_veto(self) -> bool:
+        # As of a gate of the correction: a single token can drop its sequence, and the worst one has no ratio.
+        return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)

@@ -1,0 +1,191 @@
+"""The worst token of all has no finite ratio: it fails every veto of its sequence, in the correction and in methods."""
+
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from thread_ranks import Rank, run_ranks
+from triton_support import HAS_GPU, OBSTACLE
+from zigzag import take
+
+import mis_ext
+from mis_ext.methods import PRESETS, Keep, Method, Score
+from mis_ext.methods.as_correction import as_correction
+from mis_ext.methods.batch import MISMATCH
+
+needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
+backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
+VETOES = {
+    "rs_catastrophic": {"rs_veto_threshold": 1e-4},
+    "rs_veto_upper": {"rs_veto_upper_threshold": 100.0},
+    "rs_veto_probability": {"rs_veto_probability": 1e-6},
+}
+BROKEN = [("train", -math.inf), ("train", math.nan), ("rollout", math.inf), ("rollout", math.nan)]
+LENGTHS = [10, 4]
+
+
+def batch(stream: str = "train", value: float = -math.inf, *, at: int = 7) -> dict[str, list[torch.Tensor]]:
+    """Two responses on which both engines agree, but for one token of the first."""
+    columns = {name: [torch.full((length,), -1.0) for length in LENGTHS] for name in ("train", "rollout")}
+    columns[stream][0][at] = value
+    return columns
+
+
+def gates(*gates: dict) -> dict:
+    return {"mis": {"gates": [*gates], "guard": "warn", "metrics": "all"}}
+
+
+def hook(keys: dict, columns: dict[str, list[torch.Tensor]], *, rank: Rank | None = None) -> tuple:
+    totals = [length + 3 for length in LENGTHS]
+    if rank is not None:
+        place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": totals}
+        columns = {name: take(column, **place) for name, column in columns.items()}
+    return mis_ext.compute_mis_weights_with_cp(
+        Namespace(use_tis=True, **({} if "mis" in keys else {"mis_guard": "warn", "mis_metrics": "all"}), **keys),
+        pg_loss=torch.ones(sum(map(len, columns["train"]))),
+        train_log_probs=columns["train"],
+        rollout_log_probs=columns["rollout"],
+        loss_masks=[torch.ones(length) for length in LENGTHS],
+        total_lengths=totals,
+        response_lengths=LENGTHS,
+        parallel_state=None if rank is None else rank.parallel_state,
+    )
+
+
+@backends
+@pytest.mark.parametrize(("stream", "value"), BROKEN)
+@pytest.mark.parametrize("veto", VETOES)
+def test_a_token_without_a_finite_ratio_vetoes_its_sequence_and_no_other(veto, stream, value, backend, monkeypatch):
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    _, masks, metrics = hook(VETOES[veto], batch(stream, value))
+    assert [mask.tolist() for mask in masks] == [[0.0] * 10, [1.0] * 4]
+    first, second = 0, 10
+    assert metrics[f"mis_{veto}_token_fraction"][[first, second]].tolist() == pytest.approx([0.1, 0.0])
+    assert metrics[f"mis_{veto}_seq_fraction"][[first, second]].tolist() == [1.0, 0.0]
+    # Without a veto the other nine tokens train.
+    assert [int(mask.sum()) for mask in hook({}, batch(stream, value))[1]] == [9, 4]
+
+
+@backends
+def test_a_response_without_any_finite_ratio_counts_as_vetoed(backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    columns = batch()
+    columns["train"][0][:] = -math.inf
+    metrics = hook(VETOES["rs_catastrophic"], columns)[2]
+    assert metrics["mis_rs_catastrophic_token_fraction"][[0, 10]].tolist() == [1.0, 0.0]
+    assert metrics["mis_rs_catastrophic_seq_fraction"][[0, 10]].tolist() == [1.0, 0.0]
+
+
+@backends
+def test_a_veto_that_zeroes_takes_the_weight_of_the_sequence_and_leaves_its_mask(backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    gate = {"reduce": "min", "low": 1e-4, "action": "zero"}
+    loss, masks, _ = hook(gates(gate), batch())
+    assert loss.tolist() == [0.0] * 10 + [1.0] * 4
+    assert masks[0].tolist() == [1.0] * 7 + [0.0] + [1.0] * 2
+
+
+def test_a_veto_after_another_gate_fails_too_on_what_that_gate_cannot_judge() -> None:
+    band, veto = {"low": 0.5, "high": 2.0, "name": "band"}, {"reduce": "min", "low": 1e-4, "after": "band", "name": "v"}
+    _, masks, metrics = hook(gates(band, veto), batch())
+    assert masks[0].sum() == 0.0
+    assert metrics["mis_v_token_fraction"][0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("gate", [{"reduce": "min", "low": 1e-4, "high": 9.0}, {"reduce": "max", "low": 1e-4}])
+def test_a_gate_on_extremes_that_is_no_veto_looks_at_what_has_a_ratio(gate) -> None:
+    assert [int(mask.sum()) for mask in hook(gates(gate), batch())[1]] == [9, 4]
+
+
+@backends
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("at", [0, 7])
+def test_every_context_parallel_rank_vetoes_what_one_of_them_sees(cp_size, at, backend, monkeypatch) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    found = run_ranks(lambda rank: hook(VETOES["rs_catastrophic"], batch(at=at), rank=rank), cp_size=cp_size)
+    assert [[mask.tolist() for mask in masks] for _, masks, _ in found] == [[[0.0] * 10, [1.0] * 4]] * cp_size
+    for name, of_each_token in {"token": 0.1, "seq": 1.0}.items():
+        values = torch.cat([metrics[f"mis_rs_catastrophic_{name}_fraction"] for _, _, metrics in found])
+        assert sorted(values.tolist()) == [0.0] * 4 + [pytest.approx(of_each_token)] * 10
+
+
+def test_a_band_that_follows_a_target_does_not_count_sequences_which_it_rejects_at_any_scale() -> None:
+    generator = torch.Generator().manual_seed(1)
+    difference = torch.randn(64, 20, generator=generator) * 0.3
+    behavior = torch.full_like(difference, -2.0)
+    config = mis_ext.CorrectionConfig(gates=(mis_ext.Gate(reduce="min", low=0.5, target_accept=0.5, target_gain=1.0),))
+
+    def scale(rows: slice, *, broken: int) -> float:
+        session, proximal = mis_ext.Session(config), behavior - difference
+        proximal[:broken, 3] = -math.inf
+        proximal, sampled = (x[rows].flatten() for x in (proximal, behavior))
+        layout = mis_ext.PackedLayout.whole([20] * (len(proximal) // 20))
+        session.adapt(mis_ext.PackedStreams(proximal, sampled, torch.ones_like(proximal), layout))
+        return session.state_dict()["scales"]["rs_catastrophic"]
+
+    assert scale(slice(None), broken=16) == scale(slice(16, None), broken=0) != scale(slice(None), broken=0)
+
+
+# --- methods
+
+
+def apply(method: Method, columns: dict[str, list[torch.Tensor]], *, rank: Rank | None = None):
+    totals = [length + 3 for length in LENGTHS]
+    layout, groups = mis_ext.PackedLayout.whole(LENGTHS), {}
+    if rank is not None:
+        place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": totals}
+        columns = {name: take(column, **place) for name, column in columns.items()}
+        layout = mis_ext.PackedLayout.context_parallel(LENGTHS, **place)
+        groups = {"cp_group": rank.groups.cp_group}
+    proximal_T, behavior_T = torch.cat(columns["train"]), torch.cat(columns["rollout"])
+    return method(
+        current_logprobs_T=proximal_T,
+        proximal_logprobs_T=proximal_T,
+        behavior_logprobs_T=behavior_T,
+        advantages_T=torch.ones_like(proximal_T),
+        response_mask_T=torch.ones_like(proximal_T),
+        layout=layout,
+        **groups,
+    )
+
+
+@pytest.mark.parametrize("name", ["veto", "intellect_3"])
+@pytest.mark.parametrize(("stream", "value"), BROKEN)
+def test_a_method_with_a_veto_rejects_the_sequence_of_a_token_without_a_ratio(name, stream, value) -> None:
+    found = apply(PRESETS[name].method, batch(stream, value))
+    assert found.kept_T.tolist() == [False] * 10 + [True] * 4
+    assert found.coefficient_T.tolist() == [0.0] * 10 + [1.0] * 4
+    assert found.valid_T.sum() == 13
+    assert found.num_invalid == 1
+
+
+def test_the_hook_and_the_method_veto_the_same() -> None:
+    found = as_correction(PRESETS["veto"].method)
+    layout = mis_ext.PackedLayout.whole(LENGTHS)
+    columns = {name: torch.cat(column) for name, column in batch().items()}
+    streams = mis_ext.PackedStreams(columns["train"], columns["rollout"], torch.ones(14), layout)
+    correction = mis_ext.Session(found.config).correct(streams)
+    assert torch.equal(correction.keep_mask_T, apply(PRESETS["veto"].method, batch()).kept_T)
+
+
+@pytest.mark.parametrize(
+    ("gate", "kept"),
+    [
+        ({"reduce": "max", "statistic": "k2", "high": 9.0}, 0),
+        ({"reduce": "max", "statistic": "k2", "high": 9.0, "when": "negative"}, 9),
+        ({"reduce": "min", "low": 0.5, "high": 9.0}, 9),
+        ({"reduce": "max", "low": 0.5}, 9),
+        ({"low": 0.5}, 9),
+    ],
+)
+def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) -> None:
+    method = Method(surrogate=Score(), factors=(Keep(pair=MISMATCH, **gate),))
+    assert apply(method, batch()).kept_T[:10].sum() == kept
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_methods_veto_on_every_context_parallel_rank_what_one_of_them_sees(cp_size) -> None:
+    for method in (PRESETS["veto"].method, PRESETS["intellect_3"].method):
+        found = run_ranks(lambda rank, method=method: apply(method, batch(), rank=rank), cp_size=cp_size)
+        assert sum(int(each.kept_T.sum()) for each in found) == 4
