@@ -4,7 +4,7 @@ import math
 
 from reference_numbers import LOG_RATIO_LIMIT, bounded_exp, clamped, effective_share, finite, log, mean
 from reference_response import Response
-from reference_rules import BOUNDS, LOG_STATISTICS, Rules
+from reference_rules import BOUNDS, LOG_STATISTICS, Gate, Rules
 
 SEQUENCE_MISMATCH_NAMES = [
     "training_log_ppl",
@@ -38,9 +38,9 @@ class Record:
         ]
         self._spread(name, of_sequences)
 
-    def per_sequence(self, name: str, values: list[float], *, over: str) -> None:
-        """Kind S: a mean over the sequences with at least one token of `over`."""
-        measured = [any(getattr(response, over)) for response in self.responses]
+    def per_sequence(self, name: str, values: list[float], *, over: str, gate: Gate | None = None) -> None:
+        """Kind S: a mean over the sequences with at least one token of `over`, or that a gate looks at."""
+        measured = [any(r.looked_at(gate) if gate else getattr(r, over)) for r in self.responses]
         chosen = [v for v, m in zip(values, measured, strict=True) if m]
         self.values[f"mis_{name}"] = math.fsum(chosen) / len(chosen) if chosen else math.nan
         self._spread(name, [v if m else math.nan for v, m in zip(values, measured, strict=True)])
@@ -163,8 +163,12 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
             at_level(f"{gate.name}_fraction_low", gate.level, lows, over="valid")
             at_level(f"{gate.name}_fraction_high", gate.level, highs, over="valid")
         shown = bounded_exp if gate.statistic in LOG_STATISTICS else float
-        values = [[shown(x) if any(r.looked_at(gate)) else math.nan for x in r.value(gate)] for r in responses]
-        at_level(f"{gate.name}_value", gate.level, values, over="valid")
+        values = [[shown(x) for x in r.value(gate)] for r in responses]
+        if gate.level == "token":
+            record.per_token(f"{gate.name}_value", values, over="valid")
+        else:
+            firsts = [vs[0] if vs else math.nan for vs in values]
+            record.per_sequence(f"{gate.name}_value", firsts, over="valid", gate=gate)
     record.per_token("kept_token_fraction", floats([r.masked for r in responses]), over="response")
     record.per_sequence("kept_seq_fraction", [float(any(r.masked)) for r in responses], over="response")
 

@@ -76,7 +76,9 @@ class Response:
         return self.statistic(gate.level, gate.statistic, of=self.looked_at(gate))
 
     def sides(self, gate: Gate, values: list[float]) -> tuple[list[bool], list[bool]]:
-        """Per token whether its value is below the band, and whether it is above."""
+        """Per token whether its value is below the band, and whether it is above; of no token it is neither."""
+        if not any(self.looked_at(gate)):
+            return [False] * len(self), [False] * len(self)
         is_log = gate.statistic in LOG_STATISTICS
         pairs = list(zip(values, self.valid, strict=True))
         too_low = [v and self.below(x, gate.low, is_log=is_log) for x, v in pairs]

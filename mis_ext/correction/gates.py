@@ -32,7 +32,7 @@ class Gate:
         action: ``reject`` takes what is outside out of the mask. ``zero`` leaves the mask and sets the weight to 0, so
             that the host's KL and entropy terms keep the token.
         after: Name of a gate on tokens. The statistic then is that of the tokens which this gate leaves; no longer a
-            likelihood ratio of the sequence.
+            likelihood ratio of the sequence. Where it leaves none, the sequence passes.
         name: Stem of its metrics; by default ``rs_...`` after its place among the gates.
         target_accept: Share of the tokens or sequences that shall pass. ``low`` and ``high`` then are where the band
             begins; once per rollout it is scaled about the on-policy value, see
@@ -105,6 +105,9 @@ class Gate:
     def passes(self) -> Formula:
         """Whether the value lies between the bounds; of a veto also whether every response token has a value."""
         in_band = self.compared(inside)
+        if self.after is not None:
+            outside = self.found(lambda value, low, high: ~inside(value, low, high))
+            in_band = Formula(lambda *values: ~outside.function(*values), outside.needs)
         if not self.is_veto:
             return in_band
         # The worst token of all has no finite ratio, and so no place among those that are compared.
@@ -118,6 +121,16 @@ class Gate:
         """Whether a valid token alone vetoes its sequence: not one that the gate does not look at."""
         alone = self.compared(inside, value=Formula.named(self.row.token))
         return Formula(lambda looked_at, *values: looked_at & ~alone.function(*values), (self.over, *alone.needs))
+
+    def found(self, compare: Callable[..., Tensor]) -> Formula:
+        """What ``compare(value, low, high)`` says of the gate's own value; False where the gate looks at no token."""
+        compared = self.compared(compare)
+        if self.after is None:
+            return compared
+        # Of no token the sum is 0 and the minimum infinite, which says nothing about a band.
+        return Formula(
+            lambda count, *values: (count > 0.0) & compared.function(*values), (f"num_{self.over}", *compared.needs)
+        )
 
     @property
     def scale_name(self) -> str:

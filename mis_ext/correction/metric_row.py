@@ -59,6 +59,7 @@ class MetricRow:
         text: What it measures, for the documentation.
         is_core: Whether it is on the short list to watch.
         alias_of: Another row with the same values, which are not computed twice.
+        mask: Name of the mask of which a sequence needs a token to be measured; by default what ``over`` says.
     """
 
     name: str
@@ -68,6 +69,7 @@ class MetricRow:
     text: str
     is_core: bool = False
     alias_of: str | None = None
+    mask: str | None = None
 
     @property
     def token_name(self) -> str:
@@ -77,7 +79,7 @@ class MetricRow:
     @property
     def count_name(self) -> str:
         """How many tokens of a sequence count; a sequence without one was not measured."""
-        return "num_response" if self.over in ("R", "C") else "num_valid"
+        return f"num_{self.mask or ('response' if self.over in ('R', 'C') else 'valid')}"
 
     @property
     def total_formula(self) -> Formula:
@@ -111,7 +113,8 @@ def row(
     *,
     stage: Stage,
     core: bool = False,
+    mask: str | None = None,
 ) -> MetricRow:
     """A row from a function whose parameters name what it needs."""
     formula = function if isinstance(function, Formula) else Formula.of(function)
-    return MetricRow(name, over, stage, formula, text, is_core=core)
+    return MetricRow(name, over, stage, formula, text, is_core=core, mask=mask)

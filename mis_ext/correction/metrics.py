@@ -213,7 +213,8 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     stage: Any = "token" if gate.reduce == "token" else "sequence"
 
     def flagged(flag: Callable[..., Tensor]) -> Formula:
-        return gate.compared(lambda *values: _as_number(flag(*values)))
+        found = gate.found(flag)
+        return Formula(lambda *values: _as_number(found.function(*values)), found.needs)
 
     if gate.is_veto:
         yield row(
@@ -238,7 +239,7 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
         below, above = flagged(lambda x, low, _high: x < low), flagged(lambda x, _low, high: x > high)
         yield row(f"{name}_fraction_low", over, below, "below the band", stage=stage)
         yield row(f"{name}_fraction_high", over, above, "above the band", stage=stage)
-    yield row(f"{name}_value", over, _shown(gate), "the statistic itself", stage=stage)
+    yield row(f"{name}_value", over, _shown(gate), "the statistic itself", stage=stage, mask=gate.over)
     if gate.target_accept is not None:
         for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
             if math.isfinite(edge):
@@ -251,15 +252,11 @@ def _bound(gate: Gate, edge: float) -> Formula:
 
 
 def _shown(gate: Gate) -> Formula:
-    """The statistic on the scale of its bounds; NaN where the gate looks at no token."""
+    """The statistic on the scale of its bounds."""
     value = gate.value
-
-    def shown(*values: Tensor) -> Tensor:
-        number = value.function(*values[: len(value.needs)])
-        number = bounded_exp(number) if gate.row.is_log else number
-        return number if gate.after is None else where(values[-1] > 0.0, number, math.nan)
-
-    return Formula(shown, value.needs if gate.after is None else (*value.needs, f"num_{gate.over}"))
+    if not gate.row.is_log:
+        return value
+    return Formula(lambda *values: bounded_exp(value.function(*values)), value.needs)
 
 
 def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
