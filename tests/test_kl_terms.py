@@ -43,3 +43,21 @@ def test_value_and_slope_are_those_of_the_formula(estimator, importance, cap) ->
     )
     found = KlTerm(estimator=estimator, scale=1.0, importance=importance, cap=cap).of(batch)
     torch.testing.assert_close(tuple(found), (value.detach(), slope))
+
+
+@pytest.mark.parametrize(("estimator", "value", "slope"), [("k2", 1800.0, 60.0), ("squared", 3600.0, 120.0)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_square_has_no_bound_where_an_exponent_would_have_one(estimator, value, slope, sign) -> None:
+    """As in the hosts; 60 nats from the reference policy are more than any ratio of ours."""
+    log_probs = {policy: torch.tensor([-61.0]) for policy in POLICIES} | {"reference": torch.tensor([-1.0])}
+    if sign < 0.0:
+        log_probs["current"], log_probs["reference"] = log_probs["reference"], log_probs["current"]
+    batch = Batch(
+        log_probs,
+        advantages_T=torch.zeros(1),
+        response_mask_T=torch.ones(1, dtype=torch.bool),
+        reductions=Reductions(PackedLayout.whole([1])),
+        whole_sequences=False,
+    )
+    found = KlTerm(estimator=estimator, scale=1.0).of(batch)
+    assert (float(found.value_T), float(found.slope_T)) == (value, -sign * slope)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp, bounded_expm1
+from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch, Pair
 
 Estimator = Literal["k1", "k2", "k3", "squared"]
@@ -109,7 +109,8 @@ class KlTerm:
             return Penalty(log_ratio_T, torch.ones_like(log_ratio_T))
         if self.estimator in ("k2", "squared"):
             factor = 0.5 if self.estimator == "k2" else 1.0
-            near_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            # No bound of an exponent: its square is finite for all log-probs that engines give.
+            near_T = log_ratio_T.clamp(-MAX_NATS, MAX_NATS)
             return Penalty(factor * near_T.square(), 2.0 * factor * near_T)
         excess_T = bounded_expm1(-log_ratio_T)
         return Penalty(excess_T + log_ratio_T.clamp(min=-MAX_LOG_RATIO), -excess_T)
