@@ -63,7 +63,7 @@ def mean_weight(responses: Iterable[Response], rules: Rules) -> float:
 
 def survivor_scale(responses: Sequence[Response], *, per_token_loss: bool) -> float:
     """What makes up for rejected terms that stay in the host's denominator; 1 when nothing is kept."""
-    counts = [(sum(r.kept), sum(r.response)) for r in responses if any(r.response)]
+    counts = [(sum(r.masked), sum(r.response)) for r in responses if any(r.response)]
     if not any(kept for kept, _ in counts):
         return 1.0
     if per_token_loss:

@@ -7,7 +7,7 @@ from host_loop import sum_of_sample_mean, sum_of_token
 from property_cases import ALL, LENGTHS, LEVELS, subset, weights_masks, weights_of_grid
 from reference import Samples, correct
 
-from mis_ext import prepare_rollout
+from mis_ext import CorrectionConfig, Gate, compute_mis_weights, prepare_rollout
 
 # These bounds are far apart for what a geometric mean does in practice, and the package says so.
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
@@ -121,3 +121,21 @@ def rollout_data(samples: Samples) -> dict:
         "response_lengths": lengths,
         "total_lengths": [length + 3 for length in lengths],
     }
+
+
+def test_a_kept_denominator_counts_what_stays_in_the_mask() -> None:
+    """Half of the tokens lose their weight and stay: the others are not scaled up. Rejected, they make a factor 2."""
+    proximal = [torch.tensor([-1.0, -1.0, -1.0, -1.0])]
+    behavior = [torch.tensor([-1.0, -3.0, -1.0, -3.0])]
+    found = {}
+    for action in ("zero", "reject"):
+        config = CorrectionConfig(
+            weight=None, gates=(Gate(low=0.5, high=2.0, action=action),), denominator="kept", metrics="all"
+        )
+        weights, masks, metrics = compute_mis_weights(
+            config, train_log_probs=proximal, rollout_log_probs=behavior, loss_masks=[torch.ones(4)]
+        )
+        found[action] = weights[0].tolist(), masks[0].tolist(), float(metrics["mis_denominator_factor"])
+    assert found["zero"] == ([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], 1.0)
+    assert found["reject"][1:] == ([1.0, 0.0, 1.0, 0.0], 2.0)
+    assert found["reject"][0][::2] == [2.0, 2.0]

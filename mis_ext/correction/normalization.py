@@ -62,11 +62,11 @@ def term_formulas(weight: Weight | None, *, over: NormalizeOver | None, per_toke
             "weight_count": Formula(lambda counted, count: where(counted & (count > 0.0), 1.0, 0.0), any_counted),
         }
     if per_token_loss:
-        return terms | {"original_terms": Formula.named("num_response"), "kept_terms": Formula.named("num_trained")}
+        return terms | {"original_terms": Formula.named("num_response"), "kept_terms": Formula.named("num_kept")}
     # The host gives every response token of a sequence the weight 1 / num_response.
     return terms | {
         "original_terms": Formula.named("has_response"),
-        "kept_terms": Formula.of(lambda num_trained, num_response: num_trained / num_response.clamp_min(1.0)),
+        "kept_terms": Formula.of(lambda num_kept, num_response: num_kept / num_response.clamp_min(1.0)),
     }
 
 

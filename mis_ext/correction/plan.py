@@ -192,11 +192,10 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
         "weighted_sequence": _all_pass("usable", [gate for gate in on_sequences if gate.action == "zero"]),
         "live_sequence": _all_pass("keep_sequence", [gate for gate in on_sequences if gate.action == "zero"]),
         "sequence_weight": one,
-        "num_trained": Formula.of(lambda live_sequence, num_live: where(live_sequence, num_live, 0.0)),
         # One column less where everything in the mask has a weight.
         "num_kept": Formula.of(lambda keep_sequence, sum_kept: where(keep_sequence, sum_kept, 0.0))
         if any(gate.action == "zero" for gate in config.all_gates)
-        else Formula.named("num_trained"),
+        else Formula.of(lambda live_sequence, num_live: where(live_sequence, num_live, 0.0)),
         "has_kept": Formula.of(lambda num_kept: where(num_kept > 0.0, 1.0, 0.0)),
         "has_response": Formula.of(lambda num_response: where(num_response > 0.0, 1.0, 0.0)),
         "log_ratio_mean": _finite(reduced("log_ratio", "mean")),

@@ -143,5 +143,5 @@ def _terms(correction: Correction, denominator_S: Tensor | None = None) -> Tenso
     terms = [correction.totals[f"total_{name}"] for name in names]
     if denominator_S is not None:
         # Samples of one rollout share a denominator, whichever micro-batch they are in.
-        terms[2:] = [(correction.sequences[count] / denominator_S).sum() for count in ("num_response", "num_trained")]
+        terms[2:] = [(correction.sequences[count] / denominator_S).sum() for count in ("num_response", "num_kept")]
     return torch.stack([*terms, correction.status])
