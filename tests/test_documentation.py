@@ -15,6 +15,7 @@ import yaml
 import mis_ext
 import mis_ext.cli
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
+from mis_ext.explain import explain_config
 from mis_ext.methods.table import methods_table
 
 ROOT = Path(__file__).parents[1]
@@ -33,12 +34,32 @@ def presets_table() -> Table:
     return Table(("preset", "what", "when", "source"), tuple(rows))
 
 
+CIRCUMSTANCES = {
+    "k3 0.0001, 2,048 tokens": {"k3": 1e-4, "length": 2048},
+    "k3 0.002, 64 tokens": {"k3": 2e-3, "length": 64},
+    "k3 0.002, 4,096 tokens": {"k3": 2e-3, "length": 4096},
+    "a step old, k3 0.08, 64 tokens": {"k3": 8e-2, "length": 64, "is_stale": True},
+}
+
+
+def traps_table() -> Table:
+    """What speaks against each preset, where the page says which to take."""
+    rows = []
+    for name in mis_ext.list_presets():
+        found = [explain_config(mis_ext.preset(name), **each).traps for each in CIRCUMSTANCES.values()]
+        # A trap may fire for each of several gates.
+        cells = [", ".join(dict.fromkeys(f"`{trap.name}`" for trap in traps)) or "-" for traps in found]
+        rows.append((f"`{name}`", *cells))
+    return Table(("preset", *CIRCUMSTANCES), tuple(rows))
+
+
 TABLES = {
     "metrics": (DOCS / "metrics.md", metrics_table),
     "statistics": (DOCS / "method.md", statistics_table),
     "bounds": (DOCS / "method.md", bounds_table),
     "methods": (DOCS / "methods.md", methods_table),
     "presets": (DOCS / "presets.md", presets_table),
+    "traps": (DOCS / "presets.md", traps_table),
 }
 
 

@@ -1,5 +1,6 @@
 """`mis-ext explain`: every preset, the law against the correction itself, and each trap where it belongs."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from mis_ext.report.recommendation import circumstances_of
 
 pytest.importorskip("rich")
 NUM_SEQUENCES = 4000
-CASES = [(1e-3, 64), (5e-3, 40), (5e-2, 96)]
+CASES = [(8e-4, 64), (5e-3, 40), (5e-2, 96)]
 
 
 def gaussian(k3: float, length: int, *, count: int = NUM_SEQUENCES) -> Part:
@@ -199,7 +200,17 @@ def test_what_the_law_does_not_know_is_no_number() -> None:
     unknown = [name for name, share in found.effect.accepted.items() if math.isnan(share)]
     assert [name.split(":")[0] for name in unknown] == ["rs_veto_probability", "rest"]
     assert all(any(name in note for note in found.notes) for name in unknown)
-    assert 0.9 < found.effect.kept_tokens < 1.0
+    # What passes the known ones would look like an answer.
+    effect = found.effect
+    assert all(math.isnan(share) for share in (effect.kept_tokens, effect.kept_sequences))
+    assert all(math.isnan(number) for number in (effect.learning_rate, effect.ess))
+    assert effect.weight_mean == pytest.approx(1.0)
+    assert not found.is_known
+    zeroing = [dataclasses.replace(gate, action="zero") for gate in (gates[0], gates[2])]
+    effect = effect_of(CorrectionConfig(gates=(gates[1], *zeroing)), k3=1e-3, length=2048)
+    # Zeroed is not removed.
+    assert 0.9 < effect.kept_tokens < 1.0
+    assert math.isnan(effect.learning_rate)
     weight = Weight(level="sequence", only_outside=Gate(reduce="max", high=5.0))
     assert math.isnan(effect_of(CorrectionConfig(weight=weight), k3=1e-3, length=64).learning_rate)
 
@@ -222,6 +233,7 @@ FIRES = {
     "narrow_geometric_band": (CorrectionConfig(gates=(BAND,)), {"k3": 5e-3, "length": 40}, {"k3": 1e-4, "length": 40}),
     "length_bias": (CorrectionConfig(gates=(PRODUCT,)), {"length": 256}, {"length": 16}),
     "stale_gates": (CorrectionConfig(gates=(BAND,)), {"is_stale": True}, {"is_stale": False}),
+    "costly_gates": (CorrectionConfig(gates=(BAND,)), {"k3": 2e-3, "length": 4096}, {"k3": 1e-3, "length": 4096}),
     "single_sequence": (
         CorrectionConfig(weight=SEQUENCE, normalize_over="kept", scope="micro_batch"),
         {},
@@ -237,6 +249,35 @@ def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
     assert name in [trap.name for trap in explain_config(config, **there).traps]
     assert name not in [trap.name for trap in explain_config(config, **elsewhere).traps]
     assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
+
+
+def test_what_the_page_of_presets_advises_against_has_a_trap_and_what_it_takes_has_none() -> None:
+    circumstances = {"k3": 2e-3, "length": 4096}
+    assert not explain_config(mis_ext.preset("mis"), **circumstances).traps
+    for name in ("gated_mis", "sequence_tis", "sequence_mis"):
+        assert explain_config(mis_ext.preset(name), **circumstances).traps, name
+    (trap,) = explain_config(mis_ext.preset("gated_mis"), **circumstances).traps
+    assert "lost 0.02 of reward" in trap.text
+    # One warning of gates on sequences is enough: with stale weights another one.
+    stale = explain_config(mis_ext.preset("gated_mis"), **circumstances, is_stale=True).traps
+    assert [trap.name for trap in stale] == ["stale_gates"]
+    vetoed = CorrectionConfig(gates=(Gate(reduce="min", low=1e-4), Gate(low=0.5, high=2.0)))
+    assert not explain_config(vetoed, **circumstances).traps
+
+
+def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_path, capsys) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("mis: {gates: [{statistic: proximal_probability, low: 0.9}]}\n")
+    assert main(["explain", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for label in ("tokens kept", "responses kept", "effective learning rate", "ESS of what multiplies the"):
+        (row,) = [line for line in shown.splitlines() if label in line]
+        assert row.count(" - ") == 4, row
+    assert "Nothing speaks against it" not in shown
+    assert "Not known: what speaks against it at 2,048 tokens" in shown
+    assert main(["explain", str(path), "--json"]) == 0
+    effect = json.loads(capsys.readouterr().out)["effect"]
+    assert [effect[name] for name in ("kept_tokens", "kept_sequences", "learning_rate", "ess")] == [None] * 4
 
 
 def test_few_sequences_decide_where_the_law_did_not_expect_it() -> None:

@@ -123,7 +123,8 @@ def _show(name: str, found: Explanation) -> None:
         table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
     console.print(table)
     console.print(Text(found.limits, style="dim"))
-    title(f"{'What' if found.traps else 'Nothing'} speaks against it at {found.effect.length:,.0f} tokens")
+    known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
+    title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
     if found.traps:
         lines((trap.text for trap in found.traps), "yellow")
     if found.notes:

@@ -21,8 +21,8 @@ class Effect:
         length: Tokens of a response.
         ess_token: Kish's effective share of token ratios; of products over responses and of their geometric means.
         accepted: Share of tokens, or of responses, that each gate keeps or weighs.
-        kept_tokens: Share of tokens that stay in the mask, by the gates of which the law says something. Gates on other
-            things than the ratio of a token or of a response count as independent of each other.
+        kept_tokens: Share of tokens that stay in the mask. Gates on other things than the ratio of a token or of a
+            response count as independent of each other.
         kept_sequences: The same of responses.
         above_high: Share of ratios at the level of the weight that its high bound acts on; then the low bound.
         weight_mean: Of the weight, before normalisation, gates apart.
@@ -91,7 +91,7 @@ def description(name: str, gate: Gate) -> str:
 
 @dataclass(frozen=True)
 class _Passed:
-    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share of the responses."""
+    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown."""
 
     token: list[Interval]
     product: list[Interval]
@@ -99,7 +99,7 @@ class _Passed:
 
     @classmethod
     def of(cls, law: GaussianLaw, gates: list[Gate]) -> _Passed:
-        """What passes all of those that the law says something of."""
+        """What passes all of them."""
         token, product, others = [EVERYTHING], [EVERYTHING], 1.0
         for gate in gates:
             accepted = law.acceptance(gate)
@@ -108,7 +108,7 @@ class _Passed:
                 product = intersected(product, [(gate.log_low * scale, gate.log_high * scale)])
             elif not math.isnan(accepted) and gate.reduce == "token":
                 token = intersected(token, passing(gate))
-            elif not math.isnan(accepted):
+            else:
                 others *= accepted
         return cls(token, product, others)
 

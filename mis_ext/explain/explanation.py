@@ -57,6 +57,11 @@ class Explanation:
     notes: tuple[str, ...]
     limits: str
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the law says what the loss is multiplied by, so that no trap means none."""
+        return not math.isnan(self.effect.learning_rate)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON: NaN is None."""
         steps, traps = ([each._asdict() for each in rows] for rows in (self.steps, self.traps))
@@ -124,6 +129,9 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
             )
     for name, accepted in effect.accepted.items():
         if math.isnan(accepted):
-            yield f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate"
+            yield (
+                f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate; so "
+                "what is kept of all is not known either"
+            )
         elif 1.0 - accepted < _IDLE:
             yield f"{name}: by the law it removes nothing; it acts only on heavy tails"

@@ -25,6 +25,9 @@ the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, 
 """
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
 EVIDENCE = "benchmarks/evidence/README.md"
+HARMLESS_K3 = 1e-3
+"""Up to here no study found a correction better than none, or worse."""
+COST_OF_GATES = "gates on sequences lost 0.02 of reward with an fp8 cache"
 
 
 class Trap(NamedTuple):
@@ -160,6 +163,16 @@ def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str
         yield f"gates on sequences made runs with stale weights collapse earlier ({EVIDENCE})"
 
 
+def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates)
+    # With stale weights they cost more, which ``stale_gates`` says.
+    if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
+        yield (
+            f"{COST_OF_GATES} and gained none anywhere ({EVIDENCE}): above k3 {HARMLESS_K3:g} take mis, unless it is a "
+            "few broken responses that the gate is for"
+        )
+
+
 def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     """What the law did not expect: where it did, ``hopeless_sequences`` says so."""
     is_product = config.weight is not None and config.weight.level == "sequence"
@@ -183,6 +196,7 @@ TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
     "narrow_geometric_band": _narrow_geometric_band,
     "length_bias": _length_bias,
     "stale_gates": _stale_gates,
+    "costly_gates": _costly_gates,
     "few_sequences_decide": _few_sequences_decide,
     "single_sequence": lambda config, found: single_sequence(config, found.num_sequences),
     "low_learning_rate": _low_learning_rate,

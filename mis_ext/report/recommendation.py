@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.explain.traps import EVIDENCE, FEW_SEQUENCES_ESS, Circumstances, gates_sequences, traps_of
+from mis_ext.explain.traps import (
+    COST_OF_GATES,
+    EVIDENCE,
+    FEW_SEQUENCES_ESS,
+    HARMLESS_K3,
+    Circumstances,
+    gates_sequences,
+    traps_of,
+)
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
@@ -15,7 +23,7 @@ from mis_ext.report.what_if import Outcome
 NONE = "none"
 """What a ranking calls no correction."""
 
-HARMLESS_K3, HARMLESS_ESS = 1e-3, 0.99
+HARMLESS_ESS = 0.99
 MIN_GROUPS_LEFT = 0.95
 
 
@@ -159,10 +167,7 @@ def _in_words(
             f"With stale weights token TIS gained 0.08 to 0.34 of reward, gates on sequences lost ({EVIDENCE})."
         )
     else:
-        reasons.append(
-            f"No study of ours found token TIS worse than no correction; gates on sequences lost 0.02 of reward "
-            f"with an fp8 cache ({EVIDENCE})."
-        )
+        reasons.append(f"No study of ours found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
             f"Weights of whole sequences are out of reach: their effective sample size is {overall.ess_sequence:.2g} "
