@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
     from mis_ext.hosts.slime_miles.sessions import session_for
-    from mis_ext.presets import list_presets, load_config, preset
+    from mis_ext.preset_files import list_presets
+    from mis_ext.presets import load_config, preset
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -59,7 +60,8 @@ else:
             "hosts.slime_miles.policy_loss": ("policy_loss",),
             "hosts.slime_miles.rollout": ("prepare_rollout",),
             "hosts.slime_miles.sessions": ("session_for",),
-            "presets": ("list_presets", "load_config", "preset"),
+            "preset_files": ("list_presets",),
+            "presets": ("load_config", "preset"),
         },
     )
 

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mis_ext.checks import did_you_mean
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
 from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+from mis_ext.preset_files import preset_path
 
 if TYPE_CHECKING:
     from mis_ext.methods import Preset
     from mis_ext.methods.as_correction import HookMethod
-
-_PRESETS = Path(__file__).parent / "_presets"
 
 
 def load_config(path: str | Path) -> CorrectionConfig:
@@ -68,11 +66,6 @@ def load_loss(path: str | Path) -> LossSettings | None:
         raise type(error)(f"{path}: {error}") from None
 
 
-def list_presets() -> tuple[str, ...]:
-    """Names of the presets."""
-    return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
-
-
 def preset(name: str) -> CorrectionConfig:
     """The preset called ``name``.
 
@@ -80,18 +73,6 @@ def preset(name: str) -> CorrectionConfig:
         ValueError: There is no such preset.
     """
     return load_config(preset_path(name))
-
-
-def preset_path(name: str) -> Path:
-    """The file of the preset called ``name``.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
-    names = list_presets()
-    if name not in names:
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
-    return _PRESETS / f"{name}.yaml"
 
 
 def method_yaml(row: Preset) -> str:

@@ -17,6 +17,7 @@ import mis_ext.cli
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
 from mis_ext.explain import explain_config
 from mis_ext.methods.table import methods_table
+from mis_ext.preset_files import PresetRemarks, preset_remarks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,10 +29,8 @@ def presets_table() -> Table:
     """What the files say about themselves."""
     rows = []
     for name in mis_ext.list_presets():
-        comment = (ROOT / "yaml" / f"{name}.yaml").read_text(encoding="utf-8")
-        what, when, source = re.findall(r"^# (?:What|When|Source): (.*)$", comment, flags=re.MULTILINE)
-        rows.append((f"`{name}`", what, when, source))
-    return Table(("preset", "what", "when", "source"), tuple(rows))
+        rows.append((f"`{name}`", *preset_remarks(name)))
+    return Table(("preset", *PresetRemarks._fields), tuple(rows))
 
 
 CIRCUMSTANCES = {

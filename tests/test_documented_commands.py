@@ -22,7 +22,7 @@ MEASUREMENTS = (ROOT / "benchmarks" / "MODELS.md", *sorted((ROOT / "benchmarks" 
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:bash|python3?|mis-ext|torchrun|pip|pytest)[ \n][^`]+)`(?!`)")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-PLACEHOLDERS = {"NAME": "gspo", "STUDY": "fp8_cache"}
+PLACEHOLDERS = {"NAME": "gspo", "PRESET": "icepop", "STUDY": "fp8_cache"}
 
 
 def commands() -> list:
@@ -116,7 +116,7 @@ def parser_of(path: Path) -> argparse.ArgumentParser:
 
 
 def check_mis_ext(words: list[str]) -> None:
-    if len(words) == 1 and words != ["methods"]:
+    if len(words) == 1 and words not in (["methods"], ["presets"]):
         # The text names the command.
         with pytest.raises(SystemExit, match="0"):
             mis_ext.cli.main([*words, "--help"])

@@ -58,6 +58,16 @@ print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.
     assert run(code).split() == ["True", "False"]
 
 
+def test_the_files_of_presets_are_listed_without_torch() -> None:
+    code = """
+import sys, mis_ext.cli
+mis_ext.cli.main(["presets"])
+mis_ext.cli.main(["presets", "mis"])
+print("torch" in sys.modules)
+"""
+    assert run(code).split()[-1] == "False"
+
+
 def test_methods_need_no_torch_until_one_is_asked_for() -> None:
     code = """
 import sys, mis_ext.methods, mis_ext.cli

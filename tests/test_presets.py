@@ -7,6 +7,7 @@ import pytest
 from flat_keys import from_yaml
 
 from mis_ext import list_presets, load_config, preset
+from mis_ext.cli import main
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS
 
@@ -28,6 +29,30 @@ def test_every_preset_loads_and_says_what_when_and_where_from(path: Path) -> Non
     assert load_config(path) == preset(path.stem)
     if path.stem != "metrics_only":
         assert not preset(path.stem).metrics_only
+
+
+def test_the_command_lists_what_each_preset_says_of_itself(capsys) -> None:
+    assert main(["presets"]) == 0
+    listed = capsys.readouterr().out
+    for path in PRESETS:
+        what, when, source = (line.removeprefix("# ") for line in path.read_text().splitlines()[:3])
+        assert f"{path.stem}\n  {what}\n  {when}\n" in listed
+        assert source not in listed
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_command_prints_a_file_that_loads_as_the_preset(path: Path, capsys, tmp_path) -> None:
+    assert main(["presets", path.stem]) == 0
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(capsys.readouterr().out)
+    assert copy.read_bytes() == path.read_bytes()
+    assert load_config(copy) == preset(path.stem)
+
+
+def test_a_misspelt_preset_gets_the_nearest(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["presets", "icpop"])
+    assert "no preset 'icpop' (did you mean 'icepop'?)" in capsys.readouterr().err
 
 
 def test_presets_show_the_core_metrics_but_where_one_compares_or_measures() -> None:

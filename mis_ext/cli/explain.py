@@ -63,7 +63,8 @@ def _number(text: str) -> float:
 def run(parsed: argparse.Namespace) -> int:
     """Explain the configuration on the terminal, or as JSON; the exit code."""
     from mis_ext.explain import explain_config
-    from mis_ext.presets import load_loss, load_quietly, preset_path
+    from mis_ext.preset_files import preset_path
+    from mis_ext.presets import load_loss, load_quietly
 
     path = Path(parsed.config)
     if path.suffix not in (".yaml", ".yml") and not path.exists():

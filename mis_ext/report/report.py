@@ -11,7 +11,8 @@ from typing import Any
 
 from mis_ext.dumps import Dumps
 from mis_ext.plain_data import to_plain
-from mis_ext.presets import list_presets, load_quietly, preset_path
+from mis_ext.preset_files import list_presets, preset_path
+from mis_ext.presets import load_quietly
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.finding import Diagnosis
 from mis_ext.report.indicators import Indicator, indicators
