@@ -455,3 +455,26 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
         PRESETS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_soft_gate_of_sapo_keeps_its_digits_where_it_is_nearly_closed(dtype, advantage) -> None:
+    log_ratio = torch.linspace(-3.0, math.log(80.0), 200, dtype=dtype)
+    proximal = torch.full_like(log_ratio, -5.0)
+    current = proximal + log_ratio
+    found = PRESETS["sapo"].method(
+        proximal_logprobs_T=proximal,
+        current_logprobs_T=current,
+        advantages_T=torch.full_like(proximal, advantage),
+        response_mask_T=torch.ones_like(proximal),
+        layout=PackedLayout.whole([len(proximal)]),
+    )
+    # The derivative of 4 / tau / (1 + exp(-x)) in float64, of the log-ratios that the dtype has.
+    ratio = (current - proximal).double().exp()
+    tau = 1.0 if advantage > 0.0 else 1.05
+    decay = (-tau * (ratio - 1.0)).exp()
+    wanted = advantage * 4.0 * ratio * decay / (1.0 + decay).square()
+    assert wanted.abs().min() < 1e-30
+    # A ratio of 80 is off by a few roundings, and the relative error of exp(-x) is 83 times that of x.
+    torch.testing.assert_close(found.coefficient_T.double(), wanted, rtol=83 * 4 * torch.finfo(dtype).eps / 2, atol=0.0)

@@ -52,8 +52,10 @@ class Sigmoid:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         ratio_T = bounded_exp(batch.log_ratio(self.pair))
         tau_T = batch.by_sign(self.positive, self.negative)
-        gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0))
-        slope_T = 4.0 * gate_T * (1.0 - gate_T) * ratio_T
+        excess_T = tau_T * (ratio_T - 1.0)
+        gate_T = torch.sigmoid(excess_T)
+        # Not 1 - gate, which at a ratio of 18 has lost every digit.
+        slope_T = 4.0 * gate_T * torch.sigmoid(-excess_T) * ratio_T
         return Slope(gate_T * 4.0 / tau_T, slope_T, torch.zeros_like(batch.valid_T))
 
 
