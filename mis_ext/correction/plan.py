@@ -35,6 +35,7 @@ from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_na
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
+from mis_ext.correction.operations import check_operations
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
 
 Operation = Literal["sum", "min", "max"]
@@ -123,12 +124,17 @@ _Reduction = TypeVar("_Reduction", Column, Total)
 
 @functools.lru_cache(maxsize=32)
 def plan_of(config: CorrectionConfig) -> Plan:
-    """The columns, totals and metrics that ``config`` needs and no others; kept, so that equal ones share a plan."""
+    """The columns, totals and metrics that ``config`` needs and no others; kept, so that equal ones share a plan.
+
+    Raises:
+        ValueError: A formula uses an operation that the Triton backend does not know.
+    """
     selected = config.selected_rows
     originals = {row.alias_of or row.name for row in selected}
     metrics = tuple(row for row in config.available_rows if row.name in originals)
     place = {row.name: index for index, row in enumerate(metrics)}
     token, sequence = _token_formulas(config, metrics), _sequence_formulas(config)
+    check_operations({**token, **sequence, **SCALE_FORMULAS, **{row.name: row.sequence_formula for row in metrics}})
     given = {*SCALES, *config.adapted_gates}
     of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []

@@ -102,6 +102,9 @@ class Symbol:
     def __invert__(self) -> Symbol:
         return Symbol(f"(~{self.text})", "bool")
 
+    def __bool__(self) -> bool:
+        raise TypeError("a formula cannot branch on a value: write where(condition, value, otherwise)")
+
     def exp(self) -> Symbol:
         """``e**x``."""
         return Symbol(f"tl.exp({self.wide})", "float64")
