@@ -1,9 +1,8 @@
-"""`mis-ext check-rollouts` on several files, compressed ones and pipes, with one process or many."""
+"""`mis-ext check-rollouts` on several files, compressed ones and pipes."""
 
 import gzip
 import json
 import os
-import sys
 import threading
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip 
 pytest.importorskip("transformers")
 
 from conversations import CASES
-from rollout_logs import error_of, every_case, good, report_of, write
+from rollout_logs import every_case, good, report_of, write
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
 
@@ -69,43 +68,17 @@ def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
         assert [each.line for each in calls] == [7, 17]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_several_processes_find_what_one_finds_and_in_the_same_order(tmp_path, tokenizer_folder) -> None:
-    parts = [write(tmp_path, *every_case(), name="1.jsonl"), tmp_path / "2.jsonl.gz"]
-    rows = [json.dumps(row) for name in "abcdefghijkl" for row in good(name)]
-    parts[1].write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
-    found, samples = [], tmp_path / "samples.jsonl"
-    for processes in (1, 3):
-        options = ("--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
-        found.append((report_of(parts[0], parts[1], *options, "--processes", processes), samples.read_text()))
-    assert found[0] == found[1]
-    assert found[0][0]["conversations"] == len(CASES) + 12
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch, capsys) -> None:
+def test_the_progress_of_a_large_log_is_shown(tmp_path, monkeypatch, capfd) -> None:
     from mis_ext.cli import check_rollouts
 
-    monkeypatch.setattr(check_rollouts, "_check_one", lambda *_: os._exit(9))
-    message = error_of(capsys, write(tmp_path, *good()), "--processes", 2)
-    assert "a process that checks conversations died, perhaps for want of memory: use fewer" in message
-
-
-def test_a_large_log_is_checked_by_all_processors_and_its_progress_is_shown(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.cli import check_rollouts
-    from mis_ext.rollout.logs import processes
-
-    asked = []
-    monkeypatch.setattr(processes, "count_processes", lambda: asked.append(1) or 1)
     monkeypatch.setenv("FORCE_COLOR", "1")
     path = write(tmp_path, *good())
     report_of(path)
-    assert (asked, "checking" in capfd.readouterr().err) == ([], False)
+    assert "checking" not in capfd.readouterr().err
     monkeypatch.setattr(check_rollouts, "_LARGE", 1)
     report_of(path)
     shown = capfd.readouterr().err
     size = path.stat().st_size / 1000
-    assert asked == [1]
     assert "reading" in shown
     # Bytes done of all bytes, and the time that is left.
     assert f"{size:.1f}/{size:.1f} kB" in shown

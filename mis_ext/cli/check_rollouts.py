@@ -6,8 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from mis_ext.rollout.text import Tokenizer
 
 _LARGE = 1 << 24
-"""Bytes of a log that takes seconds: worth a view of the progress, and more processes."""
+"""Bytes of a log that takes seconds: worth a view of the progress."""
 
-_MAX_PROCESSES = 256
 _FORMAT = (
     'One call a line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}, and, where there is '
     'one, "request_id", "text" (what the agent kept of the response), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
@@ -70,9 +68,6 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="how many check at a time; by default one per CPU for large logs"
-    )
     parser.set_defaults(run=run)
 
 
@@ -87,8 +82,6 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--behind-splice {parsed.behind_splice} needs --policy correct: nothing else splices")
     if parsed.policy == "correct" and parsed.tokenizer is None:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
-    if parsed.processes is not None and not 1 <= parsed.processes <= _MAX_PROCESSES:
-        raise ValueError(f"--processes must be in [1, {_MAX_PROCESSES}], got {parsed.processes}")
     if parsed.reasoning is not None and "" in parsed.reasoning:
         raise ValueError("the markers of --reasoning must not be empty")
     for output in (parsed.json, parsed.samples):
@@ -103,53 +96,48 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     from mis_ext.rollout.logs.files import RolloutLog
-    from mis_ext.rollout.logs.processes import checking, count_processes
     from mis_ext.rollout.logs.report import LogReport
 
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
-    check = partial(_check_one, parsed, tokenizer)
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
-        is_large = log.size >= _LARGE
-        processes = parsed.processes or (count_processes() if is_large else 1)
-        # Before the progress, which begins a thread.
-        check_all = stack.enter_context(checking(log, check, processes=processes))
         samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
-        progress = stack.enter_context(_progress(enabled=is_large))
+        progress = stack.enter_context(_progress(enabled=log.size >= _LARGE))
         task = progress.add_task("reading", total=log.size)
         for num_bytes in log.scan():
             progress.advance(task, num_bytes)
         for problem in log.problems:
             report.add_problem(problem)
-        sizes = [sum(place.size for place in places) for places in log.places.values()]
-        task = progress.add_task("checking", total=sum(sizes))
-        for num_bytes, (found, lines) in zip(sizes, check_all(log.places), strict=True):
+        sizes = {name: sum(place.size for place in places) for name, places in log.places.items()}
+        task = progress.add_task("checking", total=sum(sizes.values()))
+        for name, places in log.places.items():
+            found = _check_one(parsed, tokenizer, log.calls(places))
             report.add(found)
             if samples is not None:
-                samples.writelines(lines)
-            progress.advance(task, num_bytes)
+                samples.writelines(_sample_lines(name, found))
+            progress.advance(task, sizes[name])
     return report.to_dict()
 
 
 def _check_one(
-    parsed: argparse.Namespace, tokenizer: Tokenizer | None, conversation: str, calls: Iterator[LoggedCall]
-) -> tuple[ConversationCheck, list[str]]:
-    """What is in a conversation, without its samples, and these as lines where they are wanted."""
+    parsed: argparse.Namespace, tokenizer: Tokenizer | None, calls: Iterator[LoggedCall]
+) -> ConversationCheck:
     from mis_ext.rollout.logs.checks import REASONING, check_conversation
 
     opening, closing = parsed.reasoning or REASONING
-    found = check_conversation(
+    return check_conversation(
         calls,
         tokenizer=tokenizer,
         policy=parsed.policy,
         behind_splice=parsed.behind_splice or "mask",
         reasoning=(opening, closing),
     )
-    lines = []
-    for sample in found.samples if parsed.samples is not None else ():
+
+
+def _sample_lines(conversation: str, found: ConversationCheck) -> Iterator[str]:
+    for sample in found.samples:
         values = {field.name: getattr(sample, field.name) for field in fields(sample)}
-        lines.append(json.dumps({"conversation": conversation, **values}) + "\n")
-    return replace(found, samples=()), lines
+        yield json.dumps({"conversation": conversation, **values}) + "\n"
 
 
 @contextmanager

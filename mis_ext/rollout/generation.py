@@ -12,10 +12,6 @@ LARGEST_ID = 2**31 - 1
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class CheckedIds(list[int]):
-    """Token ids, each of which was checked to be one: nobody need look at them again."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """What the server was given and what it sampled; the readers guarantee every statement below.

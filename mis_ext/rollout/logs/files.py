@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
-from mis_ext.rollout.logs.json_parts import RepeatedIds
 from mis_ext.rollout.logs.lines import LoggedCall, LogLineError, parse_line
 
 _BLOCK = 1 << 20
@@ -30,9 +29,9 @@ class Place(NamedTuple):
 class RolloutLog:
     """Log files, read one conversation at a time, wherever its calls are.
 
-    Two passes: :meth:`scan` finds the lines of each conversation, :meth:`calls` reads them again, in a forked process
-    too. In memory are only the places of the lines and what is being read. A file that cannot be read twice, because
-    it is compressed or a pipe, is copied to a temporary file.
+    Two passes: :meth:`scan` finds the lines of each conversation, :meth:`calls` reads them again. In memory are only
+    the places of the lines and what is being read. A file that cannot be read twice, because it is compressed or a
+    pipe, is copied to a temporary file.
 
     Args:
         paths: The files; they stay open until the log is closed.
@@ -84,12 +83,10 @@ class RolloutLog:
 
     def calls(self, places: Iterable[Place]) -> Iterator[LoggedCall]:
         """The calls of a conversation, in order."""
-        ids = RepeatedIds()
         for place in places:
             file = self._files[place.file]
-            # Processes that share the file share its position too.
             content = os.pread(file.content.fileno(), place.size, place.offset)
-            yield parse_line(content, file=file.name, line=place.number).decode(ids)
+            yield parse_line(content, file=file.name, line=place.number)
 
 
 class _LogFile(NamedTuple):

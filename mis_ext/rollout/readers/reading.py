@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse
-from mis_ext.rollout.generation import LARGEST_ID, CheckedIds, FinishReason
+from mis_ext.rollout.generation import LARGEST_ID, FinishReason
 
 # JSON has no infinity: vLLM writes this in its place.
 _STAND_IN_FOR_MINUS_INFINITY = -9999.0
@@ -106,8 +106,6 @@ class Field:
 
     def token_ids(self) -> list[int]:
         """The value, which must be a list of token ids."""
-        if isinstance(self.value, CheckedIds):
-            return self.value
         ids = self.array()
         if not are_token_ids(ids):
             wrong = next(i for i, x in enumerate(ids) if not _is_token_id(x))
