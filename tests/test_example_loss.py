@@ -39,6 +39,40 @@ def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_host
         assert row["train/mis_k3_kl"] > 0
 
 
+METHODS = {
+    "gspo": {},
+    "dispo": {"positive": [0.7, 1.5]},
+    "dppo_tv": {"delta": 0.1},
+    "prime_rl": {},
+    "vaco": {},
+}
+"""Of a sequence, with two bands, of probabilities, with a penalty, and with a mean over the data-parallel ranks."""
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("method", METHODS)
+def test_a_short_run_with_a_method_by_its_name_learns(tmp_path: Path, method: str):
+    gates = {"use_tis": True, "tis_level": "none", "rs_veto_threshold": 1.0e-4}
+    config = tmp_path / "method.yaml"
+    config.write_text(yaml.safe_dump(gates | {"mis_loss_method": {"name": method} | METHODS[method]}))
+    skips = method in ("dppo_tv", "prime_rl", "vaco")
+    flags = ["--use-rollout-logprobs"] if skips else []
+    (row,) = train(tmp_path / "run", *WHOLE_LOSS, *flags, "--custom-config-path", str(config), "--num-rollout", "1")
+    names = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
+    assert all(math.isfinite(row[f"train/{name}"]) for name in names)
+    assert row["train/grad_norm"] > 0
+    assert ("perf/score_seconds" in row) is not skips
+
+
+def test_a_clip_beside_a_method_is_the_users(tmp_path: Path):
+    config = tmp_path / "method.yaml"
+    config.write_text("mis_loss_method: gspo\n")
+    flags = [*WHOLE_LOSS, "--custom-config-path", str(config)]
+    assert parse_args(flags).eps_clip_high is None
+    assert parse_args([*flags, "--eps-clip-high", "0.3"]).eps_clip_high == 0.3
+    assert parse_args(WHOLE_LOSS).eps_clip_high == 0.28
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -57,7 +91,7 @@ def test_the_help_says_where_the_mode_comes_from(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for part in (*MODES, "--loss-type", "mis_loss_mode", "--use-rollout-logprobs"):
+    for part in (*MODES, "--loss-type", "mis_loss_mode", "mis_loss_method", "--use-rollout-logprobs"):
         assert part in text
 
 

@@ -27,6 +27,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.engine_settings = _as_dict(parser, args.engine_settings)
     if args.custom_config_path is not None:
         apply_custom_config(args, args.custom_config_path)
+    if args.eps_clip_high is None and getattr(args, "mis_loss_method", None) is None:
+        args.eps_clip_high = 0.28
     _check(parser, args)
     return args
 
@@ -81,7 +83,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--micro-batch-size", type=int, default=16, help="samples per micro-batch and rank")
     group.add_argument("--qkv-format", choices=["thd", "bshd"], default="thd")
     group.add_argument("--eps-clip", type=float, default=0.2)
-    group.add_argument("--eps-clip-high", type=float, default=0.28)
+    group.add_argument("--eps-clip-high", type=float, help="0.28 where no mis_loss_method says what the loss is")
     group.add_argument("--eps-clip-c", type=float, help="dual clip, with custom_loss only")
     group.add_argument("--entropy-coef", type=float, default=0.0, help="with custom_loss only")
     group.add_argument("--calculate-per-token-loss", action="store_true")
@@ -95,8 +97,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--custom-loss-function-path",
         default="mis_ext.policy_loss",
         help="module.function(args, batch, logits, sum_of_sample_mean), with custom_loss only. Of mis_ext.policy_loss "
-        "the mode comes from the YAML, mis_loss_mode: baseline, decoupled, bypass or reinforce. decoupled and "
-        "reinforce need --use-tis; with bypass and reinforce --use-rollout-logprobs skips the trainer's scoring pass",
+        "the mode comes from the YAML, mis_loss_mode: baseline, decoupled, bypass or reinforce, or mis_loss_method "
+        "names a published method. decoupled and reinforce need --use-tis; with bypass, reinforce and methods that do "
+        "not look at the proximal policy --use-rollout-logprobs skips the trainer's scoring pass",
     )
 
 
