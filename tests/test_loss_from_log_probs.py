@@ -13,6 +13,7 @@ import mis_ext
 from mis_ext import PackedLayout
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.loss.naive import naive_policy_loss
 
 STREAMS = {
     "behavior_logprobs": "rollout_log_probs",
@@ -169,3 +170,52 @@ def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> No
     given = padded(samples_of(batch_of()))
     with pytest.raises(ValueError, match=message):
         computed(keys, given | change)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_that_a_reader_meets_first_is_the_loss(seed) -> None:
+    """Plain PyTorch, sample by sample, with autograd; and the pass over all tokens with its own slopes."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 40, (12,), generator=generator).tolist()
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+
+    behavior = -0.1 - noise(1.0).abs()
+    proximal = behavior + noise(0.3)
+    flat = {
+        "current_logprobs": proximal + noise(0.3),
+        "proximal_logprobs": proximal,
+        "behavior_logprobs": behavior,
+        "reference_logprobs": behavior + noise(0.5),
+        "entropy": noise(1.0).abs(),
+        "advantages": noise(1.0),
+        "response_mask": (torch.rand(sum(lengths), generator=generator) < 0.8).int(),
+    }
+    # No sample without a token: what it is divided by is another matter.
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    flat["response_mask"][starts] = 1
+    keys = {
+        "mis_loss_mode": "decoupled",
+        "use_tis": True,
+        "tis_upper_bound": 1.2,
+        "eps_clip": 0.15,
+        "eps_clip_high": 0.3,
+    }
+    keys |= {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.95, "rs_upper_bound": 1.08}
+    keys |= {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.2, "entropy_coef": 0.1}
+    keys |= {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+    found, gradients = computed(keys, flat, layout=PackedLayout.whole(lengths))
+    leaves = [flat[name].clone().requires_grad_() for name in ("current_logprobs", "entropy")]
+    names = {"current_logprobs": "current", "entropy": "entropies", "response_mask": "masks"}
+    given = flat | dict(zip(("current_logprobs", "entropy"), leaves, strict=True))
+    samples = {names.get(key, key.removesuffix("_logprobs")): each.split(lengths) for key, each in given.items()}
+    wanted = naive_policy_loss(
+        **samples, eps_clip=0.15, eps_clip_high=0.3, upper_bound=1.2, band=(0.95, 1.08), kl_coef=0.2, entropy_coef=0.1
+    )
+    # Weights are float32: each of 12 means of terms around 1 is off by at most 2^-23.
+    torch.testing.assert_close(found.total, wanted, rtol=0.0, atol=12 * 2**-23)
+    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    kept = found.metrics["mis_kept_seq_fraction"].value()
+    assert 0.1 < kept < 0.9

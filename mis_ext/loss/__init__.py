@@ -1,1 +1,1 @@
-"""The whole policy loss: start reading at :mod:`mis_ext.loss.policy`."""
+"""The whole policy loss: read :mod:`mis_ext.loss.naive` first, then :mod:`mis_ext.loss.policy`."""
