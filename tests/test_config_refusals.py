@@ -1,5 +1,6 @@
 """Configuration: what is refused, what is warned of, and that each message names key, value and legal range."""
 
+import argparse
 import math
 import re
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 from flat_keys import from_yaml
 
-from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config
+from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
+from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS, READ_KEYS, STRAY_KEYS
+from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEYS
+from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS, PREFIXES
 
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
@@ -91,6 +95,22 @@ REFUSED = {
     "{mis: {weight: {level: token}}, tis_level: token}": r"two spellings",
     "mis: {gates: [{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}]}": r"two vetoes of the same kind",
     # Nothing where something is meant.
+    "weight: {level: sequence}": r"keys without effect: 'weight' \(indent it under mis:\)$",
+    "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(indent it under mis:, or write rs_gates\)",
+    "{use_tis: true, denominator: kept}": r"'denominator' \(indent it under mis:, or write mis_denominator\)",
+    "{mis: {weight: {}}, scope: rollout, metrics: all}": r"'scope' \(indent it under mis:\); 'metrics' \(indent",
+    "{use_tis: true, veto_threshold: 1.0e-4}": r"'veto_threshold' \(write rs_veto_threshold\)",
+    "{use_tis: true, batch_normalize: true}": r"'batch_normalize' \(write tis_batch_normalize\)",
+    "{use_tis: true, upper_bound: 1.5}": r"'upper_bound' \(write tis_upper_bound or rs_upper_bound\)",
+    "{use_tis: true, loss_mode: bypass}": r"'loss_mode' \(write mis_loss_mode\)",
+    "{use_tis: true, level: sequence}": r"'level' \(write tis_level or rs_level\)",
+    "{use_tis: true, mode: clip}": r"'mode' \(write tis_mode\)",
+    "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(write tis_level\)",
+    "use_mis: true": r"'use_mis' \(write use_tis: true, and use_rs: true for a gate\)",
+    "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(indent it under mis:, or write tis_normalize_over\)",
+    # The host's built-in correction, in whose place ours runs.
+    "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
+    "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.* write tis_mode: clip with tis_",
     "mis:": r"mis: is empty; remove it, or write what to compute",
     "mis: {}": r"mis: is empty; remove it",
     "{use_tis: false, mis: {}}": r"mis: is empty; remove it",
@@ -204,19 +224,54 @@ def test_all_near_misses_are_named_at_once() -> None:
 # Of slime, Miles and Megatron-LM, and words that somebody's own key may be.
 LOOK_ALIKES = """
     use_r3 use_te use_ref use_opd use_opsm use_kl_loss use_tiling use_wandb use_mup use_rollout_entropy use_unbiased_kl
-    tis_clip tis_clip_low tis-clip TIS_CLIP custom_tis_function_path custom_pg_loss_reducer_function_path enable_mis
-    lower_bound upper_bound test_mode train_mode mode list dist limit tito_model tito_allowed_append_roles
+    tis-clip TIS_CLIP custom_tis_function_path custom_pg_loss_reducer_function_path enable_mis
+    level test_mode train_mode mode list dist limit tito_model tito_allowed_append_roles
     timing_log_level ci_train_rollout_logprob_abs_diff_threshold true_on_policy_mode calculate_entropy loss_type
     qkv_format miles_router_timeout mimo_encoder_prefetch mid_level_dataset_surplus min_lr mscale misc mismatch
     mismatch_threshold misc_metrics misc_guard vis_mode log_level users use_sr use_rms use_irs use_bias rs ts is m mi
-    miss sim reset_position_ids normalization batch_normalize veto_threshold metrics guard denominator
-    max_reject_fraction gr\u00f6\u00dfe
+    miss sim reset_position_ids normalization gr\u00f6\u00dfe
 """
 
 
 def test_names_of_the_hosts_are_not_near_misses() -> None:
     others = dict.fromkeys(LOOK_ALIKES.split(), 1)
     assert config_from_mapping({"use_tis": True, **others}) == CorrectionConfig()
+
+
+def test_no_name_on_the_args_of_a_host_is_refused_whatever_its_value() -> None:
+    names = set((Path(__file__).parent / "data" / "host_flags" / "names.txt").read_text().split())
+    assert {"eps_clip", "rollout_top_p", "tensor_model_parallel_size", "tis_clip", "mode"} < names
+    others = names - {*READ_KEYS, *HOST_CLIPS}
+    assert len(others) > 1500
+    for value in (1, "train", ["a"], {"a": 1}):
+        assert config_from_mapping({"use_tis": True, **dict.fromkeys(others, value)}) == CorrectionConfig()
+
+
+def test_what_would_do_nothing_may_stand_there_as_null_or_false() -> None:
+    """As flags of a host do that are not used."""
+    for value in (None, False):
+        strays = dict.fromkeys(STRAY_KEYS, value)
+        assert config_from_mapping({"use_tis": True, **strays}) == CorrectionConfig()
+        assert session_for(argparse.Namespace(use_tis=True, **strays)).config == CorrectionConfig()
+
+
+def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
+    bare = {key.removeprefix(prefix) for key in FLAT_KEYS for prefix in PREFIXES if key.startswith(prefix)}
+    assert {*bare, *NATIVE_KEYS} <= set(STRAY_KEYS)
+    # Words that may be anybody's: with values that are ours only.
+    for name in STRAY_KEYS.keys() - {"level", "mode"}:
+        with pytest.raises(ValueError, match=f"'{name}' "):
+            config_from_mapping({"use_tis": True, name: "anything"})
+        with pytest.raises(ValueError, match=f"'{name}' "):
+            session_for(argparse.Namespace(use_tis=True, **{name: ["anything"]}))
+
+
+def test_the_hosts_own_bounds_may_be_changed_where_nothing_of_ours_runs() -> None:
+    assert config_from_mapping({"use_tis": False, "tis_clip": 5.0}).metrics_only
+    with pytest.raises(ValueError, match=r"tis_clip=5\.0: no effect"):
+        session_for(argparse.Namespace(use_tis=True, tis_clip=5.0))
+    for defaults in ({"tis_clip": 2.0, "tis_clip_low": 0.0}, {"tis_clip": 2, "tis_clip_low": None}):
+        assert config_from_mapping({"use_tis": True, **defaults}) == CorrectionConfig()
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400)])

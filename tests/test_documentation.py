@@ -141,7 +141,16 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tis_levl": "token"}, {"tis_level": "tokn"}, {"rs_veto_threshold": "1e-4"}, {"rs_level": "token"}]
+    "wrong",
+    [
+        {"tis_levl": "token"},
+        {"tis_level": "tokn"},
+        {"rs_veto_threshold": "1e-4"},
+        {"rs_level": "token"},
+        {"weight": {"level": "token"}},
+        {"veto_threshold": 1e-4},
+        {"tis_clip": 5.0},
+    ],
 )
 def test_the_page_of_errors_shows_the_message(wrong) -> None:
     with pytest.raises((ValueError, TypeError)) as raised:

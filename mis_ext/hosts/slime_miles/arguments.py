@@ -7,6 +7,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from mis_ext.hosts.slime_miles.flat_keys import STRAY_KEYS
 from mis_ext.hosts.slime_miles.run_config import ARGUMENTS
 
 NOT_READ = "not read"
@@ -38,4 +39,5 @@ def all_arguments(args: Any) -> dict[str, Any]:
     values = dict(zip(ARGUMENTS, read_values(args), strict=True))
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
+    ours |= {name: read_argument(args, name) for name in names if name in STRAY_KEYS}
     return dict.fromkeys(names, NOT_READ) | ours

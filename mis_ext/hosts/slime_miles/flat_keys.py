@@ -15,6 +15,7 @@ from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
 from mis_ext.hosts.slime_miles.native_keys import (
     NATIVE_KEY,
+    NATIVE_KEYS,
     checked_config,
     config_from_native_keys,
     native_gates,
@@ -22,11 +23,14 @@ from mis_ext.hosts.slime_miles.native_keys import (
     reporting,
 )
 from mis_ext.hosts.slime_miles.near_misses import refuse_near_misses
+from mis_ext.hosts.slime_miles.stray_keys import (
+    HOST_CLIPS,
+    PREFIXES,
+    advice_on_strays,
+    refuse_host_clips,
+    refuse_strays,
+)
 from mis_ext.loss.settings import LOSS_KEYS
-
-PREFIXES = ("tis_", "rs_", "mis_")
-HOST_FLAGS = frozenset({"tis_clip", "tis_clip_low"})
-"""Flags of the hosts' built-in correction: present on every ``args``, and not ours."""
 
 SWITCHES = ("use_tis", "use_rs")
 WEIGHT_KEYS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound")
@@ -39,6 +43,8 @@ FLAT_KEYS = (*CORRECTION_KEYS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 """Every key that is read; the names of all others are only compared with ours."""
+STRAY_KEYS = advice_on_strays(FLAT_KEYS, native_keys=NATIVE_KEYS, root=NATIVE_KEY)
+"""What to do about names that nobody reads at the top level."""
 
 _INSTEAD_OF_NULL = {
     "tis_level": "tis_level: none for no weight",
@@ -56,7 +62,8 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
     ``HOST_SWITCHES``.
 
     Raises:
-        ValueError: A key is unknown, a near miss of ours or without effect, or its value is out of range.
+        ValueError: A key is unknown, a near miss of ours, in the wrong place or without effect, or its value is out
+            of range.
         TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
     """
     every = check_mapping("the configuration", mapping)
@@ -65,6 +72,8 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
     host = {key: check_bool(key, given.get(key, False)) for key in HOST_SWITCHES}
     per_token_loss = host["calculate_per_token_loss"]
     measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
+    if host["get_mismatch_metrics"] or not measure_only:
+        refuse_host_clips(given)
     ours = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if NATIVE_KEY in every:
         mixed = sorted(set(ours) - {"use_tis"})
@@ -84,10 +93,11 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
 
 
 def _check_names(mapping: _Mapping) -> None:
-    with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_FLAGS]
+    with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_CLIPS]
     check_known("keys", with_prefix, FLAT_KEYS)
-    others = [key for key in mapping if not key.startswith(PREFIXES) and key not in READ_KEYS]
-    refuse_near_misses(others, keys=READ_KEYS)
+    known = {*READ_KEYS, *STRAY_KEYS}
+    refuse_near_misses((key for key in mapping if not key.startswith(PREFIXES) and key not in known), keys=READ_KEYS)
+    refuse_strays(mapping, advice=STRAY_KEYS)
     for key, instead in _INSTEAD_OF_NULL.items():
         if key in mapping and mapping[key] is None:
             raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")

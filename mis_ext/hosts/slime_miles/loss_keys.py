@@ -26,8 +26,6 @@ HOST_KEYS = (
     "use_tis",
     "get_mismatch_metrics",
     "custom_tis_function_path",
-    "tis_clip",
-    "tis_clip_low",
     "custom_pg_loss_reducer_function_path",
     "mis_denominator",
 )
@@ -36,7 +34,6 @@ HOST_KEYS = (
 _KEYS = (*LOSS_KEYS, *HOST_KEYS)
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
-_BUILT_IN_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 
 
 def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
@@ -120,12 +117,6 @@ def _refuse_other_corrections(given: dict[str, Any]) -> None:
             f"--custom-tis-function-path {path}: this loss applies the correction of mis_ext itself and calls no "
             "other; drop the flag, or keep the host's own loss"
         )
-    for key, default in _BUILT_IN_CLIPS.items():
-        if given.get(key, default) != default:
-            raise ValueError(
-                f"{key}={given[key]!r}: no effect, because it belongs to the host's built-in correction; write "
-                f"{'tis_upper_bound' if key == 'tis_clip' else 'tis_mode: clip with tis_lower_bound'}"
-            )
 
 
 def _refuse_two_denominators(given: dict[str, Any], settings: LossSettings) -> None:

@@ -21,6 +21,7 @@ LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max"
 
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
 _REPORTING_KEYS = ("metrics", "metric_max", "guard", "max_reject_fraction")
+NATIVE_KEYS = ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS)
 _WEIGHT_KEYS = ("level", "mode", "low", "high", "only_outside")
 _GATE_KEYS = ("statistic", "reduce", "level", "low", "high", "action", "after", "name", "target_accept", "target_gain")
 
@@ -35,7 +36,7 @@ def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss:
             f"{NATIVE_KEY}: {{weight: {{level: token, mode: truncate, high: 2.0}}}}"
         )
     keys = {key: value for key, value in check_mapping(NATIVE_KEY, mapping).items() if value is not None}
-    check_known(f"keys of {NATIVE_KEY}", keys, ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS))
+    check_known(f"keys of {NATIVE_KEY}", keys, NATIVE_KEYS)
     weight = native_weight("weight", keys["weight"]) if "weight" in keys else None
     scaling = {
         key: check_choice(key, keys[key], get_args(choices)) for key, choices in _SCALING_CHOICES.items() if key in keys

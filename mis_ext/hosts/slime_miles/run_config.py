@@ -11,11 +11,12 @@ from mis_ext.checks import check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.hosts.slime_miles.flat_keys import READ_KEYS, config_from_mapping
 from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
+from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 _FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_only", "train_backend")
 
-ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_KEYS, *_FACTS)))
+ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS)))
 """Every argument that is read; the names of all others are only compared with ours."""
 
 

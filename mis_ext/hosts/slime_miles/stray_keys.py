@@ -1,0 +1,83 @@
+"""Keys that would do nothing although somebody means them for us: in the wrong place, a peer's, or the host's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from mis_ext.correction.bounds import BOUNDS
+from mis_ext.correction.weights import Level
+
+PREFIXES = ("tis_", "rs_", "mis_")
+_PLAIN_WORDS = {"level": get_args(Level), "mode": tuple(BOUNDS)}
+"""Names that may well be somebody else's; with one of these values they are not."""
+
+_OF_PEERS = {
+    "use_mis": "use_tis: true, and use_rs: true for a gate",
+    # verl
+    "rollout_correction": "the keys of mis_ext, see docs/configuration.md",
+    "rollout_is": "tis_level",
+    "rollout_is_threshold": "tis_upper_bound",
+    "rollout_is_batch_normalize": "tis_batch_normalize",
+    "rollout_rs": "use_rs: true and rs_level",
+    "rollout_rs_threshold": "rs_upper_bound and rs_lower_bound",
+    "rollout_token_veto_threshold": "rs_veto_threshold",
+    "bypass_mode": "mis_loss_mode: bypass",
+    # TRL
+    "vllm_importance_sampling_correction": "use_tis: true",
+    "vllm_importance_sampling_mode": "tis_level and tis_mode",
+    "vllm_importance_sampling_cap": "tis_upper_bound",
+}
+
+HOST_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
+"""The bounds of the hosts' built-in correction and their defaults: present on every ``args``, and not ours."""
+
+
+def advice_on_strays(flat_keys: Collection[str], *, native_keys: Collection[str], root: str) -> dict[str, str]:
+    """What to do about each name that would have no effect at the top level.
+
+    No flag of slime, Miles or Megatron-LM has one of these names.
+
+    Args:
+        flat_keys: Our keys, with their prefixes.
+        native_keys: The keys that belong under ``root``.
+        root: The key of the native form.
+    """
+    meant: dict[str, list[str]] = {}
+    for key in flat_keys:
+        for prefix in PREFIXES:
+            if key.startswith(prefix):
+                meant.setdefault(key.removeprefix(prefix), []).append(key)
+    advice = {name: f"write {key}" for name, key in _OF_PEERS.items()}
+    advice |= {name: f"write {' or '.join(keys)}" for name, keys in meant.items()}
+    for name in native_keys:
+        advice[name] = f"indent it under {root}:" + (f", or {advice[name]}" if name in advice else "")
+    return advice
+
+
+def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> None:
+    """Refuse names that would do nothing; null and false do what they say.
+
+    Raises:
+        ValueError: A name of ``advice`` is set.
+    """
+    found = [name for name, value in given.items() if name in advice and value is not None and value is not False]
+    stray = [name for name in found if name not in _PLAIN_WORDS or given[name] in _PLAIN_WORDS[name]]
+    if stray:
+        hints = "; ".join(f"{name!r} ({advice[name]})" for name in stray)
+        raise ValueError(f"keys without effect: {hints}")
+
+
+def refuse_host_clips(given: Mapping[str, Any]) -> None:
+    """Refuse bounds of the host's built-in correction, in whose place ours runs; their defaults are always there.
+
+    Raises:
+        ValueError: One of them was changed.
+    """
+    instead = {"tis_clip": "tis_upper_bound", "tis_clip_low": "tis_mode: clip with tis_lower_bound"}
+    for key, default in HOST_CLIPS.items():
+        if given.get(key, default) != default:
+            raise ValueError(
+                f"{key}={given[key]!r}: no effect, because it belongs to the host's built-in correction; write "
+                f"{instead[key]}"
+            )
