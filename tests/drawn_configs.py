@@ -21,6 +21,8 @@ Choice = TypeVar("Choice")
 Choose = Callable[[Sequence], Choice]
 
 LEVELS = {"token": "token", "sum": "sequence", "mean": "geometric", "max": "max", "min": "min"}
+LEVELS |= {"segment_sum": "segment_sum", "segment_mean": "segment_mean"}
+OF_TOKENS = ("token", "segment_sum", "segment_mean")
 WEIGHT_BANDS = {"token": (0.75, 1.5), "sequence": (0.5, 2.5), "geometric": (0.95, 1.0625)}
 
 
@@ -125,8 +127,8 @@ def _draw_gate(
     statistic, reduce = choose(list(mis_ext.STATISTICS)), choose(list(reductions))
     low, high = band(statistic, reduce)
     sides = choose([{"low": low}, {"high": high}, {"low": low, "high": high}])
-    on_tokens = [gate.name for gate in earlier if gate.reduce == "token"]
-    after = choose([None, *on_tokens]) if reduce != "token" else None
+    on_tokens = [gate.name for gate in earlier if gate.reduce in OF_TOKENS]
+    after = choose([None, *on_tokens]) if reduce not in OF_TOKENS else None
     action = choose(["reject", "zero"])
     return mis_ext.Gate(statistic=statistic, reduce=reduce, action=action, after=after, name=name, **sides)
 

@@ -116,7 +116,7 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
     responses = record.responses
 
     def at_level(name: str, level: str, values: list[list[float]], *, over: str) -> None:
-        if level == "token":
+        if level == "token" or level.startswith("segment"):
             record.per_token(name, values, over=over)
             return
         firsts = []

@@ -1,5 +1,6 @@
 """One response before the float64 judge: its statistics, what the gates leave of it, its weights."""
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -40,6 +41,12 @@ class Response:
         values = [STATISTICS[name](d, t, r) if v else 0.0 for v, d, t, r in tokens]
         if level == "token":
             return values
+        if level.startswith("segment"):
+            for segment in self.segments():
+                of_valid = [values[t] for t in segment if self.valid[t]]
+                total = math.fsum(of_valid) if level == "segment_sum" else mean(of_valid)
+                values = [total if t in segment else value for t, value in enumerate(values)]
+            return values
         chosen = [x for x, c in zip(values, self.valid if of is None else of, strict=True) if c]
         reduced = {
             "sequence": lambda: math.fsum(chosen),
@@ -48,6 +55,15 @@ class Response:
             "min": lambda: min(chosen, default=math.inf),
         }[level]()
         return [reduced] * len(self)
+
+    def segments(self) -> list[range]:
+        """The runs of generated tokens."""
+        runs, begin = [], 0
+        for is_generated, run in itertools.groupby(self.response):
+            size = len(list(run))
+            runs += [range(begin, begin + size)] if is_generated else []
+            begin += size
+        return runs
 
     def below(self, x: float, bound: float, *, is_log: bool = True) -> bool:
         """x < log(bound), with a note of how close it was. Bounds of 1 are exact on exact data."""
@@ -88,7 +104,12 @@ class Response:
         """Per token whether it, or its sequence, is outside the band; a token without a ratio fails every veto."""
         if gate.is_veto and self.broken:
             return [True] * len(self)
-        return [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
+        out = [low or high for low, high in zip(*self.sides(gate, self.value(gate)), strict=True)]
+        broken = [segment for segment in self.segments() if not all(self.valid[t] for t in segment)]
+        if gate.is_of_segments:
+            # The statistic of such a segment is not known.
+            out = [gone or any(t in segment for segment in broken) for t, gone in enumerate(out)]
+        return out
 
     def _reject(self) -> None:
         self.too_low, self.too_high, self.hits = {}, {}, {}

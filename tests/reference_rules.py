@@ -41,7 +41,9 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Gate:
-    """Keep what lies in [low, high] at `level` (token, sequence, geometric, max, min); metrics begin with `name`.
+    """Keep what lies in [low, high] at `level`: token, sequence, geometric, max, min, segment_sum or segment_mean.
+
+    Metrics begin with `name`.
 
     With `action` zero what is outside loses its weight and stays in the mask. `after` names a gate on tokens: then only
     the tokens that it leaves are looked at.
@@ -54,6 +56,11 @@ class Gate:
     statistic: str = "ratio"
     action: str = "reject"
     after: str | None = None
+
+    @property
+    def is_of_segments(self) -> bool:
+        """Each run of generated tokens for itself."""
+        return self.level.startswith("segment")
 
     @property
     def is_veto(self) -> bool:

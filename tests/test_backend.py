@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 import triton_support
-from cases import correction_keys, random_samples
+from cases import correction_keys, gates_only, random_samples
 from reference import Samples
 
 import mis_ext
@@ -83,13 +83,14 @@ def test_an_old_triton_counts_as_none(monkeypatch) -> None:
 CORRECTIONS = [
     correction_keys(("sequence", "clip"), gate="token gate", normalizer="valid", mis_denominator="kept"),
     {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"},
+    gates_only({"reduce": "segment_mean", "low": 0.9, "high": 1.1}),
 ]
 
 
 @pytest.mark.parametrize(
     ("keys", "cp_rank"),
-    [(CORRECTIONS[0], 1), (CORRECTIONS[1], None)],
-    ids=["part of sequences", "metrics only"],
+    [(CORRECTIONS[0], 1), (CORRECTIONS[1], None), (CORRECTIONS[2], 1)],
+    ids=["part of sequences", "metrics only", "segments"],
 )
 def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeypatch) -> None:
     samples = random_samples([5, 40, 3], seed=4)

@@ -41,6 +41,7 @@ HOOK = [
     "token_mis",
     "sequence_mis",
     "geometric_rs",
+    "segment_rs",
     "geometric_rs_token_tis",
     "sequence_mask_tis",
     "veto",
@@ -129,7 +130,6 @@ def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, na
         ("opsm", "it compares current with behavior"),
         ("decoupled_tempered", "the hook's weight is the ratio itself"),
         ("decoupled_mixed", "the hook has no Mixture"),
-        ("segment_rs", "no gate with the reduction segment_mean"),
         ("maspo", "its clip is not the host's"),
     ],
 )
@@ -146,6 +146,7 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         (Weight(pair=MISMATCH, low=0.5),): "low bound alone",
         (Weight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
         (Keep(pair=MISMATCH, statistic="binary_kl", high=0.1),): "no gate on binary_kl",
+        (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with the reduction batch_mean",
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))

@@ -23,6 +23,7 @@ MODES = {
     "reinforce": {"mis_loss_mode": "reinforce", "use_rollout_logprobs": True} | loss_cases.GATES,
     "kept": {"mis_loss_denominator": "kept"} | loss_cases.GATES,
     "sequence": {"mis_loss_denominator": "sequence"} | loss_cases.GATES,
+    "segments": loss_cases.GATES | {"rs_gates": [{"reduce": "segment_mean", "low": 0.9, "high": 1.1}]},
 }
 OPTIONS = {name: keys for name, keys in loss_cases.OPTIONS.items() if "reducer" not in name} | MODES
 

@@ -130,7 +130,7 @@ class CorrectionConfig:
     @property
     def rejects_single_tokens(self) -> bool:
         """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
-        gates_tokens = any(gate.reduce == "token" and gate.action == "reject" for gate in self.all_gates)
+        gates_tokens = any(gate.is_of_tokens and gate.action == "reject" for gate in self.all_gates)
         return not self.metrics_only and (gates_tokens or not self.rejects_whole_sequences)
 
     @property

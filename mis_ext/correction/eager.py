@@ -49,8 +49,14 @@ class EagerBackend:
             "valid": tokens.valid_mask_T,
             "response": tokens.response_mask_T,
         }
-        self._tokens = Values(given | self._band_scales, plan.token)
+        self._given = given | self._band_scales
+        self._tokens = Values(self._given, plan.token)
         self._masks: dict[str, Tensor] = {}
+
+    def take_segments(self, segments_FT: Tensor) -> None:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        named = dict(zip(self.plan.segment_names, segments_FT.unbind(), strict=True))
+        self._tokens = Values(self._given | named, self.plan.token)
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""

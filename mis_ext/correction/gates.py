@@ -12,9 +12,12 @@ from torch import Tensor
 
 from mis_ext.checks import check_choice, check_number
 from mis_ext.correction.formula import Formula, inside
-from mis_ext.correction.statistics import STATISTICS, Reduce, Statistic, reduced
+from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, Reduce, Statistic, reduced
 
 Action = Literal["reject", "zero"]
+
+KNOWN_SEGMENT = "known_segment"
+"""Name of what is 1 where every token of a segment has a ratio, else 0."""
 
 _FAR_FROM_ONE = 0.1
 
@@ -26,7 +29,8 @@ class Gate:
     Args:
         statistic: A name of :data:`~mis_ext.correction.statistics.STATISTICS`.
         reduce: ``token``: each token for itself. ``sum``, ``mean``, ``max``, ``min`` over the tokens of a sequence: the
-            whole sequence. The sum of ratios is their product, the mean their geometric mean.
+            whole sequence. ``segment_sum``, ``segment_mean``: each segment for itself, a run of generated tokens such
+            as a turn. The sum of ratios is their product, the mean their geometric mean.
         low: Lower bound, or None.
         high: Upper bound, or None.
         action: ``reject`` takes what is outside out of the mask. ``zero`` leaves the mask and sets the weight to 0, so
@@ -62,8 +66,8 @@ class Gate:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         if self.low is None and self.high is None:
             raise ValueError("a gate needs low or high: an open band rejects nothing")
-        if self.after is not None and self.reduce == "token":
-            raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: token")
+        if self.after is not None and self.is_of_tokens:
+            raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: {self.reduce}")
         if self.name is not None and not (
             isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
         ):
@@ -87,6 +91,16 @@ class Gate:
         return math.inf if self.high is None else self.row.edge(self.high)
 
     @property
+    def is_of_segments(self) -> bool:
+        """Whether it judges each run of generated tokens for itself."""
+        return self.reduce in OF_SEGMENTS
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a sequence can lose a part of its tokens by it: of a segment all, others none."""
+        return self.reduce == "token" or self.is_of_segments
+
+    @property
     def is_veto(self) -> bool:
         """Whether a single token can reject its sequence, and can be named; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
@@ -108,6 +122,11 @@ class Gate:
         if self.after is not None:
             outside = self.found(lambda value, low, high: ~inside(value, low, high))
             in_band = Formula(lambda *values: ~outside.function(*values), outside.needs)
+        if self.is_of_segments:
+            # Of a segment with a token without a ratio the statistic is not known.
+            return Formula(
+                lambda known, *values: (known > 0.0) & in_band.function(*values), (KNOWN_SEGMENT, *in_band.needs)
+            )
         if not self.is_veto:
             return in_band
         # The worst token of all has no finite ratio, and so no place among those that are compared.
@@ -160,7 +179,7 @@ class Gate:
     @property
     def _is_sum(self) -> bool:
         # The product of probabilities is one, but the sum of probability differences is none.
-        return self.reduce == "sum" and not self.row.is_log
+        return self.reduce in ("sum", "segment_sum") and not self.row.is_log
 
     def _open_idle_bounds(self) -> None:
         # A bound at the end of the range says the same as none, and makes no other gate of it.
@@ -180,6 +199,8 @@ class Gate:
             raise ValueError(
                 "target_accept does not go with after: the band would follow the tokens another one leaves"
             )
+        if self.is_of_segments:
+            raise ValueError(f"target_accept is a share of tokens or sequences, got reduce: {self.reduce}")
         if self.row.on_policy is None:
             raise ValueError(f"target_accept needs a statistic with an on-policy value, {self.statistic} has none")
         if self.row.edge(self.row.on_policy) != 0.0:
@@ -246,7 +267,7 @@ def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
         if name in labels:
             raise ValueError(f"two gates are called {name!r}: give one of them another name")
         labels[name] = gate
-    on_tokens = [name for name, gate in labels.items() if gate.reduce == "token"]
+    on_tokens = [name for name, gate in labels.items() if gate.is_of_tokens]
     for name, gate in labels.items():
         if gate.after is not None and gate.after not in on_tokens:
             raise ValueError(

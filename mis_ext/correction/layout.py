@@ -140,7 +140,7 @@ class PackedLayout:
         )
 
     def local_part(self, values_R: Tensor) -> Tensor:
-        """``[T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
+        """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
         return values_R if self.is_whole else self.index.local_part(values_R)
 
     @property
@@ -154,6 +154,16 @@ class PackedLayout:
             length_S = self._length_and_start_2S[0]
             self._sequences.append(torch.repeat_interleave(length_S, output_size=self.num_local_tokens))
         return self._sequences[0]
+
+    @property
+    def sequence_R(self) -> Tensor:
+        """``[R]``: the sequence of each token of the whole responses."""
+        return self.sequence_T if self.is_whole else self.index.sequence_R
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest whole response."""
+        return max(self.response_lengths, default=0)
 
     @property
     def offset_T(self) -> Tensor:

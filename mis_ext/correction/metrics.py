@@ -209,8 +209,8 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     """What a gate finds outside its bounds, whatever other gates do."""
-    over: Population = "T" if gate.reduce == "token" else "S"
-    stage: Any = "token" if gate.reduce == "token" else "sequence"
+    over: Population = "T" if gate.is_of_tokens else "S"
+    stage: Any = "token" if gate.is_of_tokens else "sequence"
 
     def flagged(flag: Callable[..., Tensor]) -> Formula:
         found = gate.found(flag)

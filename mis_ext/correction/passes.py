@@ -26,7 +26,7 @@ class Streams(NamedTuple):
         return compute_log_ratio(
             proximal_logprobs_T=self.proximal_logprobs_T,
             behavior_logprobs_T=self.behavior_logprobs_T,
-            response_mask_T=layout.index.local_part(self.response_mask_R).bool(),
+            response_mask_T=layout.local_part(self.response_mask_R).bool(),
         )
 
 
@@ -61,6 +61,9 @@ class Backend(Protocol):
     layout: PackedLayout
     plan: Plan
     band_scales_N: Tensor
+
+    def take_segments(self, segments_FT: Tensor) -> None:
+        """The plan's ``segment_names`` of each local token; before any other pass, where there are some."""
 
     def token_statistics(self) -> Tensor:
         """``[F + 1, S]``, this rank's share of the plan's columns, and a row for the status: ``inf``, no failure."""

@@ -25,6 +25,7 @@ from mis_ext.correction.passes import (
     total_values,
 )
 from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.correction.segments import segment_values
 from mis_ext.correction.status import mark_failed
 
 
@@ -208,6 +209,8 @@ def run_passes(
 ) -> Correction:
     """The passes of a call, and the collectives between them; arguments as of :func:`compute_correction`."""
     plan, layout = backend.plan, backend.layout
+    if plan.segments:
+        backend.take_segments(segment_values(backend.streams, layout, plan, cp_group=cp_group))
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)

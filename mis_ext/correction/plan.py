@@ -15,7 +15,8 @@ Of all sequences of this call, or of the data-parallel group (0-dim):
 ``lowest_...``, ``highest_...``    extremes over sequences with a valid token
 =================================  =====================================================================
 
-``band_scale_of_<gate>`` is given for a rollout.
+``band_scale_of_<gate>`` is given for a rollout; ``known_segment``, ``segment_sum_<token formula>`` and
+``segment_mean_...`` of a token, before the passes.
 
 Whatever is none of these is a formula. So what a configuration must reduce follows from the parameters of the formulas
 that it uses; nothing else is computed or communicated.
@@ -26,13 +27,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
 from mis_ext.correction.operations import check_operations
@@ -88,6 +89,14 @@ class Total:
         return cls(name, operations[prefix], sequence)
 
 
+class Segment(NamedTuple):
+    """A reduction over the tokens of each segment, at each of them a number that formulas of tokens may name."""
+
+    name: str
+    token: str
+    is_mean: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What is computed for a configuration.
@@ -96,6 +105,7 @@ class Plan:
         config: The configuration.
         token: Formulas of a token, by name.
         sequence: Formulas of a sequence.
+        segments: Reductions over the tokens of segments, see :func:`~mis_ext.correction.segments.segment_values`.
         columns: Reductions over tokens, sums first.
         num_sum_columns: How many of the columns are sums.
         totals: Reductions over sequences, sums first.
@@ -109,6 +119,7 @@ class Plan:
     config: CorrectionConfig
     token: Mapping[str, Formula]
     sequence: Mapping[str, Formula]
+    segments: tuple[Segment, ...]
     columns: tuple[Column, ...]
     num_sum_columns: int
     totals: tuple[Total, ...]
@@ -117,6 +128,11 @@ class Plan:
     metric_index: Mapping[str, int]
     needs_group_totals: bool
     band_scales: tuple[str, ...]
+
+    @property
+    def segment_names(self) -> tuple[str, ...]:
+        """The rows of :func:`~mis_ext.correction.segments.segment_values`; none without a gate on segments."""
+        return (KNOWN_SEGMENT, *(segment.name for segment in self.segments)) if self.segments else ()
 
 
 _Reduction = TypeVar("_Reduction", Column, Total)
@@ -147,6 +163,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
         config=config,
         token=token,
         sequence=sequence,
+        segments=_segments(config),
         columns=columns,
         num_sum_columns=_num_sums(columns),
         totals=totals,
@@ -166,17 +183,23 @@ def _num_sums(reductions: Iterable[Column] | Iterable[Total]) -> int:
     return sum(reduction.operation == "sum" for reduction in reductions)
 
 
+def _segments(config: CorrectionConfig) -> tuple[Segment, ...]:
+    gates = [gate for gate in config.all_gates if gate.is_of_segments]
+    found = (Segment(gate.value.needs[0], gate.row.token, gate.reduce == "segment_mean") for gate in gates)
+    return tuple(dict.fromkeys(found))
+
+
 def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> dict[str, Formula]:
     formulas = dict(TOKEN_FORMULAS)
     if config.weight is not None:
         formulas |= config.weight.token_formulas
-    on_tokens = [gate for gate in config.all_gates if gate.reduce == "token"]
+    on_tokens = [gate for gate in config.all_gates if gate.is_of_tokens]
     formulas["kept"] = _all_pass("valid", [gate for gate in on_tokens if gate.action == "reject"])
     formulas["weighted"] = _all_pass("valid", [gate for gate in on_tokens if gate.action == "zero"])
     # What trains: in the mask, and with a weight.
     formulas["live"] = _all_pass("kept", [gate for gate in on_tokens if gate.action == "zero"])
     for name, gate in config.labelled_gates.items():
-        if gate.reduce == "token":
+        if gate.is_of_tokens:
             formulas[f"kept_by_{name}"] = _all_pass("valid", [gate])
         elif gate.is_veto:
             formulas[f"vetoes_of_{name}"] = gate.vetoes
@@ -187,7 +210,7 @@ def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> d
 
 def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     weight = config.weight
-    on_sequences = [gate for gate in config.all_gates if gate.reduce != "token"]
+    on_sequences = [gate for gate in config.all_gates if not gate.is_of_tokens]
     is_whole = Formula.of(lambda measured, num_valid, num_response: measured & (num_valid == num_response))
     one = Formula.of(lambda num_valid: num_valid * 0.0 + 1.0)
     formulas = {

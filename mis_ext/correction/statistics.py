@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1
 
-Reduce = Literal["token", "sum", "mean", "max", "min"]
+Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
+OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +181,14 @@ def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:
 
     Args:
         token: Name of the token formula.
-        reduce: ``token`` for the formula itself.
+        reduce: ``token`` for the formula itself. Of a segment it is a number of the token too, which the first pass
+            finds (:mod:`mis_ext.correction.segments`).
         over: Name of the mask of tokens that count.
     """
     if reduce == "token":
         return Formula.named(token)
+    if reduce in OF_SEGMENTS:
+        return Formula.named(f"{reduce}_{token}")
     suffix = "" if over == "valid" else f"_over_{over}"
     if reduce == "mean":
         return Formula(lambda total, count: total / count.clamp_min(1.0), (f"sum_{token}{suffix}", f"num_{over}"))

@@ -91,7 +91,7 @@ class Weight:
 
     def _check_condition(self, condition: Gate) -> None:
         check_instance("only_outside", condition, Gate)
-        if self.level == "token" or condition.reduce == "token":
+        if self.level == "token" or condition.is_of_tokens:
             raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
         if not self.bound.has_high or self.bound.rejects:
             raise ValueError(f"only_outside has no effect with mode: {self.mode}")

@@ -55,6 +55,16 @@ class WholeResponses:
         return torch.bucketize(torch.arange(self.num_tokens, device=end_S.device), end_S, right=True)
 
     @property
+    def sequence_R(self) -> Tensor:
+        """``[R]``: the same, as every token is here."""
+        return self.sequence_T
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.longest
+
+    @property
     def offset_T(self) -> Tensor:
         """``[T]``: how many tokens of its sequence stand before a token."""
         return offset_in_sequence(self.sequence_T, self.length_and_start_2S[1])

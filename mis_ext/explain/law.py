@@ -135,10 +135,10 @@ class GaussianLaw:
     def acceptance(self, gate: Gate) -> float:
         """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
 
-        It says nothing of probabilities, and nothing of what another gate leaves. Sums of ``|d|``, k2, k3 and
-        ``exp |d| - 1`` are taken as gamma variables with their mean and variance.
+        It says nothing of probabilities or segments, and nothing of what another gate leaves. Sums of ``|d|``, k2, k3
+        and ``exp |d| - 1`` are taken as gamma variables with their mean and variance.
         """
-        if gate.statistic not in _AT_MOST or gate.after is not None:
+        if gate.statistic not in _AT_MOST or gate.after is not None or gate.is_of_segments:
             return math.nan
         low, high = gate.log_low, gate.log_high
         if self.k3 == 0.0:

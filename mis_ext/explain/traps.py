@@ -120,7 +120,7 @@ def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iter
 
 def gates_sequences(config: CorrectionConfig) -> bool:
     """Whether a gate judges whole responses, by a statistic of all their tokens."""
-    return any(gate.reduce != "token" for gate in config.all_gates)
+    return any(not gate.is_of_tokens for gate in config.all_gates)
 
 
 def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str
     for name, gate in described_gates(config).items():
         lengths = [found.length * factor for factor in (SHORTER, LONGER)]
         short, long = (GaussianLaw(found.k3, length).acceptance(gate) for length in lengths)
-        if gate.reduce != "token" and abs(short - long) > MAX_LENGTH_BIAS:
+        if not gate.is_of_tokens and abs(short - long) > MAX_LENGTH_BIAS:
             side = "long" if short > long else "short"
             yield (
                 f"{name}: by the Gaussian law it accepts {short:.0%} of responses of "

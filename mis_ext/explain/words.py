@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import OF_SEGMENTS
 from mis_ext.correction.weights import REDUCTIONS, Weight
 from mis_ext.loss.settings import LossSettings
 
@@ -104,7 +105,7 @@ def _weight_step(weight: Weight) -> Step:
 
 
 def _gate_step(name: str, gate: Gate) -> Step:
-    what = "tokens" if gate.reduce == "token" else "whole responses"
+    what = "segments" if gate.is_of_segments else "tokens" if gate.is_of_tokens else "whole responses"
     after = "" if gate.after is None else f", of the tokens that {gate.after} leaves"
     if gate.target_accept is not None:
         after += f" at first; then scaled so that {gate.target_accept:.0%} pass"
@@ -126,6 +127,8 @@ def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
     """A number of a token, or what a reduction makes of it; of logarithms it is that of what they are of."""
     if reduce == "token":
         return symbol
+    if reduce in OF_SEGMENTS:
+        return f"{formula_of(symbol, reduce.removeprefix('segment_'), is_log=is_log)} over a segment of T tokens"
     if is_log and reduce in ("sum", "mean"):
         product = f"prod_t {symbol}"
         return product if reduce == "sum" else f"({product})^(1/T)"

@@ -84,8 +84,7 @@ def segment_rs(*, low: float = 0.8, high: float = 1.2) -> Method:
 
     When: many turns, of which one was sampled by a broken engine or an old version.
     Claims: keeps the other turns.
-    Counter-claims: what follows a rejected turn was sampled in states that the policy might not reach. Needs whole
-    responses on each rank.
+    Counter-claims: what follows a rejected turn was sampled in states that the policy might not reach.
     """
     return with_ppo(Keep(pair=MISMATCH, reduce="segment_mean", low=low, high=high))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.segments import running_sums, sum_over_segments, whole_rows
 from mis_ext.correction.token_index import to_device
 from mis_ext.correction.whole_responses import WholeResponses
 
@@ -22,18 +23,6 @@ batch whose value is no larger than its own."""
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
 """Reductions that a token without a value makes unknown for its sequence."""
-
-
-# Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
-_FAN_IN = 16
-
-
-class _Runs(NamedTuple):
-    """``[T]`` each, of the run that a token is in: how many of its tokens stand before, its last token, its length."""
-
-    offset_T: Tensor
-    last_T: Tensor
-    length_T: Tensor
 
 
 class Reductions:
@@ -63,10 +52,7 @@ class Reductions:
         if reduce == "prefix":
             return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
         if reduce in ("segment_sum", "segment_mean"):
-            runs = self._segments(mask_T)
-            total_T = self._scan(torch.where(mask_T, values_T, 0.0), runs.offset_T, self._layout.longest)
-            total_T = total_T.index_select(0, runs.last_T)
-            return total_T if reduce == "segment_sum" else total_T / runs.length_T
+            return self._over_segment(values_T, mask_T, is_mean=reduce == "segment_mean")
         if reduce == "batch_mean":
             total = self.batch_total(values_T, mask_T) / self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(
                 1
@@ -116,80 +102,40 @@ class Reductions:
             return self.to_tokens(self._sums(values_T[None])[0])
         return self.to_tokens(gather_rows(self._layout.reduce(values_T[None], "min")[0], self._cp_group).amin(0))
 
+    def _over_segment(self, values_T: Tensor, mask_T: Tensor, *, is_mean: bool) -> Tensor:
+        layout = self._layout
+        rows_FT = torch.stack([torch.where(mask_T, values_T, 0.0), mask_T.to(values_T.dtype)])
+        rows_FR = whole_rows(rows_FT, layout, cp_group=self._cp_group)
+        total_R, count_R = sum_over_segments(rows_FR, rows_FR[1] > 0.0, layout)
+        found_R = total_R / count_R.clamp_min(1.0) if is_mean else total_R
+        return found_R if isinstance(layout, WholeResponses) else layout.local_part(found_R)
+
     def _sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
         return sum_over_ranks(self._layout.sum_over_sequences(rows_FT), self._cp_group)
 
-    def _segments(self, mask_T: Tensor) -> _Runs:
-        """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
-        if not self._layout.is_whole:
-            raise ValueError("segments need whole responses on each rank: context parallelism would cut them")
-        sequence_T = self._layout.sequence_T
-        is_first_T = torch.ones_like(mask_T)
-        is_first_T[1:] = ~(mask_T[1:] & mask_T[:-1] & (sequence_T[1:] == sequence_T[:-1]))
-        run_T = is_first_T.cumsum(0)
-        # Where runs begin, the first at 1; behind the last one the end of all tokens.
-        size = len(mask_T)
-        place_T = torch.arange(size, device=mask_T.device)
-        first_N = (place_T.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_T, run_T, 0), place_T)
-        first_T, next_T = first_N.index_select(0, run_T), first_N.index_select(0, run_T + 1)
-        return _Runs(place_T - first_T, next_T - 1, next_T - first_T)
-
-    def _of_whole_responses(self, rows_FT: Tensor) -> Tensor:
-        """``[F, R]``: the tokens that context-parallel ranks share, on each of them; one gather."""
-        if isinstance(self._layout, WholeResponses) or self._layout.is_whole:
-            return rows_FT
-        position_T = self._layout.index.position_T
-        assert position_T is not None
-        whole_FR = rows_FT.new_zeros(len(rows_FT), self._layout.num_whole_tokens)
-        # Each token lies on one rank: adding zeros to it is exact.
-        return sum_over_ranks(whole_FR.index_copy(1, position_T, rows_FT), self._cp_group)
-
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if group_size(self._dp_group) > 1:
             raise ValueError("a rank among all tokens of the batch needs them on one rank: pass no dp_group")
-        if isinstance(self._layout, PackedLayout) and not self._layout.is_whole:
-            whole_R, counted_R = self._of_whole_responses(torch.stack([values_T, mask_T.to(values_T.dtype)]))
-            return self._layout.local_part(self._rank_mean(whole_R, counted_R > 0.0))
-        return self._rank_mean(values_T, mask_T)
-
-    def _rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        order_T = torch.where(mask_T, values_T, torch.inf).argsort(stable=True)
-        counted_T = mask_T[order_T]
-        place_T = torch.arange(len(order_T), device=order_T.device)
+        layout = self._layout
+        rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
+        values_R, counted_R = whole_rows(rows_FT, layout, cp_group=self._cp_group)
+        order_R = torch.where(counted_R > 0.0, values_R, torch.inf).argsort(stable=True)
+        ranked_R = counted_R[order_R] > 0.0
+        place_R = torch.arange(len(order_R), device=order_R.device)
         # A scan, because cumsum of floats is not deterministic on a GPU.
-        total_T = self._scan(torch.where(counted_T, values_T[order_T], 0.0).double(), place_T, len(order_T))
-        running_T = total_T / counted_T.cumsum(0).clamp_min(1)
-        return torch.empty_like(values_T).scatter(0, order_T, running_T.to(values_T.dtype))
-
-    @staticmethod
-    def _scan(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
-        """Sums of each run up to each token, ``offset_T`` tokens of it before; of floats in a fixed order.
-
-        A step adds to what a token has summed so far what the tokens 1, 2, ... reaches before it have.
-        """
-        size, device = len(values_T), values_T.device
-        if not values_T.is_floating_point():
-            # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
-            running_T = values_T.cumsum(0)
-            first_T = torch.arange(size, device=device) - offset_T
-            return running_T - (running_T - values_T).index_select(0, first_T)
-        reach = 1
-        while reach < longest:
-            furthest = (_FAN_IN - 1) * reach
-            before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
-            distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
-            values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
-            reach *= _FAN_IN
-        return values_T
+        total_R = running_sums(torch.where(ranked_R, values_R[order_R], 0.0).double(), place_R, len(order_R))
+        running_R = total_R / ranked_R.cumsum(0).clamp_min(1)
+        found_R = torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype))
+        return found_R if isinstance(layout, WholeResponses) else layout.local_part(found_R)
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
         if isinstance(layout, WholeResponses) or layout.is_whole:
-            return self._scan(values_T, layout.offset_T, layout.longest)
+            return running_sums(values_T, layout.offset_T, layout.longest)
         pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
-        values_T = self._scan(values_T, offset_T, max(pieces.lengths, default=0))
+        values_T = running_sums(values_T, offset_T, max(pieces.lengths, default=0))
         is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
         # One token of each piece, so that the order of additions does not matter.
         total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))

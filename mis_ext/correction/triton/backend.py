@@ -61,6 +61,12 @@ class TritonBackend:
         self._dtypes = dtypes_of(self.streams)
         self._tiles = tiles_of(layout)
         self._programs = programs_of(plan, is_whole=layout.is_whole)
+        # Read by nobody without segments.
+        self._segments_TF = band_scales_N
+
+    def take_segments(self, segments_FT: Tensor) -> None:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        self._segments_TF = segments_FT.T.contiguous()
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -70,6 +76,7 @@ class TritonBackend:
         self._programs.token_statistics(
             local.num_tiles,
             *self.streams,
+            self._segments_TF,
             local.table,
             self.band_scales_N,
             partials,
@@ -97,6 +104,7 @@ class TritonBackend:
         self._programs.keep_bits(
             whole.num_tiles,
             *self.streams,
+            self._segments_TF,
             local.table,
             whole.table,
             self._tiles.keep_byte_S,
@@ -151,6 +159,7 @@ class TritonBackend:
         self._programs.outputs(
             local.num_tiles,
             *self.streams,
+            self._segments_TF,
             local.table,
             sequences.rows_FS,
             sequences.totals_A,

@@ -15,7 +15,7 @@ from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
 from mis_ext.correction.triton import device, kernels
 from mis_ext.correction.triton.symbols import Program, Symbol
 
-_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, band_scales"
+_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, segments, band_scales"
 _TOKEN_SYMBOLS = {
     "log_ratio": Symbol("log_ratio", "float32"),
     "proximal": Symbol("proximal", "float32"),
@@ -185,7 +185,13 @@ def _store_metrics(plan: Plan) -> str:
 
 
 def _token_program(plan: Plan) -> Program:
-    return Program(_TOKEN_SYMBOLS | _band_symbols(plan), plan.token)
+    names = plan.segment_names
+    # Of one token side by side, so that its place says where they lie.
+    segments = {
+        name: Symbol(f"tl.load(segments + {index}, mask=valid, other=0.0)", "float32")
+        for index, name in enumerate(names)
+    }
+    return Program(_TOKEN_SYMBOLS | segments | _band_symbols(plan), plan.token)
 
 
 def _band_symbols(plan: Plan) -> dict[str, Symbol]:

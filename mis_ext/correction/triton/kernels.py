@@ -12,15 +12,29 @@ store_columns = token_outputs = token_kept = decide = load_scale = store_metrics
 
 
 def token_statistics_kernel(
-    proximal, behavior, response_mask, table, band_scales, partials, num_tiles, num_pieces, TILE: tl.constexpr
+    proximal,
+    behavior,
+    response_mask,
+    segments,
+    table,
+    band_scales,
+    partials,
+    num_tiles,
+    num_pieces,
+    SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Sums and minima of one tile: a column of ``partials``, ``[F, num_tiles]`` float64."""
     tile = tl.program_id(0)
     _, begin, whole_begin, length = locate_tile(table, tile, num_tiles, num_pieces, TILE)
     lane = tl.arange(0, TILE)
     response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
-    log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + lane, response)
-    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, band_scales)
+    token = begin + lane
+    log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
+    of_segment = segments + token.to(tl.int64) * SEGMENTS
+    store_columns(
+        partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, of_segment, band_scales
+    )
 
 
 def sequence_statistics_kernel(
@@ -61,6 +75,7 @@ def keep_bits_kernel(
     proximal,
     behavior,
     response_mask,
+    segments,
     table,
     whole_table,
     keep_byte,
@@ -71,6 +86,7 @@ def keep_bits_kernel(
     num_whole_tiles,
     num_sequences,
     pieces_per_sequence,
+    SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Bits of one tile of a whole response: set where the token is on this rank and passes the gates on tokens."""
@@ -87,8 +103,10 @@ def keep_bits_kernel(
         begin = tl.load(start + piece)
         within = whole_begin + lane - tl.load(whole_start + piece)
         local = response & (within >= 0) & (within < tl.load(start + piece + 1) - begin)
-        log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, begin + within, local)
-        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, band_scales)
+        token = begin + within
+        log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, local)
+        of_segment = segments + token.to(tl.int64) * SEGMENTS
+        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, of_segment, band_scales)
     # Other ranks need this mask: a bit per token is an eighth of what a byte would send.
     bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
     tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
@@ -139,6 +157,7 @@ def output_kernel(
     proximal,
     behavior,
     response_mask,
+    segments,
     table,
     rows,
     totals,
@@ -159,6 +178,7 @@ def output_kernel(
     WEIGHT_ROW: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Weights, loss mask and metrics ``[M, T]`` of one tile.
@@ -178,7 +198,10 @@ def output_kernel(
     token = begin + lane
     if IS_CORRECTED:
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
-        weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response, band_scales)
+        of_segment = segments + token.to(tl.int64) * SEGMENTS
+        weight, weighted, kept = token_outputs(
+            log_ratio, proximal_T, behavior_T, valid, response, of_segment, band_scales
+        )
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
         # Chosen, not multiplied by a mask: a token without a weight gets exactly 0.

@@ -45,8 +45,9 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
         return bound(kernels.decisions_kernel, NUM_RANKS=num_ranks, BLOCK=SEQUENCES_PER_BLOCK)
 
     num_columns, num_totals = len(plan.columns), len(plan.totals) + 1
+    sizes = {"SEGMENTS": len(plan.segment_names), "TILE": TILE}
     return Programs(
-        token_statistics=bound(kernels.token_statistics_kernel, TILE=TILE),
+        token_statistics=bound(kernels.token_statistics_kernel, **sizes),
         sequence_statistics=bound(
             kernels.sequence_statistics_kernel,
             NUM_SUMS=plan.num_sum_columns,
@@ -54,7 +55,7 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
             ROWS=_power_of_two(num_columns + 1),
             BLOCK=64,
         ),
-        keep_bits=bound(kernels.keep_bits_kernel, TILE=TILE),
+        keep_bits=bound(kernels.keep_bits_kernel, **sizes),
         decisions=functools.cache(decisions),
         merge_totals=bound(
             kernels.merge_totals_kernel,
@@ -70,7 +71,7 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
             WEIGHT_ROW=rows.index("sequence_weight"),
             IS_CORRECTED=not plan.config.metrics_only,
             IS_WHOLE=is_whole,
-            TILE=TILE,
+            **sizes,
         ),
         rows=rows,
         keep_row=rows.index("keep_sequence"),

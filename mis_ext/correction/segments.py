@@ -1,0 +1,103 @@
+"""Segments: runs of generated tokens within a response, such as the turns of an agent.
+
+A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one gather;
+then every rank adds up the same numbers in the same order, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group, sum_over_ranks
+from mis_ext.correction.formula import Values
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.passes import Streams
+from mis_ext.correction.plan import Plan
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.whole_responses import WholeResponses
+
+# Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
+_FAN_IN = 16
+
+
+class _Runs(NamedTuple):
+    """Of the run that a token is in, each ``[R]``: how many of its tokens stand before, and its last token."""
+
+    offset_R: Tensor
+    last_R: Tensor
+
+
+def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_group: Group | None) -> Tensor:
+    """``[F, T]`` float32: the plan's ``segments`` of each local token.
+
+    The first row is 1 where every token of the segment has a ratio, else 0; the others count those that have one.
+    """
+    tokens = streams.token_ratios(layout)
+    leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
+    of_token, valid_T = Values(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
+    response_R = streams.response_mask_R.bool()
+    rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]
+    rows_FR = whole_rows(torch.stack([valid_T.float(), *rows]), layout, cp_group=cp_group)
+    size_R, count_R, *totals = sum_over_segments(torch.cat([response_R.float()[None], rows_FR]), response_R, layout)
+    found = [(count_R == size_R).float()]
+    for segment, total_R in zip(plan.segments, totals, strict=True):
+        found.append(total_R / count_R.clamp_min(1.0) if segment.is_mean else total_R)
+    return layout.local_part(torch.stack(found))
+
+
+def whole_rows(rows_FT: Tensor, layout: PackedLayout | WholeResponses, *, cp_group: Group | None) -> Tensor:
+    """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
+    if isinstance(layout, WholeResponses) or layout.is_whole:
+        return rows_FT
+    position_T = layout.index.position_T
+    assert position_T is not None
+    rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
+    # Each token lies on one rank, so that nothing is rounded.
+    return sum_over_ranks(rows_FR.index_copy(-1, position_T, rows_FT), cp_group)
+
+
+def sum_over_segments(rows_FR: Tensor, mask_R: Tensor, layout: PackedLayout | WholeResponses) -> Tensor:
+    """``[F, R]``: at each token of ``mask_R`` the sums over the run of tokens of the mask that it is in.
+
+    Of rows that are 0 outside the mask; there a token is a run of its own.
+    """
+    runs = _runs_of(mask_R, layout.sequence_R)
+    sums_FR = torch.stack([running_sums(row_R, runs.offset_R, layout.longest_response) for row_R in rows_FR.unbind()])
+    return sums_FR.index_select(-1, runs.last_R)
+
+
+def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
+    """Sums of each run up to each token, ``offset_T`` tokens of it before; of floats in a fixed order.
+
+    A step adds to what a token has summed so far what the tokens 1, 2, ... reaches before it have.
+    """
+    size, device = len(values_T), values_T.device
+    if not values_T.is_floating_point():
+        # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
+        running_T = values_T.cumsum(0)
+        first_T = torch.arange(size, device=device) - offset_T
+        return running_T - (running_T - values_T).index_select(0, first_T)
+    reach = 1
+    while reach < longest:
+        furthest = (_FAN_IN - 1) * reach
+        before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
+        distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
+        values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
+        reach *= _FAN_IN
+    return values_T
+
+
+def _runs_of(mask_R: Tensor, sequence_R: Tensor) -> _Runs:
+    """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
+    is_first_R = torch.ones_like(mask_R)
+    is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
+    run_R = is_first_R.cumsum(0)
+    # Where runs begin, the first at 1; behind the last one the end of all tokens.
+    size = len(mask_R)
+    place_R = torch.arange(size, device=mask_R.device)
+    first_N = (place_R.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_R, run_R, 0), place_R)
+    first_R, next_R = first_N.index_select(0, run_R), first_N.index_select(0, run_R + 1)
+    return _Runs(place_R - first_R, next_R - 1)
