@@ -137,8 +137,8 @@ def test_log_probs_that_were_filled_in_from_the_other_side_are_seen_in_the_file(
     ],
 )
 def test_weight_versions_of_all_shapes_are_compared_with_the_given_one(tmp_path, versions, listed) -> None:
-    data = rollout_data(4, 4) | {"weight_versions": versions}
-    data["rollout_log_probs"][0][2] -= 1e-3
+    data = rollout_data(4, 16) | {"weight_versions": versions}
+    data["rollout_log_probs"][0] -= 1.0
     path = dump(tmp_path, 0, data)
     report = report_of(tmp_path, path, "--train-weight-version", "4")
     assert report["rollout_weight_versions"] == listed

@@ -213,14 +213,16 @@ def test_ids_that_are_whole_numbers_in_another_type_are_equal_and_fractions_neve
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_log_probs_above_zero_are_a_caution_of_any_verdict(is_equal) -> None:
-    train = tensors([-1.1, 0.5, -2.1], [0.25, 3.0])
-    rollout = copies(train) if is_equal else tensors([-1.1, 0.5, -2.5], [0.25, -3.0])
-    report = audit_logprobs(train, rollout, masks=tensors([1.0] * 3, [1.0, 1.0]), evidence=SHOWN)
+def test_log_probs_above_zero_are_a_mistake_under_any_verdict(is_equal) -> None:
+    train = tensors([-1.1, 0.5, -2.1, -0.3, -0.7], [0.25, 3.0, -1.0])
+    rollout = copies(train) if is_equal else tensors([-1.1, 0.5, -2.5, -0.3, -0.7], [0.25, -3.0, -1.0])
+    report = audit_logprobs(train, rollout, evidence=SHOWN)
     assert report.passed == is_equal
-    assert report.cautions == ("3 tokens have a log-prob above 0, 3 the largest: these are no log-probs",)
-    masked = audit_logprobs(train, rollout, masks=tensors([1.0, 0.0, 1.0], [0.0, 0.0]), evidence=SHOWN)
-    assert masked.cautions == ()
+    (found,) = report.diagnoses
+    assert (found.cause, found.is_fault) == ("positive_log_probs", True)
+    assert f"{2 + is_equal} of 8 behavior log-probs and 3 of 8 proximal log-probs" in found.evidence
+    masks = tensors([1.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0])
+    assert audit_logprobs(train, rollout, masks=masks, evidence=SHOWN).diagnoses == ()
 
 
 # --- a copy

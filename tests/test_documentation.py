@@ -15,6 +15,7 @@ import yaml
 import mis_ext
 import mis_ext.cli
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
+from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
 from mis_ext.methods.table import methods_table
 from mis_ext.preset_files import PresetRemarks, preset_remarks
@@ -57,6 +58,7 @@ TABLES = {
     "statistics": (DOCS / "method.md", statistics_table),
     "bounds": (DOCS / "method.md", bounds_table),
     "methods": (DOCS / "methods.md", methods_table),
+    "causes": (DOCS / "report_causes.md", causes_table),
     "presets": (DOCS / "presets.md", presets_table),
     "traps": (DOCS / "presets.md", traps_table),
 }

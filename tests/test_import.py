@@ -19,7 +19,8 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
-LAZY = ("mis_ext", "mis_ext.explain", "mis_ext.methods", "mis_ext.onpolicy", "mis_ext.report", "mis_ext.rollout")
+ROOMS = ("diagnosis", "explain", "methods", "onpolicy", "report", "rollout")
+LAZY = ("mis_ext", *(f"mis_ext.{room}" for room in ROOMS))
 each_lazy_package = pytest.mark.parametrize("name", LAZY)
 
 
@@ -28,7 +29,7 @@ def test_no_public_name_pulls_in_a_framework() -> None:
     code = f"""
 import sys, torch
 before = set(sys.modules)
-import mis_ext, mis_ext.explain, mis_ext.methods, mis_ext.onpolicy, mis_ext.report, mis_ext.rollout, mis_ext.cli
+import mis_ext.cli, {", ".join(LAZY)}
 for package in map(sys.modules.get, {LAZY}):
     for name in package.__all__:
         getattr(package, name)

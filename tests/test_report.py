@@ -13,6 +13,7 @@ from drawn_configs import Point, draw_point
 from hypothesis import HealthCheck, given, settings
 
 import mis_ext
+from mis_ext.diagnosis import Measuring
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.explain.traps import traps_of
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
@@ -21,8 +22,6 @@ from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.recommendation import circumstances_of
 from mis_ext.report.sequences import BANDS
-from mis_ext.report.signals import SUMS as SIGNAL_SUMS
-from mis_ext.report.signals import Signals
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
 
@@ -274,11 +273,13 @@ def test_tokens_without_an_advantage_have_no_sign() -> None:
 
 def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:
     behavior, proximal = torch.tensor([0.0, -0.5, -0.3, -9.0]), torch.tensor([-0.25, 0.0, -0.7, math.nan])
-    signals = Signals.of(Part.of_lists(proximal=[proximal], behavior=[behavior]))
+    part = Part.of_lists(proximal=[proximal], behavior=[behavior])
+    measuring = Measuring().add(part.tokens, part.streams.layout, response_mask_R=part.streams.response_mask_R)
+    signals = measuring.measured().signals
     # Numbers that are not 0, and those of them that bfloat16 has: -0.25 and -0.7, -0.5 and -0.3.
-    assert signals.rounded.tolist() == [[2, 1], [2, 1]]
+    assert signals.rounded[:, :2].tolist() == [[2, 1], [2, 1]]
     # A behavior log-prob of 0 says nothing about the engines.
-    sums = dict(zip(SIGNAL_SUMS, signals.lines.tolist(), strict=True))
-    assert (sums["count"], sums["difference"]) == pytest.approx((2, 0.1))
+    sums = signals.tokens.line._asdict()
+    assert (sums["num_tokens"], sums["difference"]) == pytest.approx((2, 0.1))
     assert (sums["behavior"], sums["proximal"]) == pytest.approx((-0.8, -0.7))
     assert (sums["behavior_difference"], sums["proximal_difference"]) == pytest.approx((-0.13, 0.28))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from engines import COUNT, engines
 
+from mis_ext.diagnosis import Diagnosis
 from mis_ext.dumps import Dumps
-from mis_ext.report import Collector, Diagnosis, Origin, Part, Parts
+from mis_ext.report import Collector, Origin, Part, Parts
 
 ROOT = Path(__file__).parents[1]
 ARCHIVE = Path(__file__).parent / "data" / "example_dumps" / "dumps.tar.xz"
@@ -100,7 +101,7 @@ def test_a_sync_at_every_step_is_not_stale(dumps, has_versions, tmp_path) -> Non
 def test_only_stale_steps_are_possibly_stale_by_their_versions(dumps) -> None:
     found = only(collected(*Parts(Dumps([path for path in files(dumps, 4) if int(path.name[0]) % 4 == 3]))))
     assert (found.cause, found.confidence) == ("stale_weights", "possible")
-    assert "lower precision" in found.title
+    assert "lower precision on one side" in found.alternatives
 
 
 def test_only_stale_tokens_that_differ_more_than_precision_explains_are_likely() -> None:

@@ -21,8 +21,8 @@ def test_a_turn_is_a_run_of_trained_tokens() -> None:
     masks = [MASK, torch.zeros(0), torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0, 0])]
     part = Part.of_lists(proximal=values, behavior=values, masks=masks)
     trained_T = part.tokens.response_mask_T
-    assert part.turn_T[trained_T].tolist() == [0, 0, 1, 1, 1, 2, 0, 1]
-    assert part.position_in_turn_T[trained_T].tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
+    assert part.turns.turn_T[trained_T].tolist() == [0, 0, 1, 1, 1, 2, 0, 1]
+    assert part.turns.place_T[trained_T].tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
 
 
 def test_the_mismatch_is_told_by_turn() -> None:

@@ -169,7 +169,10 @@ def _show(report: Report, folder: Path) -> None:
         console.print(Text(f"  {reason}"))
     for diagnosis in report.diagnoses:
         console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
-        console.print(Text(f"  {diagnosis.evidence}"))
+        for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
+            console.print(Text(f"  {said}"))
+    if report.diagnoses:
+        console.print(Text(report.unexplained.in_words, style="dim"))
     grid = Table.grid(padding=(0, 2))
     grid.add_row(Text("tokens", style="dim"), f"{overall.num_tokens:,} of {overall.num_sequences:,} responses")
     for name in _NUMBERS:

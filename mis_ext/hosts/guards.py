@@ -6,25 +6,26 @@ for the device; later ones read what has arrived meanwhile, and find a mistake a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig, GuardName
-from mis_ext.correction.suspicions import MAX_MEAN_ABS_DIFF, MIN_CONSTANT_TOKENS, MIN_SHIFT_TOKENS, SHIFT_FACTOR
+from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF, MIN_TOKENS
+from mis_ext.diagnosis.measuring import Measured
+from mis_ext.diagnosis.table import CAUSES, diagnose
+from mis_ext.diagnosis.token_sums import TokenSums, added, token_sums
 from mis_ext.explain.traps import hopeless_sequences, single_sequence
-from mis_ext.hosts.evidence import IMPROBABLE, PLACEHOLDER, Evidence, added, evidence_of, vary
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.mailbox import Tally, is_capturing
 from mis_ext.hosts.packing import PackedStreams
 
-ENOUGH_TOKENS = MIN_SHIFT_TOKENS
+ENOUGH_TOKENS = MIN_TOKENS
 """A check that has seen so many tokens, or pairs of them, has judged and is done."""
 
-MAX_ZERO_GAP = 0.01
-"""Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""
 
-SUSPICIOUS_SHARE = 0.01
-ZERO_SHARE = 0.05
+SUSPECTS = ("stale_weights", "retokenised_samples", "top_p_or_top_k", "large_mismatch")
+"""Causes of a large difference that need more than the first calls measure."""
 
 
 class MismatchWarning(UserWarning):
@@ -32,10 +33,11 @@ class MismatchWarning(UserWarning):
 
 
 class Finding(NamedTuple):
-    """A mistake that stops the run unless its guard is set to warn, or without a guard a doubt."""
+    """A mistake that stops the run unless its guard is set to warn, or without a guard a doubt; its cause, if named."""
 
     guard: GuardName | None
     message: str
+    cause: str | None = None
 
 
 class DataGuards:
@@ -57,25 +59,27 @@ class DataGuards:
         """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
         if not self._armed or is_capturing(streams.response_mask_R):
             return []
-        counted = self._tally.add(evidence_of(streams))
-        findings = [] if counted is None else [*self._judge(Evidence(*counted), streams, groups)]
+        counted = self._tally.add(
+            token_sums(streams.tokens, response_mask_R=streams.response_mask_R, layout=streams.layout)
+        )
+        findings = [] if counted is None else [*self._judge(TokenSums(*counted), streams, groups)]
         return [finding for finding in findings if finding.guard is not None or groups.is_first_rank]
 
-    def _judge(self, evidence: Evidence, streams: PackedStreams, groups: Groups) -> Iterator[Finding]:
+    def _judge(self, tokens: TokenSums, streams: PackedStreams, groups: Groups) -> Iterator[Finding]:
         in_scope = streams.layout.num_sequences * (groups.dp_size if self._config.scope == "data_parallel" else 1)
-        has_tokens, has_pairs = evidence.num_valid >= ENOUGH_TOKENS, evidence.num_pairs >= ENOUGH_TOKENS
-        checks: tuple[tuple[str, GuardName | None, bool, Iterator[str]], ...] = (
-            # First, because a shift also puts certain tokens beside improbable ones.
-            ("shifted_log_probs", "shifted_log_probs", has_pairs, shifted_log_probs(evidence)),
-            ("degenerate_behavior", "degenerate_behavior", has_tokens, degenerate_behavior(evidence)),
-            ("single_sequence", None, has_tokens, single_sequence(self._config, in_scope)),
-            ("size", None, has_tokens, _size(self._config, evidence)),
+        has_tokens, has_pairs = tokens.num_valid >= ENOUGH_TOKENS, tokens.num_pairs >= ENOUGH_TOKENS
+        diagnoses = diagnose(Measured(tokens=tokens))
+        checks: tuple[tuple[str, bool, Iterator[Finding]], ...] = (
+            ("shifted_log_probs", has_pairs, _mistakes("shifted_log_probs", diagnoses, has_pairs)),
+            ("degenerate_behavior", has_tokens, _mistakes("degenerate_behavior", diagnoses, has_tokens)),
+            ("single_sequence", has_tokens, map(_doubt, single_sequence(self._config, in_scope))),
+            ("size", has_tokens, _size(self._config, tokens, diagnoses) if has_tokens else iter(())),
         )
-        for name, guard, has_seen_enough, messages in checks:
+        for name, has_seen_enough, findings in checks:
             if name not in self._armed:
                 continue
-            found = [Finding(guard, message) for message in messages]
-            if found and guard is not None and self._config.stops(guard):
+            found = [*findings]
+            if any(each.guard is not None and self._config.stops(each.guard) for each in found):
                 # The next call is judged by itself: the same mistake stops it too.
                 self._tally = Tally(added)
             elif found or has_seen_enough:
@@ -83,73 +87,33 @@ class DataGuards:
             yield from found
 
 
-def degenerate_behavior(evidence: Evidence) -> Iterator[str]:
-    """What is wrong with behavior log-probs that are none, in words."""
-    count = evidence.num_valid
-    if count < MIN_CONSTANT_TOKENS:
-        return
-    # One absurd token is no pattern.
-    enough = max(1.0, SUSPICIOUS_SHARE * count)
-    differ = evidence.gap > MAX_ZERO_GAP * count
-    is_constant = evidence.lowest == -evidence.negated_highest
-    is_zero = evidence.lowest == 0.0 and differ and count >= ENOUGH_TOKENS
-    others_vary = vary(count, evidence.difference, evidence.gap, evidence.squared)
-    of_all = f"of {count:.0f} behavior log-probs on trainable tokens are"
-    ask = "ask the inference engine for log-probs (return_logprob in SGLang, logprobs in vLLM)"
-    if evidence.num_placeholders > enough:
-        yield (
-            f"{evidence.num_placeholders:.0f} {of_all} placeholders below {PLACEHOLDER:g}: some responses came back "
-            "without log-probs; set their loss_masks to 0"
-        )
-    elif differ and evidence.negated < SHIFT_FACTOR * evidence.gap:
-        yield (
-            f"behavior and proximal log-probs differ by {evidence.gap / count:.3g} on average, but by only "
-            f"{evidence.negated / count:.3g} when the sign of one is flipped: negative log-likelihoods were stored "
-            "where log-probs belong"
-        )
-    elif evidence.num_positive > enough:
-        yield (
-            f"{evidence.num_positive:.0f} {of_all} above 0, and no probability is above 1: these are other numbers, or "
-            "something was added to them"
-        )
-    elif is_constant and (is_zero or others_vary):
-        yield (
-            f"all {count:.0f} behavior log-probs on trainable tokens are {evidence.lowest:g}, and the proximal ones "
-            f"are not: {ask}; it returns 0 for tokens that it sampled greedily"
-        )
-    elif evidence.num_zeros > max(1.0, ZERO_SHARE * count):
-        yield (
-            f"{evidence.num_zeros:.0f} {of_all} 0, where the proximal ones are below {IMPROBABLE:g}: {ask}, or set the "
-            "loss_masks of these tokens to 0; it returns 0 for tokens that it sampled greedily"
-        )
-    elif evidence.num_constant > enough:
-        yield (
-            f"{evidence.num_constant:.0f} {of_all} in responses where all are the same number, while the proximal ones "
-            f"are not: {ask}, or set the loss_masks of these responses to 0"
-        )
+def _mistakes(guard: GuardName, diagnoses: Iterable[Diagnosis], has_seen_enough: bool) -> Iterator[Finding]:
+    """The causes that a guard stops on; of a few tokens a doubt, which must not end the watch too early."""
+    for found in diagnoses:
+        if CAUSES[found.cause].guard == guard and (found.is_pattern or has_seen_enough):
+            yield Finding(guard if found.is_pattern else None, _in_words(found), found.cause)
 
 
-def shifted_log_probs(evidence: Evidence) -> Iterator[str]:
-    """That the streams fit much better when one of them is shifted by a token."""
-    # The better of the two: at the end of a response one absurd log-prob is in all sums but one.
-    aligned, shifted = min(evidence.first, evidence.second), min(evidence.earlier, evidence.later)
-    if evidence.num_pairs < ENOUGH_TOKENS or shifted >= SHIFT_FACTOR * aligned:
-        return
-    yield (
-        f"behavior and proximal log-probs differ by {aligned / evidence.num_pairs:.3g} on average, but by only "
-        f"{shifted / evidence.num_pairs:.3g} when one of them is shifted by a token: they are misaligned (the logits "
-        "at position p - 1 score the token at position p)"
-    )
+def _in_words(found: Diagnosis) -> str:
+    return f"{found.in_words}. {found.advice} ({found.cause}, {found.confidence})"
 
 
-def _size(config: CorrectionConfig, evidence: Evidence) -> Iterator[str]:
-    """Doubts about how large the mismatch is."""
-    if evidence.num_valid < ENOUGH_TOKENS:
-        return
-    gap, k3 = evidence.gap / evidence.num_valid, evidence.k3 / evidence.num_valid
-    if gap > MAX_MEAN_ABS_DIFF:
-        yield (
+def _doubt(message: str) -> Finding:
+    return Finding(None, message)
+
+
+def _size(config: CorrectionConfig, tokens: TokenSums, diagnoses: Iterable[Diagnosis]) -> Iterator[Finding]:
+    """Doubts about what the log-probs are of, and about how large the mismatch is."""
+    named = [found for found in diagnoses if CAUSES[found.cause].guard is None]
+    for found in named:
+        yield Finding(None, _in_words(found), found.cause)
+    gap = tokens.gap_rest / tokens.num_rest if tokens.num_rest else 0.0
+    if not named and gap > MAX_MEAN_ABS_DIFF:
+        suspects = "; ".join(CAUSES[name].title for name in SUSPECTS)
+        yield _doubt(
             f"behavior and proximal log-probs differ by {gap:.3g} nats per token on average, more than "
-            f"{MAX_MEAN_ABS_DIFF:g}: check temperature, top-p, tokenisation, and that the weights were synchronised"
+            f"{MAX_MEAN_ABS_DIFF:g}; what the first calls measure does not tell which it is: {suspects}. mis-ext "
+            "report, on a dump of the rollout, measures more"
         )
-    yield from hopeless_sequences(config, k3=k3, length=evidence.num_response / evidence.num_sequences)
+    k3, length = tokens.k3 / tokens.num_valid, tokens.num_response / tokens.num_sequences
+    yield from map(_doubt, hopeless_sequences(config, k3=k3, length=length))

@@ -193,11 +193,11 @@ class Session:
         return self.compute(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
 
     def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
-        for guard, message in self._guards.inspect(streams, groups):
-            if guard is None:
-                self.warn(message)
+        for found in self._guards.inspect(streams, groups):
+            if found.guard is None:
+                self.warn(found.message)
             else:
-                self.report(guard, message)
+                self.report(found.guard, found.message)
 
     def _watch_status(self, correction: Correction, groups: Groups) -> None:
         if not groups.is_alone:

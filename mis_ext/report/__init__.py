@@ -11,7 +11,6 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.report.collector import Collector, summarize
-    from mis_ext.report.finding import Diagnosis
     from mis_ext.report.part import Origin, Part
     from mis_ext.report.parts import Parts
     from mis_ext.report.summary import Mismatch, Summary
@@ -21,7 +20,6 @@ else:
         __name__,
         {
             "collector": ("Collector", "summarize"),
-            "finding": ("Diagnosis",),
             "part": ("Origin", "Part"),
             "parts": ("Parts",),
             "summary": ("Mismatch", "Summary"),
@@ -29,4 +27,4 @@ else:
         },
     )
 
-__all__ = ["Collector", "Diagnosis", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]
+__all__ = ["Collector", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]

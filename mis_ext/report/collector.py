@@ -9,12 +9,12 @@ from concurrent.futures import Executor, Future
 import torch
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.report.diagnosis import diagnose
-from mis_ext.report.finding import Case, Diagnosis
+from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.diagnosis.measuring import Measured, Measuring
+from mis_ext.diagnosis.table import search
 from mis_ext.report.offenders import WorstToken, merged, worst_tokens
 from mis_ext.report.part import Part
 from mis_ext.report.sequences import Sequences
-from mis_ext.report.signals import Signals
 from mis_ext.report.summary import Summary, summary_of
 from mis_ext.report.tally import TokenTally
 from mis_ext.report.what_if import Outcome, WhatIf
@@ -47,7 +47,7 @@ class Collector:
         self._running: deque[list[Future[object]]] = deque()
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
-        self._signals: Signals | None = None
+        self._measuring = Measuring()
         self._worst: list[WorstToken] = []
 
     def add(self, part: Part) -> None:
@@ -82,8 +82,16 @@ class Collector:
 
     @torch.no_grad()
     def _count_signals(self, part: Part) -> None:
-        signals = Signals.of(part)
-        self._signals = signals if self._signals is None else self._signals + signals
+        self._measuring.add(
+            part.tokens,
+            part.streams.layout,
+            response_mask_R=part.streams.response_mask_R,
+            versions_behind=[origin.versions_behind for origin in part.origins],
+            has_other_ids=[origin.has_other_ids for origin in part.origins],
+            step=part.step,
+            position_T=part.position_T,
+            turns=part.turns,
+        )
 
     def summary(self) -> Summary:
         """The summary of all parts that were added until now.
@@ -101,11 +109,18 @@ class Collector:
         Raises:
             ValueError: There was no part.
         """
+        return self.search(summary)[0]
+
+    def search(self, summary: Summary | None = None) -> tuple[list[Diagnosis], Measured]:
+        """:meth:`diagnoses`, and what they leave to explain.
+
+        Raises:
+            ValueError: There was no part.
+        """
         self._finish()
         summary = self.summary() if summary is None else summary
-        assert self._signals is not None
-        sequences = Sequences.joined([each for step in self._sequences.values() for each in step])
-        return diagnose(Case(self._signals, summary, sequences))
+        typical_gaps = {name: step.abs_p50 for name, step in summary.steps.items()}
+        return search(self._measuring.measured(typical_gaps))
 
     def outcomes(self) -> dict[str, Outcome]:
         """What each configuration kept, removed and left, by its name."""

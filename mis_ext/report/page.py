@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
+from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.report.offenders import WorstToken
 from mis_ext.report.plots import Picture, drawn, pictures
 from mis_ext.report.recommendation import Recommendation
@@ -63,11 +64,19 @@ def _recommendation(found: Recommendation) -> str:
 def _diagnoses(report: Report) -> str:
     if not report.diagnoses:
         return "<p>Too few tokens to say.</p>"
-    return "".join(
-        f'<div class="card"><h3>{escape(each.title)} <span class="tag">{escape(each.confidence)}</span></h3>'
-        f"<p>{escape(each.evidence)}.</p><p>{escape(each.advice)}</p></div>"
-        for each in report.diagnoses
+    return (
+        "".join(
+            f'<div class="card"><h3>{escape(each.title)} <span class="tag">{escape(each.confidence)}</span></h3>'
+            f"<p>{escape(each.evidence)}.</p>{_extra(each)}<p>{escape(each.advice)}</p></div>"
+            for each in report.diagnoses
+        )
+        + f"<p>{escape(report.unexplained.in_words)}</p>"
     )
+
+
+def _extra(found: Diagnosis) -> str:
+    said = filter(None, (found.share_in_words, found.doubt_in_words))
+    return "".join(f"<p>{escape(each[0].upper() + each[1:])}.</p>" for each in said)
 
 
 def _numbers(overall: Mismatch) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.diagnosis.turns import Turns, turns_of
 from mis_ext.hosts.packing import PackedStreams
 
 _LARGEST = 2**62 - 1
@@ -208,26 +209,9 @@ class Part:
         return torch.arange(len(self.sequence_T)) - self.begin_S[self.sequence_T]
 
     @cached_property
-    def begins_turn_T(self) -> Tensor:
-        """Trained tokens behind a masked one, or at the begin of the response."""
-        trained_T = self.tokens.response_mask_T
-        begins_T = trained_T & (self.position_T == 0)
-        begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
-        return begins_T
-
-    @cached_property
-    def turn_T(self) -> Tensor:
-        """Number of the run of trained tokens that each trained token is in, from 0 in each response."""
-        count_T = self.begins_turn_T.long().cumsum(0)
-        before_S = torch.cat([count_T.new_zeros(1), count_T])[self.begin_S]
-        return (count_T - before_S[self.sequence_T] - 1).clamp_min(0)
-
-    @cached_property
-    def position_in_turn_T(self) -> Tensor:
-        """Trained tokens since the turn began."""
-        index_T = torch.arange(len(self.begins_turn_T))
-        last_begin_T = torch.where(self.begins_turn_T, index_T, 0)
-        return index_T - (last_begin_T.cummax(0).values if len(index_T) else index_T)
+    def turns(self) -> Turns:
+        """Runs of trained tokens in each response."""
+        return turns_of(self.tokens.response_mask_T, self.position_T)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

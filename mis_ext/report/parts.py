@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from mis_ext.diagnosis.measuring import versions_behind
 from mis_ext.dumps import DumpedSample
 from mis_ext.dumps.joining import fingerprint
 from mis_ext.report.part import Origin, Part
@@ -103,7 +104,7 @@ def _origin(sample: DumpedSample) -> Origin:
         name=sample.name,
         sample_index=sample.sample_index,
         reward=math.nan if sample.reward is None else sample.reward,
-        versions_behind=_versions_behind(sample),
+        versions_behind=versions_behind(sample.proximal_weight_version, sample.behavior_weight_versions),
         token_ids=sample.response_ids,
         has_other_ids=_has_other_ids(sample),
         group=_group(sample),
@@ -117,16 +118,6 @@ def _group(sample: DumpedSample) -> Hashable:
         return None
     prompt = sample.token_ids[: len(sample.token_ids) - len(sample.response_ids)]
     return fingerprint(prompt) if len(prompt) else None
-
-
-def _versions_behind(sample: DumpedSample) -> float:
-    trainer, engine = sample.proximal_weight_version, sample.behavior_weight_versions
-    if trainer is None or not engine:
-        return math.nan
-    try:
-        return float(trainer) - min(map(float, engine))
-    except ValueError:
-        return float(any(version != str(trainer) for version in engine))
 
 
 def _has_other_ids(sample: DumpedSample) -> bool | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
@@ -16,7 +17,6 @@ from mis_ext.explain.traps import (
     gates_sequences,
     traps_of,
 )
-from mis_ext.report.finding import Diagnosis
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mis_ext.diagnosis.cause import Diagnosis, percent
+from mis_ext.diagnosis.limits import KERNEL_K3
 from mis_ext.dumps import Dumps
 from mis_ext.plain_data import to_plain
 from mis_ext.preset_files import list_presets, preset_path
 from mis_ext.presets import load_quietly
 from mis_ext.report.collector import NUM_WORST, Collector
-from mis_ext.report.finding import Diagnosis
 from mis_ext.report.indicators import Indicator, indicators
 from mis_ext.report.parts import Parts
 from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
@@ -24,6 +26,22 @@ FORMAT = 1
 """Version of the format of ``summary.json``."""
 
 
+@dataclass(frozen=True)
+class Unexplained:
+    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token."""
+
+    k3_share: float
+    k3: float
+
+    @property
+    def in_words(self) -> str:
+        """A sentence for the page."""
+        if math.isnan(self.k3):
+            return "No token is left to explain."
+        small = f", of the size of kernels in bfloat16 (up to {KERNEL_K3:g})" if self.k3 < KERNEL_K3 else ""
+        return f"Left unexplained: {percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
+
+
 @dataclass(frozen=True, eq=False)
 class Report:
     """Everything that is shown; ``skipped`` says what of the input is not in it, and why."""
@@ -31,6 +49,7 @@ class Report:
     sources: tuple[str, ...]
     summary: Summary
     diagnoses: tuple[Diagnosis, ...]
+    unexplained: Unexplained
     recommendation: Recommendation
     indicators: tuple[Indicator, ...]
     skipped: tuple[str, ...]
@@ -43,6 +62,7 @@ class Report:
             "skipped": self.skipped,
             "recommendation": to_plain(self.recommendation),
             "diagnoses": to_plain(self.diagnoses),
+            "unexplained": to_plain(self.unexplained),
             "indicators": to_plain(self.indicators),
             "summary": to_plain(self.summary),
         }
@@ -78,13 +98,14 @@ def report_of(
     for part in parts:
         collector.add(part)
     summary = collector.summary()
-    diagnoses = collector.diagnoses(summary)
+    diagnoses, left = collector.search(summary)
     skipped = [str(each) for each in dumps.skipped]
     skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
     return Report(
         sources=tuple(sources),
         summary=summary,
         diagnoses=tuple(diagnoses),
+        unexplained=Unexplained(1.0 - left.explained, left.k3_left),
         recommendation=recommend(candidates, collector.outcomes(), summary, diagnoses),
         indicators=tuple(_indicators(summary, logged or {})),
         skipped=tuple(skipped),

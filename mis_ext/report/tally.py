@@ -129,7 +129,7 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
     index, advantage = probability_bin(behavior), part.of_valid(part.advantages_T)
     for size, values in (
         (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
-        (NUM_OCTAVES, octave(part.of_valid(part.turn_T))),
+        (NUM_OCTAVES, octave(part.of_valid(part.turns.turn_T))),
         (4, torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()),
     ):
         index = index * size + values

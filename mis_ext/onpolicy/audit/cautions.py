@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mis_ext.diagnosis.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
+from mis_ext.diagnosis.measuring import Measuring
 from mis_ext.onpolicy.audit.findings import Evidence, Provenance
-from mis_ext.onpolicy.audit.hints import MAX_CHANCE, constant_stream
 from mis_ext.onpolicy.audit.sample import Facts
 
 
@@ -14,12 +15,6 @@ def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidenc
     found: list[str] = []
     if not samples:
         return found
-    num_positive = sum(sample.num_positive for sample in samples)
-    if num_positive:
-        largest = max(sample.max_log_prob for sample in samples)
-        found.append(
-            f"{num_positive} tokens have a log-prob above 0, {largest:.3g} the largest: these are no log-probs"
-        )
     if provenance == "prefill":
         found.append(
             "the rollout log-probs come from scoring the finished text again: the log-probs of the sampled decode, "
@@ -28,13 +23,14 @@ def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidenc
     if any(sample.num_nonzero for sample in samples):
         return found + filled_in(samples)
     found += _unshown(provenance, evidence)
-    if all(sample.train_is_bf16 and sample.rollout_is_bf16 for sample in samples):
+    measured = Measuring.joined(sample.shown for sample in samples).measured()
+    if measured.signals is not None and all(of == rounded for of, rounded, _ in measured.signals.rounded.tolist()):
         found.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
     if any(sample.is_stale for sample in samples):
         found.append("the weight versions differ, the log-probs do not: no weight changed, or a version is wrong")
-    constant = constant_stream(samples)
-    if constant is not None:
-        found.append(constant)
+    lowest, count = measured.tokens.lowest, measured.tokens.num_valid
+    if count >= MIN_CONSTANT_TOKENS and lowest == -measured.tokens.negated_highest:
+        found.append(f"all {count:.0f} log-probs of both sides are {lowest:g}, as where an engine returned none")
     return found
 
 
@@ -57,17 +53,23 @@ def _unshown(provenance: Provenance, evidence: Evidence) -> list[str]:
 
 def filled_in(samples: Sequence[Facts]) -> list[str]:
     """That samples are equal among others that differ, where neither chance nor the weight versions explain it."""
-    num_uncertain = sum(sample.num_uncertain for sample in samples)
-    equal = [sample for sample in samples if not sample.num_nonzero and sample.num_uncertain]
-    num_equal = sum(sample.num_uncertain for sample in equal)
-    num_nonzero = sum(sample.num_uncertain_nonzero for sample in samples)
+    later = [_later_tokens(sample) for sample in samples]
+    equal = [count for sample, (count, _) in zip(samples, later, strict=True) if not sample.num_nonzero and count]
     is_stale = {sample.is_stale for sample in samples if sample.num_nonzero}
-    if not equal or not is_stale or (is_stale == {True} and not any(sample.is_stale for sample in equal)):
+    are_stale = any(sample.is_stale for sample in samples if not sample.num_nonzero)
+    if not equal or not is_stale or (is_stale == {True} and not are_stale):
         return []
-    share = num_nonzero / (num_uncertain - num_equal + 1)
-    if min((1.0 - share) ** sample.num_uncertain for sample in equal) * len(samples) > MAX_CHANCE:
+    share = sum(different for _, different in later) / (sum(count for count, _ in later) - sum(equal) + 1)
+    if min((1.0 - share) ** count for count in equal) * len(samples) > MAX_CHANCE:
         return []
     return [
         f"{len(equal)} of {len(samples)} samples are equal on every token, while in the others {share:.0%} of the "
         "tokens differ: where a side had none, its log-probs may have been filled in from the other"
     ]
+
+
+def _later_tokens(sample: Facts) -> tuple[float, float]:
+    """Tokens behind the first that are not nearly certain, and those of them that differ."""
+    signals = sample.shown.measured().signals
+    _, _, later, different = [0.0] * 4 if signals is None else signals.firsts.tolist()
+    return later, different

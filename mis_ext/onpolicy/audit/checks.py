@@ -70,7 +70,7 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
         position = first_true(train_ids != rollout_ids)
         if position is not None:
             pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
-            return Problem(f"the token id is {pair}", position=position)
+            return Problem(f"the token id is {pair}", position=position, has_other_ids=True)
     active_T = active_tokens(sample)
     for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())

@@ -43,6 +43,8 @@ class Problem(NamedTuple):
     sample: int | None = None
     position: int | None = None
     name: str | None = None
+    has_other_ids: bool = False
+    """The trainer scored other token ids than the engine sampled."""
 
     def __str__(self) -> str:
         return f"{_where(self)}{self.reason}"

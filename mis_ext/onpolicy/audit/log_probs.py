@@ -11,10 +11,12 @@ from torch import Tensor
 
 from mis_ext.checks import check_choice
 from mis_ext.correction.collectives import gather_objects
+from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.diagnosis.measuring import Measuring
+from mis_ext.diagnosis.table import diagnose
 from mis_ext.onpolicy.audit.cautions import cautions
 from mis_ext.onpolicy.audit.checks import Sample
 from mis_ext.onpolicy.audit.findings import PROVENANCES, DecileRow, Evidence, Problem, Provenance, Verdict
-from mis_ext.onpolicy.audit.hints import likely_cause
 from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
 from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts
@@ -174,11 +176,22 @@ def _report(whole: Part, skipped: tuple[str, ...]) -> AuditReport:
         train_weight_versions=_sorted_versions(found.train_versions for found in facts),
         rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
         problems=tuple(whole.problems),
-        hint=likely_cause(facts, mean_abs_diff) if different and mean_abs_diff is not None else None,
+        diagnoses=tuple(_diagnoses(whole, verdict)),
         cautions=tuple(cautions(facts, whole.provenance, whole.evidence)),
         evidence=whole.evidence,
         skipped=skipped,
     )
+
+
+def _diagnoses(whole: Part, verdict: Verdict) -> list[Diagnosis]:
+    """Causes of a difference; of streams that are equal, or cannot be compared, only mistakes in them."""
+    others = [Measuring.of_other_ids() for problem in whole.problems if problem.has_other_ids]
+    if verdict is Verdict.INVALID and not others:
+        return []
+    found = diagnose(Measuring.joined([*(fact.shown for fact in whole.facts), *others]).measured())
+    if verdict is Verdict.INVALID:
+        return [each for each in found if each.cause == "retokenised_samples"]
+    return [each for each in found if each.is_fault or verdict is Verdict.DIFFERENT]
 
 
 def _decile_row(facts: list[Facts], number: int) -> DecileRow:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.onpolicy.audit.findings import DecileRow, Divergence, Evidence, Problem, Provenance, Verdict
+from mis_ext.plain_data import to_plain
 
 MAX_LISTED = 8
 
@@ -38,7 +40,7 @@ class AuditReport:
         train_weight_versions: All versions of the trainer's weights that occur, sorted.
         rollout_weight_versions: All versions of the engine's weights that occur, sorted.
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
-        hint: The likely cause of a difference and the evidence for it; None where no rule fits.
+        diagnoses: The likely causes of a difference, and mistakes in streams that are equal; the surest first.
         cautions: What a reader of the verdict must know besides.
         evidence: What shows where each stream came from.
         skipped: What was given and not audited, and why.
@@ -62,7 +64,7 @@ class AuditReport:
     train_weight_versions: tuple[str, ...]
     rollout_weight_versions: tuple[str, ...]
     problems: tuple[Problem, ...]
-    hint: str | None
+    diagnoses: tuple[Diagnosis, ...]
     cautions: tuple[str, ...]
     evidence: Evidence
     skipped: tuple[str, ...]
@@ -72,12 +74,19 @@ class AuditReport:
         """Whether the verdict is EXACT or EXACT_UP_TO_SIGNED_ZERO; nothing else is a pass."""
         return self.verdict in (Verdict.EXACT, Verdict.EXACT_UP_TO_SIGNED_ZERO)
 
+    @property
+    def hint(self) -> str | None:
+        """The likely causes in words, with the evidence for them; None where no rule fits."""
+        return ". ".join(f"{each.confidence} {each.in_words}" for each in self.diagnoses) or None
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, ``passed`` included, as plain values that JSON can hold."""
         plain = asdict(self)
         return plain | {
             "verdict": self.verdict.value,
             "passed": self.passed,
+            "hint": self.hint,
+            "diagnoses": to_plain(self.diagnoses),
             "first_divergence": None if self.first_divergence is None else self.first_divergence._asdict(),
             "deciles": [row._asdict() for row in self.deciles],
             "problems": [problem._asdict() for problem in self.problems],
@@ -105,8 +114,7 @@ class AuditReport:
         if self.first_divergence is not None:
             rows.append(("first divergent", str(self.first_divergence)))
         rows += [(f"evidence, {side}", shown) for side, shown in self.evidence._asdict().items() if shown is not None]
-        if self.hint is not None:
-            rows.append(("hint", self.hint))
+        rows += [("cause", f"{each.confidence} {each.in_words}") for each in self.diagnoses]
         rows += [("caution", caution) for caution in self.cautions]
         return rows + _first_ones("problem", self.problems) + _first_ones("skipped", self.skipped)
 

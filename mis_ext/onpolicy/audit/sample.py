@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.diagnosis.measuring import Measuring, versions_behind
 from mis_ext.onpolicy.audit.checks import Sample, active_tokens, find_problem, first_true
 from mis_ext.onpolicy.audit.findings import Divergence, Problem
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
 
 NUM_DECILES = 10
-# Where the probability is this close to 1, the log-probs of two engines can agree by saturation alone.
-UNCERTAIN_BELOW = math.log(0.999)
-UNIT_ULP = torch.finfo(torch.float32).eps
 
 
 class Decile(NamedTuple):
@@ -28,15 +28,6 @@ class Decile(NamedTuple):
     num_nonzero: int
     sum_abs_diff: float
     max_abs_diff: float
-
-
-class Shift(NamedTuple):
-    """Sums of absolute differences over pairs of neighbouring active tokens: as given, and moved by a token."""
-
-    num_pairs: int
-    aligned: float
-    rollout_late: float
-    rollout_early: float
 
 
 class Facts(NamedTuple):
@@ -53,26 +44,8 @@ class Facts(NamedTuple):
     max_ulp: int
     deciles: tuple[Decile, ...]
     first_divergence: Divergence | None
-    shift: Shift
-    """Over the whole sample: how well its streams fit as given, and moved by a token."""
-    max_unit_ulps: float
-    """Largest difference in float32 ULPs of ``max(1, |log-prob|)``: rounding near 1 and of the log-prob itself."""
-    train_is_bf16: bool
-    rollout_is_bf16: bool
-    """Every active log-prob is a bfloat16 number, whatever the dtype it is stored in."""
-    train_range: tuple[float, float]
-    rollout_range: tuple[float, float]
-    train_range_of_nonzero: tuple[float, float] | None
-    rollout_range_of_nonzero: tuple[float, float] | None
-    """The ranges over the tokens that differ; None where none does."""
-    first_token_differs: bool | None
-    """Whether the token at position 0 differs; None where it is masked or all but certain."""
-    num_uncertain: int
-    num_uncertain_nonzero: int
-    """Later tokens that are not all but certain."""
-    num_positive: int
-    max_log_prob: float
-    """Log-probs above 0 on either side, which none can be, and the largest of both."""
+    shown: Measuring
+    """What causes show in."""
 
     @property
     def is_stale(self) -> bool:
@@ -98,7 +71,8 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
     ulps = ulp_distance(train, rollout)
     nonzero = ulps != 0
     abs_diff = (train.double() - rollout.double()).abs()
-    uncertain = (rollout < UNCERTAIN_BELOW) & (active_T.nonzero().squeeze(-1) > 0)
+    if not math.isfinite(float(abs_diff.sum())):
+        raise OverflowError("the sum of the differences is no finite number")
     return Facts(
         train_dtype=_dtype_name(sample.train),
         rollout_dtype=_dtype_name(sample.rollout),
@@ -111,19 +85,7 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
         max_ulp=int(ulps.max()),
         deciles=_deciles(rollout, nonzero, abs_diff),
         first_divergence=_first_divergence(sample, train_T, rollout_T, active_T, index),
-        shift=_shift(train_T, rollout_T, active_T),
-        max_unit_ulps=float((abs_diff / (UNIT_ULP * rollout.double().abs().clamp_min(1.0))).max()),
-        train_is_bf16=torch.equal(train, train.bfloat16().to(dtype)),
-        rollout_is_bf16=torch.equal(rollout, rollout.bfloat16().to(dtype)),
-        train_range=_range(train),
-        rollout_range=_range(rollout),
-        train_range_of_nonzero=_range(train[nonzero]) if nonzero.any() else None,
-        rollout_range_of_nonzero=_range(rollout[nonzero]) if nonzero.any() else None,
-        first_token_differs=bool(nonzero[0]) if active_T[0] and rollout[0] < UNCERTAIN_BELOW else None,
-        num_uncertain=int(uncertain.sum()),
-        num_uncertain_nonzero=int((uncertain & nonzero).sum()),
-        num_positive=int(((train > 0) | (rollout > 0)).sum()),
-        max_log_prob=float(torch.maximum(train, rollout).max()),
+        shown=_shown(sample, train_T, rollout_T, active_T),
     )
 
 
@@ -146,10 +108,6 @@ def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile
     return tuple(rows)
 
 
-def _range(values: Tensor) -> tuple[float, float]:
-    return float(values.min()), float(values.max())
-
-
 def _first_divergence(
     sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor, index: int
 ) -> Divergence | None:
@@ -168,11 +126,26 @@ def _first_divergence(
     )
 
 
-def _shift(train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Shift:
-    paired = active_T[1:] & active_T[:-1]
-    train, rollout = train_T.double(), rollout_T.double()
-    differences = (train[1:] - rollout[1:], train[:-1] - rollout[1:], train[1:] - rollout[:-1])
-    return Shift(int(paired.sum()), *(math.fsum(difference[paired].abs().tolist()) for difference in differences))
+def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Measuring:
+    """Differences in float64, because of two float64 numbers float32 may be equal."""
+    rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
+    tokens = TokenRatios(
+        log_ratio_T=train_T - rollout_T,
+        proximal_T=train_T,
+        behavior_T=rollout_T,
+        response_mask_T=active_T,
+        valid_mask_T=active_T,
+    )
+    trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
+    has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
+    return Measuring().add(
+        tokens,
+        PackedLayout.whole([len(active_T)]),
+        response_mask_R=active_T,
+        versions_behind=[versions_behind(next(iter(trainer), None), engine)],
+        # Those that differ are a problem.
+        has_other_ids=[False if has_ids else None],
+    )
 
 
 def _version_names(versions: Any) -> tuple[str, ...]:

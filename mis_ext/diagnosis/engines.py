@@ -1,0 +1,181 @@
+"""Causes in the engines: how they compute, and on which tokens it shows.
+
+The numbers come from the geometry of each cause and from our own measurements (benchmarks/evidence): bfloat16 kernels
+give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4. Look at tokens 12 times as
+far apart as is typical for their probability. Where experts differ, these are 0.5 to 1.3 % of the tokens, and carry
+0.75 to 0.95 of k3. Where only precision differs they carry less than 0.45, or (fp8 cache, long responses) they are more
+than 4 % of the tokens. Two formulas for the same float32 log-prob (``log_softmax``, ``log(softmax)``) stay within one
+float32 step of ``max(1, |log-prob|)``, while float32 kernels reach two and more in any batch of some hundred tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mis_ext.diagnosis.cause import Finding
+from mis_ext.diagnosis.limits import MAX_CHANCE, MIN_TOKENS
+from mis_ext.diagnosis.measuring import Measured
+from mis_ext.diagnosis.signals import Signals
+
+ALL = 0.99
+MAX_FORMULA_STEPS = 1.5
+TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
+PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
+
+
+def formula(measured: Measured) -> Finding | None:
+    """Differences within the rounding of one operation."""
+    assert measured.signals is not None
+    steps, _, largest = measured.signals.largest.tolist()
+    if not 0.0 < steps <= MAX_FORMULA_STEPS or measured.tokens.line.num_tokens < MIN_TOKENS:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"no difference exceeds {steps:.2g} float32 steps, {largest:.1g} nats",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def bf16(measured: Measured) -> Finding | None:
+    """Log-probs of one side that are bfloat16 numbers."""
+    assert measured.signals is not None
+    rounded = dict(zip(("proximal", "behavior"), measured.signals.rounded.tolist(), strict=True))
+    if min(count for count, _, _ in rounded.values()) < MIN_TOKENS or measured.signals.largest[2] == 0.0:
+        return None
+    sides = {name: expected for name, (count, of_bf16, expected) in rounded.items() if of_bf16 > ALL * count}
+    if not sides:
+        return None
+    alone = sum(sides.values()) / measured.tokens.num_rest
+    return Finding(
+        confidence="certain",
+        evidence=f"{' and '.join(sides)} log-probs are bfloat16 numbers: that alone gives a k3 near {alone:.1g}",
+        k3_share=min(alone / measured.k3, 1.0) if measured.k3 else math.nan,
+    )
+
+
+def decoding(measured: Measured) -> Finding | None:
+    """First tokens of responses are equal, later ones are not."""
+    assert measured.signals is not None
+    first, first_different, later, later_different = measured.signals.firsts.tolist()
+    if first_different or not later_different:
+        return None
+    # One more than counted, so that few tokens cannot make a certainty.
+    share = later_different / (later + 1.0)
+    chance = (1.0 - share) ** first
+    if chance > MAX_CHANCE:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"the first tokens of {first:.0f} responses are all equal, later ones differ in {share:.0%} of the "
+        f"cases (by chance: {chance:.0e})",
+    )
+
+
+class _Place(NamedTuple):
+    """Uncertain tokens of a place: how many, and their mean of ``|d| / (1 - p)``, its variance, k3."""
+
+    num_tokens: float
+    mean: float
+    variance: float
+    k3: float
+
+    @classmethod
+    def of(cls, moments: Tensor) -> _Place:
+        count, total, squared, k3 = moments.tolist()
+        mean = total / count if count else math.nan
+        return cls(count, mean, max(squared / count - mean**2, 0.0) if count else math.nan, k3)
+
+    def stands_out_of(self, other: _Place) -> bool:
+        """Whether its mean is far above that of another."""
+        if min(self.num_tokens, other.num_tokens) < MIN_TOKENS:
+            return False
+        error = math.sqrt(self.variance / self.num_tokens + other.variance / other.num_tokens)
+        return self.mean > PLACE_FACTOR * other.mean and self.mean - other.mean > PLACE_ERRORS * error
+
+    def excess_over(self, other: _Place) -> float:
+        """The k3 that it has beyond that of as many tokens of another."""
+        return max(self.k3 - other.k3 / other.num_tokens * self.num_tokens, 0.0)
+
+
+def prefix(measured: Measured) -> Finding | None:
+    """The beginning of turns differs more, or turns behind the first do."""
+    assert measured.signals is not None
+    first, later = measured.signals.places
+    early, between, late = (_Place.of(each) for each in first + later)
+    total = float((first + later)[:, 3].sum())
+    # A prefix that all share shows in all turns, one of the conversation behind the first only.
+    places = {"": (early, between, late), " behind the first": tuple(_Place.of(each) for each in later)}
+    for where, (begins, middle, ends) in places.items():
+        if begins.stands_out_of(ends):
+            excess = begins.excess_over(ends) + middle.excess_over(ends)
+            return Finding(
+                confidence="possible",
+                evidence=f"uncertain tokens differ by {begins.mean:.2g} (1 - p) nats early in a turn{where}, by "
+                f"{ends.mean:.2g} later",
+                k3_share=excess / total if total else math.nan,
+                alternatives=("other kernels for the prefill",),
+            )
+    others, one = _Place.of(later.sum(0)), _Place.of(first.sum(0))
+    if not others.stands_out_of(one):
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"uncertain tokens differ by {one.mean:.2g} (1 - p) nats in the first turn, by {others.mean:.2g} in "
+        "later ones",
+        k3_share=others.excess_over(one) / total if total else math.nan,
+        advice="Flush the engine's prefix cache at every weight update. If that is done, check that later turns are "
+        "scored with the ids that were sampled.",
+        alternatives=("turns that were tokenised again",),
+    )
+
+
+class Tail(NamedTuple):
+    """Uncertain tokens that are much farther apart than is typical: their share, that of k3, and words for both."""
+
+    share: float
+    k3_share: float
+    evidence: str
+
+
+def _tail(signals: Signals) -> Tail | None:
+    """The few tokens that carry most of the mismatch, if there are."""
+    count = signals.tokens.line.num_tokens
+    if count < MIN_TOKENS:
+        return None
+    num_different, k3 = signals.shifts.sum((0, 2)).tolist()
+    if 0 < num_different <= max(1.0, FEW_SHARE * count):
+        share = num_different / count
+        evidence = f"{num_different:.0f} of {count:.0f} uncertain tokens differ, the others are equal"
+        return Tail(share, 1.0, evidence)
+    typical = signals.typical_shift()
+    num_far, k3_far = signals.beyond(TAIL_FACTOR * typical).sum(0).tolist()
+    share, k3_share = num_far / count, k3_far / k3 if k3 else 0.0
+    if num_far < 3 or k3_share < TAIL_K3_SHARE or share > MAX_TAIL_SHARE:
+        return None
+    evidence = (
+        f"{share:.2%} of the uncertain tokens are more than {TAIL_FACTOR:g} times as far apart as is typical "
+        f"({typical:.2g} (1 - p) nats), and carry {k3_share:.0%} of k3"
+    )
+    return Tail(share, k3_share, evidence)
+
+
+def few_tokens(measured: Measured) -> Finding | None:
+    """A handful of tokens carry most of the mismatch."""
+    assert measured.signals is not None
+    tail = _tail(measured.signals)
+    if tail is None or tail.share >= FEW_SHARE:
+        return None
+    return Finding(confidence="likely", evidence=tail.evidence, k3_share=tail.k3_share)
+
+
+def experts(measured: Measured) -> Finding | None:
+    """Few tokens carry most of the mismatch, as where experts differ."""
+    assert measured.signals is not None
+    tail = _tail(measured.signals)
+    if tail is None or tail.share < FEW_SHARE:
+        return None
+    return Finding(confidence="possible", evidence=tail.evidence, k3_share=tail.k3_share)

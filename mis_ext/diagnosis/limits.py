@@ -1,0 +1,36 @@
+"""From where on log-probs are suspicious: limits that several rules share."""
+
+MIN_TOKENS = 64
+"""Fewer tokens, or pairs of neighbours, say too little about sizes, lines and shifts."""
+
+MIN_CONSTANT_TOKENS = 8
+"""So many equal log-probs are no coincidence."""
+
+SHIFT_FACTOR = 0.5
+"""Streams that fit so much better when one is shifted by a token are misaligned."""
+
+MAX_MEAN_ABS_DIFF = 0.3
+"""Nats per token; more is no mismatch of kernels."""
+
+MAX_CONSTANT_SPREAD = 0.1
+"""Nats. Equal behavior log-probs are legitimate where the proximal ones hardly vary: one-token answers, uniform
+policies. They are not where the proximal ones vary as those of different tokens do."""
+
+IMPROBABLE = -1.0
+"""Nats. What the trainer finds less probable cannot have had the probability 1, not even with a small top-p."""
+
+PLACEHOLDER = -1000.0
+"""Nats. No model gives a token that it sampled a log-prob like this; -9999, -1e9 and the lowest floats are below it in
+every dtype."""
+
+MAX_LOG_PROB = 0.1
+"""Nats. Where the log-sum-exp is rounded to bfloat16, the log-prob of a certain token may be above 0, but by less."""
+
+CERTAIN = 0.98
+"""Where the engine's probability is above, a token says little about the engines: both give 1."""
+
+KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
+"""Up to where kernels in bfloat16, and low precision, explain a k3 per token."""
+
+MAX_CHANCE = 1e-3
+"""What has a smaller chance is no coincidence."""

@@ -1,0 +1,228 @@
+"""From tokens to what the rules look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF
+from mis_ext.diagnosis.signals import Signals
+from mis_ext.diagnosis.token_sums import NOTHING, Sorted, TokenSums, sort_out
+from mis_ext.diagnosis.turns import Turns, turns_of
+
+COLUMNS = ("num_tokens", "gap", "k3", "versions_behind", "has_other_ids")
+
+
+@dataclass(eq=False)
+class Samples:
+    """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
+
+    Attributes:
+        columns: As in ``COLUMNS``.
+        steps: The step of each.
+    """
+
+    columns: Tensor
+    steps: list[str]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Samples]) -> Samples:
+        """The samples of all parts, in their order."""
+        parts = [*parts]
+        nothing = torch.empty(0, len(COLUMNS), dtype=torch.float64)
+        return cls(torch.cat([nothing, *(part.columns for part in parts)]), [s for part in parts for s in part.steps])
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column ``[S]`` by its name."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def where(self, keep_S: Tensor) -> Samples:
+        """The samples for which ``keep_S`` is true."""
+        chosen = keep_S.nonzero().flatten()
+        return Samples(self.columns[chosen], [self.steps[each] for each in chosen.tolist()])
+
+    @property
+    def measured(self) -> Samples:
+        """Those with a token that has a log-prob."""
+        return self.where(self["num_tokens"] > 0)
+
+    @property
+    def mean_gap(self) -> Tensor:
+        """``[S]``, nats per token."""
+        return self["gap"] / self["num_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What a consumer has measured, which is what rules look at; None where it cannot.
+
+    Attributes:
+        tokens: Cheap sums over all tokens.
+        signals: Evidence of causes, of all tokens.
+        near: The same without samples that are far apart (more than kernels explain); None where no sample is.
+        samples: Numbers of each sample.
+        typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
+        explained: Share of k3 that causes which were found before explain.
+    """
+
+    tokens: TokenSums
+    signals: Signals | None = None
+    near: Signals | None = None
+    samples: Samples | None = None
+    typical_gaps: Mapping[str, float] | None = None
+    explained: float = 0.0
+
+    @property
+    def k3(self) -> float:
+        """Per token that is not taken out."""
+        return self.tokens.k3_rest / self.tokens.num_rest if self.tokens.num_rest else math.nan
+
+    @property
+    def k3_left(self) -> float:
+        """What no cause that was found before explains of it."""
+        return self.k3 * (1.0 - self.explained)
+
+    def without_far(self) -> Measured:
+        """What is left when samples of another text are taken out."""
+        if self.near is None or self.samples is None:
+            return self
+        samples = self.samples.where(~(self.samples.mean_gap > MAX_MEAN_ABS_DIFF))
+        return replace(self, tokens=self.near.tokens, signals=self.near, near=None, samples=samples)
+
+
+@dataclass(eq=False)
+class Measuring:
+    """Adds up what parts of a run show, so that their tokens need not be kept."""
+
+    _near: Signals | None = None
+    _far: Signals | None = None
+    _samples: list[Samples] = field(default_factory=list)
+
+    def add(
+        self,
+        tokens: TokenRatios,
+        layout: PackedLayout,
+        *,
+        response_mask_R: Tensor,
+        versions_behind: Sequence[float] | None = None,
+        has_other_ids: Sequence[bool | None] | None = None,
+        step: str = "0",
+        position_T: Tensor | None = None,
+        turns: Turns | None = None,
+    ) -> Measuring:
+        """Count the tokens of a part, whole responses of one step; what belongs to its samples has an entry of each.
+
+        Args:
+            tokens: Of this part, ``[T]``.
+            layout: Where the responses lie.
+            response_mask_R: Which tokens are trained.
+            versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
+            has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
+            step: Its name.
+            position_T: Of each token in its response, where it is known already.
+            turns: Of the trained tokens, where they are known already.
+        """
+        found = sort_out(tokens, layout)
+        position_T = positions(layout) if position_T is None else position_T
+        turns = turns_of(tokens.response_mask_T, position_T) if turns is None else turns
+        count, gap, k3 = _sums(tokens, found, layout)
+        unknown = [math.nan] * len(count)
+        behind = unknown if versions_behind is None else versions_behind
+        other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
+        columns = [count, gap, k3, *(torch.tensor([*each], dtype=torch.float64) for each in (behind, other))]
+        self._samples.append(Samples(torch.stack(columns, dim=1), [step] * len(count)))
+
+        def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
+            return Signals.of(tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns)
+
+        is_far_S = gap > MAX_MEAN_ABS_DIFF * count
+        if not bool(is_far_S.any()):
+            self._near = _sum(self._near, signals(tokens, found, response_mask_R))
+        elif bool(is_far_S.all()):
+            self._far = _sum(self._far, signals(tokens, found, response_mask_R))
+        else:
+            far = signals(*_only(is_far_S, tokens, found, response_mask_R, layout))
+            near = signals(*_only(~is_far_S, tokens, found, response_mask_R, layout))
+            self._near, self._far = _sum(self._near, near), _sum(self._far, far)
+        return self
+
+    @classmethod
+    def joined(cls, parts: Iterable[Measuring]) -> Measuring:
+        """What all parts have counted, in their order: the same numbers, however parts are spread over ranks."""
+        near: Signals | None = None
+        far: Signals | None = None
+        samples: list[Samples] = []
+        for part in parts:
+            near, far = _sum(near, part._near), _sum(far, part._far)
+            samples += part._samples
+        return cls(near, far, samples)
+
+    @classmethod
+    def of_other_ids(cls) -> Measuring:
+        """A sample whose ids differ: nothing of it is compared."""
+        columns = [0.0, 0.0, 0.0, math.nan, 1.0]
+        return cls(_samples=[Samples(torch.tensor([columns], dtype=torch.float64), ["0"])])
+
+    def measured(self, typical_gaps: Mapping[str, float] | None = None) -> Measured:
+        """Everything that was counted until now.
+
+        Args:
+            typical_gaps: The median ``|d|`` of each step, nats, where it is known.
+        """
+        whole = _sum(self._near, self._far)
+        return Measured(
+            tokens=NOTHING if whole is None else whole.tokens,
+            signals=whole,
+            near=None if self._far is None else self._near,
+            samples=Samples.joined(self._samples),
+            typical_gaps=typical_gaps,
+        )
+
+
+def positions(layout: PackedLayout) -> Tensor:
+    """``[T]``: of each token in its whole response."""
+    length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
+    begin_S = length_S.cumsum(0) - length_S
+    return torch.arange(layout.num_whole_tokens) - begin_S[layout.index.sequence_T]
+
+
+def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
+    """The trainer's weight version minus the oldest of the engine; 1 where they are other names, NaN where unknown."""
+    if trainer is None or not engine:
+        return math.nan
+    try:
+        return float(trainer) - min(map(float, engine))
+    except ValueError:
+        return float(any(str(version) != str(trainer) for version in engine))
+
+
+def _sum(first: Signals | None, second: Signals | None) -> Signals | None:
+    return (first or second) if first is None or second is None else first + second
+
+
+def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
+    difference_T = tokens.log_ratio_T
+    k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
+    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T)
+    return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
+
+
+def _only(
+    keep_S: Tensor, tokens: TokenRatios, found: Sorted, response_mask_R: Tensor, layout: PackedLayout
+) -> tuple[TokenRatios, Sorted, Tensor]:
+    keep_T = layout.index.to_tokens(keep_S)
+    masks = {name: getattr(found, name) & keep_T for name in Sorted._fields if name.endswith("_T")}
+    kept = tokens._replace(valid_mask_T=tokens.valid_mask_T & keep_T)
+    mask_R = torch.where(layout.index.to_whole(keep_S), response_mask_R, 0)
+    return kept, found._replace(pairs_S=torch.where(keep_S, found.pairs_S, 0.0), **masks), mask_R

@@ -1,0 +1,201 @@
+"""Faults of the data: numbers of the engine that are no log-probs, or are those of other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mis_ext.diagnosis.cause import Finding
+from mis_ext.diagnosis.limits import (
+    IMPROBABLE,
+    MAX_MEAN_ABS_DIFF,
+    MIN_CONSTANT_TOKENS,
+    MIN_TOKENS,
+    PLACEHOLDER,
+    SHIFT_FACTOR,
+)
+from mis_ext.diagnosis.measuring import Measured, Samples
+from mis_ext.diagnosis.token_sums import TokenSums, vary
+
+MAX_ZERO_GAP = 0.01
+"""Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""
+
+SUSPICIOUS_SHARE, ZERO_SHARE = 0.01, 0.05
+"""Of tokens: from here on a mistake is a pattern. A log-prob of 0 may be that of a token without alternative."""
+
+MIN_PLACEHOLDERS = 2
+"""One absurd token is no pattern."""
+
+MIN_SAMPLES = 16
+OUTLIER_FACTOR, MAX_OUTLIERS, MIN_OUTLIERS_K3 = 5.0, 0.4, 0.5
+"""Samples of another text stand apart and have most of k3. Of an fp8 cache (e5m2) one sample is as far apart, with a
+tenth of k3."""
+
+
+def shifted(measured: Measured) -> Finding | None:
+    """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
+    tokens = measured.tokens
+    aligned, moved = _pair_gaps(tokens)
+    all_shifted = _is_shifted(tokens)
+    if not all_shifted and not tokens.num_shifted:
+        return None
+    by = f"by {aligned / tokens.num_pairs:.3g} on average, but by only {moved / tokens.num_pairs:.3g} when one of them"
+    some = f"{tokens.num_shifted:.0f} of {tokens.num_valid:.0f} tokens are in responses whose"
+    return Finding(
+        confidence="certain",
+        evidence=f"behavior and proximal log-probs differ {by} is shifted by a token: they are misaligned"
+        if all_shifted
+        else f"{some} log-probs fit at least twice as well when one side is shifted by a token: they are misaligned",
+        k3_share=1.0 if all_shifted else _share_of(tokens.k3_shifted, tokens.k3_positive + tokens.k3_rest),
+        is_pattern=all_shifted or tokens.num_shifted > SUSPICIOUS_SHARE * tokens.num_valid,
+        is_all=all_shifted,
+    )
+
+
+def _pair_gaps(tokens: TokenSums) -> tuple[float, float]:
+    # The better of the two: at the end of a response one absurd log-prob is in all sums but one.
+    return min(tokens.first, tokens.second), min(tokens.earlier, tokens.later)
+
+
+def _is_shifted(tokens: TokenSums) -> bool:
+    aligned, moved = _pair_gaps(tokens)
+    return tokens.num_pairs >= MIN_TOKENS and moved < SHIFT_FACTOR * aligned
+
+
+def negated(measured: Measured) -> Finding | None:
+    """Log-probs of one side are negative log-likelihoods."""
+    tokens = measured.tokens
+    count = max(tokens.num_valid, 1.0)
+    differ = tokens.gap > MAX_ZERO_GAP * count
+    if count < MIN_CONSTANT_TOKENS or not differ or tokens.negated >= SHIFT_FACTOR * tokens.gap:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"behavior and proximal log-probs differ by {tokens.gap / count:.3g} on average, but by only "
+        f"{tokens.negated / count:.3g} when the sign of one is flipped",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def positive(measured: Measured) -> Finding | None:
+    """Numbers above 0, which no log-prob is."""
+    tokens = measured.tokens
+    sides = {"behavior": tokens.num_positive, "proximal": tokens.num_proximal_positive}
+    found = [f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs" for side, count in sides.items() if count]
+    most = max(sides.values())
+    if most < MIN_PLACEHOLDERS or tokens.num_valid < MIN_CONSTANT_TOKENS:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"{' and '.join(found)} on trainable tokens are above 0, and no probability is above 1",
+        k3_share=_share_of(tokens.k3_positive, tokens.k3_rest),
+        is_pattern=most > SUSPICIOUS_SHARE * tokens.num_valid,
+        is_all=most > 0.5 * tokens.num_valid,
+    )
+
+
+def placeholders(measured: Measured) -> Finding | None:
+    """Sentinels, zeros and constants in place of log-probs."""
+    tokens = measured.tokens
+    if tokens.num_valid < MIN_CONSTANT_TOKENS:
+        return None
+    # A shift puts certain tokens beside improbable ones, too.
+    num_zeros = 0.0 if _is_shifted(tokens) else tokens.num_zeros
+    for evidence in _constants(tokens):
+        return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
+    found = [*_some_placeholders(tokens, num_zeros)]
+    if not found:
+        return None
+    most, most_zeros = (max(1.0, share * tokens.num_valid) for share in (SUSPICIOUS_SHARE, ZERO_SHARE))
+    return Finding(
+        confidence="certain",
+        evidence="; ".join(found),
+        k3_share=_share_of(tokens.k3_placeholders, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest),
+        is_pattern=max(tokens.num_placeholders, tokens.num_constant) > most or num_zeros > most_zeros,
+    )
+
+
+def _constants(tokens: TokenSums) -> Iterator[str]:
+    """That all log-probs of a side are one number, or all those that differ from the other side's."""
+    count, different = tokens.num_valid, tokens.num_different
+    is_zero = tokens.lowest == 0.0 and tokens.gap > MAX_ZERO_GAP * count and count >= MIN_TOKENS
+    others_vary = vary(count, tokens.difference, tokens.gap, tokens.squared)
+    for side, other, low, high in (
+        ("behavior", "proximal", tokens.lowest, -tokens.negated_highest),
+        ("proximal", "behavior", tokens.lowest_proximal, -tokens.negated_highest_proximal),
+    ):
+        if low == high and (others_vary or (is_zero and side == "behavior")):
+            yield f"all {count:.0f} {side} log-probs on trainable tokens are {low:g}, and the {other} ones are not"
+            return
+    if different < MIN_CONSTANT_TOKENS or tokens.gap <= MAX_MEAN_ABS_DIFF * different:
+        return
+    for side, low, high in (
+        ("behavior", tokens.lowest_other, -tokens.negated_highest_other),
+        ("proximal", tokens.lowest_proximal_other, -tokens.negated_highest_proximal_other),
+    ):
+        if low == high:
+            yield f"the {different:.0f} {side} log-probs that differ from the other side's are all {low:g}"
+            return
+
+
+def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
+    of_all = f"of {tokens.num_valid:.0f} behavior log-probs on trainable tokens are"
+    few = tokens.num_placeholders + num_zeros
+    if tokens.num_placeholders and few >= MIN_PLACEHOLDERS:
+        yield f"{tokens.num_placeholders:.0f} {of_all} placeholders below {PLACEHOLDER:g}"
+    if num_zeros and few >= MIN_PLACEHOLDERS:
+        yield f"{num_zeros:.0f} {of_all} 0, where the proximal ones are below {IMPROBABLE:g}"
+    if tokens.num_constant:
+        yield (
+            f"{tokens.num_constant:.0f} {of_all} in responses where all are the same number, while the proximal ones "
+            "are not"
+        )
+
+
+def _share_of(k3: float, others: float) -> float:
+    """Of the k3 of tokens that are taken out and of those that are left then."""
+    return k3 / (k3 + others) if k3 else 0.0
+
+
+def other_ids(measured: Measured) -> Finding | None:
+    """The trainer scores other ids, or another text, than the engine sampled."""
+    assert measured.samples is not None
+    known = measured.samples["has_other_ids"]
+    known = known[~known.isnan()]
+    if bool(known.any()):
+        evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
+        return Finding(confidence="certain", evidence=evidence)
+    samples = measured.samples.measured
+    # What versions say is not guessed.
+    if len(samples) < MIN_SAMPLES or not bool(samples["versions_behind"].isnan().all()):
+        return None
+    gap = samples.mean_gap
+    # Where all samples of a step differ, its weights do, not its text.
+    usual = _median_of_step(gap, samples.steps).clamp_min(float(gap.median()))
+    is_outlier = (gap > MAX_MEAN_ABS_DIFF) & (gap > OUTLIER_FACTOR * usual)
+    share = float(is_outlier.double().mean())
+    if not 0.0 < share < MAX_OUTLIERS or _of_total(samples, is_outlier) < MIN_OUTLIERS_K3:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"{share:.1%} of the samples differ by {float(gap[is_outlier].mean()):.2g} nats per token, the others "
+        f"by {float(gap.median()):.2g}",
+        k3_share=_of_total(samples, is_outlier),
+        alternatives=("samples that were truncated or mixed up",),
+    )
+
+
+def _of_total(samples: Samples, chosen_S: Tensor) -> float:
+    total = float(samples["k3"].sum())
+    return float((samples["k3"] * chosen_S).sum()) / total if total else 0.0
+
+
+def _median_of_step(values_S: Tensor, steps: Sequence[str]) -> Tensor:
+    """``[S]`` median over the samples of each sample's step."""
+    numbers = {step: number for number, step in enumerate(dict.fromkeys(steps))}
+    number_S = torch.tensor([numbers[step] for step in steps])
+    medians = [values_S[number_S == number].median() for number in range(len(numbers))]
+    return torch.stack(medians)[number_S]

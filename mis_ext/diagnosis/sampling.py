@@ -1,0 +1,89 @@
+"""Faults of the distribution: the two log-probs are not of what was sampled from."""
+
+from __future__ import annotations
+
+import math
+
+from mis_ext.diagnosis.cause import Finding
+from mis_ext.diagnosis.limits import MIN_TOKENS
+from mis_ext.diagnosis.measuring import Measured
+from mis_ext.diagnosis.signals import Signals
+
+MIN_EXPLAINED, MIN_SLOPE = 0.3, 0.03
+MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
+MIN_BELOW = 0.9
+MAX_PADDING_GAP = 0.05
+SMALLEST_SHIFT = 1e-5
+
+
+def temperature(measured: Measured) -> Finding | None:
+    """The difference is a multiple of the log-prob."""
+    line = measured.tokens.line
+    if line.num_tokens < MIN_TOKENS:
+        return None
+    behavior, proximal = line.on("behavior"), line.on("proximal")
+    # Noise on either side makes the difference fall with its own log-prob and rise with the other's.
+    same_sign = behavior.slope * proximal.slope > 0.0
+    explained = min(behavior.explained, proximal.explained)
+    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or explained <= MIN_EXPLAINED:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"the difference is {behavior.slope:+.2g} times the engine's log-prob, which explains "
+        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {1.0 + behavior.slope:.2g} "
+        "times the trainer's",
+        k3_share=behavior.explained,
+    )
+
+
+def padding(measured: Measured) -> Finding | None:
+    """All tokens lose a little of their probability."""
+    assert measured.signals is not None
+    evidence = _deficit(measured.signals)
+    lowest = float(measured.signals.largest[1])
+    if not evidence or lowest >= MAX_PADDING_GAP:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"{evidence}; no token loses more than {lowest:.2g} nats",
+        k3_share=_one_sided(measured.signals),
+    )
+
+
+def truncation(measured: Measured) -> Finding | None:
+    """The engine samples from a part of what the trainer scores."""
+    assert measured.signals is not None
+    evidence = _deficit(measured.signals)
+    count, excess, _ = measured.signals.ratios.tolist()
+    if not evidence or float(measured.signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
+        k3_share=_one_sided(measured.signals),
+    )
+
+
+def _deficit(signals: Signals) -> str:
+    """Evidence that the trainer gives probability to what cannot be sampled; empty where nothing says so."""
+    count, excess, squared = signals.ratios.tolist()
+    if count < MIN_TOKENS or signals.tokens.line.num_tokens < MIN_TOKENS:
+        return ""
+    deficit = -excess / count
+    error = math.sqrt(max(squared / count - deficit**2, 0.0) / count)
+    num_below, num_above = signals.beyond(max(signals.typical_shift(), SMALLEST_SHIFT))[:, 0].tolist()
+    num_large = num_below + num_above
+    if deficit < MIN_DEFICIT_ERRORS * error or num_large == 0 or num_below < MIN_BELOW * num_large:
+        return ""
+    return (
+        f"the mean ratio is {1.0 - deficit:.4g}, {deficit / error if error else math.inf:.0f} standard errors below 1, "
+        f"and {num_below / num_large:.0%} of the larger differences are below 0: the trainer gives probability to "
+        "tokens that the engine cannot sample"
+    )
+
+
+def _one_sided(signals: Signals) -> float:
+    """Share of k3 that is not noise, of which a token that was moved up has as much as any other."""
+    (num_below, below), (num_above, above) = signals.shifts.sum(-1).tolist()
+    noise = above / num_above * (num_below + num_above) if num_above else 0.0
+    return max(1.0 - noise / (below + above), 0.0) if below + above else 0.0

@@ -1,0 +1,168 @@
+"""What the log-probs show about the cause of a mismatch: sums that add up over parts.
+
+Noise of the logits moves a log-prob by about ``1 - p`` times the noise: a token that is nearly certain hardly moves. So
+``|d| / (1 - p)`` is compared between tokens, the size of the noise behind ``d``. Without it the uncertain tokens of any
+model look like a mixture of tokens that agree and tokens that do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.diagnosis.limits import CERTAIN
+from mis_ext.diagnosis.token_sums import Sorted, TokenSums, added, line_sums, sums_of_sorted
+from mis_ext.diagnosis.turns import Turns
+
+NUM_EARLY = 32
+"""Tokens of a turn that a stale prefix shows in most."""
+
+LATE = 64
+PLACES = ("early", "between", "late")
+PER_DECADE, SMALLEST, DECADES = 20, -9, 12
+NUM_SHIFTS = PER_DECADE * DECADES
+"""Bins of ``|d| / (1 - p)`` of equal width in log space, each 12 % wide."""
+
+NEARLY_CERTAIN = math.log(0.999)
+"""Where the probability is closer to 1, the log-probs of two engines can agree by saturation alone."""
+
+_FLOAT32_STEP = 2.0**-23
+_BF16_DIGITS = 8
+_UNIFORM_VARIANCE = 1.0 / 12.0
+
+
+@dataclass(eq=False)
+class Signals:
+    """Evidence of causes, of the tokens that have a log-prob of the engine.
+
+    Attributes:
+        sums: Of :class:`~mis_ext.diagnosis.token_sums.TokenSums`.
+        shifts: ``[2, 2, NUM_SHIFTS]`` of uncertain tokens by ``|d| / (1 - p)``, for ``d`` below and above 0: how many,
+            and their k3.
+        places: ``[2, len(PLACES), 4]`` of uncertain tokens of the first turn and of later ones, by their place in the
+            turn: count, sum of ``min(|d| / (1 - p), 1)`` and of its square, k3.
+        ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
+        rounded: ``[2, 3]`` of the proximal and of the behavior side: numbers that are not 0, those of bfloat16, and the
+            k3 that rounding them to bfloat16 is expected to give.
+        firsts: First tokens of responses that are not nearly certain, and those of them that differ; later ones alike.
+        largest: The largest ``|d|`` in float32 steps of ``max(1, |log-prob|)``, the largest ``-d`` and ``|d|``.
+    """
+
+    sums: Tensor
+    shifts: Tensor
+    places: Tensor
+    ratios: Tensor
+    rounded: Tensor
+    firsts: Tensor
+    largest: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        tokens: TokenRatios,
+        found: Sorted,
+        *,
+        response_mask_R: Tensor,
+        layout: PackedLayout,
+        position_T: Tensor,
+        turns: Turns,
+    ) -> Signals:
+        """The sums that the rules need; ``position_T`` is that of a token in its response."""
+        rest = _selection(found.rest_T)
+        difference, proximal, behavior, position = (_at(each, rest) for each in (*tokens[:3], position_T))
+        excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
+        k3 = TOKEN_FORMULAS["k3"].function(excess, difference)
+        # An index in brackets takes four times as long.
+        uncertain = (behavior.exp() < CERTAIN).nonzero().flatten()
+        d, b, p, k3 = (each.index_select(0, uncertain) for each in (difference, behavior, proximal, k3))
+        shift = d.abs() / -b.expm1()
+        line = line_sums(d, b, p, torch.ones_like(d))
+        turn, place = (_at(each, rest).index_select(0, uncertain) for each in turns)
+        steps = difference.abs() / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
+        return cls(
+            sums=sums_of_sorted(tokens, found, response_mask_R=response_mask_R, layout=layout, line=line),
+            shifts=_by_shift(shift, k3, d),
+            places=_by_place(turn, place, shift, k3),
+            ratios=torch.stack([torch.tensor(len(excess)), excess.double().sum(), excess.double().square().sum()]),
+            rounded=torch.stack([_bf16_numbers(side) for side in (proximal, behavior)]),
+            firsts=_first_tokens(position, behavior, difference),
+            largest=torch.stack([_largest(each) for each in (steps, -difference, difference.abs())]),
+        )
+
+    def __add__(self, other: Signals) -> Signals:
+        """The signals of the tokens of both."""
+        names = ("shifts", "places", "ratios", "rounded", "firsts")
+        more = {name: getattr(self, name) + getattr(other, name) for name in names}
+        largest = torch.maximum(self.largest, other.largest)
+        return Signals(sums=added(self.sums, other.sums), largest=largest, **more)
+
+    @cached_property
+    def tokens(self) -> TokenSums:
+        """The sums that guards judge by."""
+        return TokenSums(*self.sums.tolist())
+
+    def typical_shift(self) -> float:
+        """The median of ``|d| / (1 - p)`` of uncertain tokens whose log-probs differ."""
+        counts = self.shifts[:, 0].sum(0)
+        half = torch.tensor(float(counts.sum()) / 2.0, dtype=torch.float64)
+        index = min(int(torch.searchsorted(counts.cumsum(0), half)), NUM_SHIFTS - 1)
+        return float(10.0 ** (SMALLEST + (index + 0.5) / PER_DECADE))
+
+    def beyond(self, shift: float) -> Tensor:
+        """``[2, 2]`` of uncertain tokens with ``|d| / (1 - p)`` above ``shift``, ``d`` below and above 0: count, k3."""
+        return self.shifts[:, :, int(_bin(torch.tensor(shift, dtype=torch.float64))) + 1 :].sum(-1)
+
+
+def _selection(chosen_T: Tensor) -> Tensor | None:
+    return None if bool(chosen_T.all()) else chosen_T.nonzero().flatten()
+
+
+def _at(values_T: Tensor, chosen: Tensor | None) -> Tensor:
+    return values_T if chosen is None else values_T.index_select(0, chosen)
+
+
+def _bin(shift: Tensor) -> Tensor:
+    return ((shift.log10() - SMALLEST) * PER_DECADE).clamp(0, NUM_SHIFTS - 1).long()
+
+
+def _by_shift(shift: Tensor, k3: Tensor, difference: Tensor) -> Tensor:
+    different = (difference != 0.0).nonzero().flatten()
+    shift, k3, difference = (each.index_select(0, different) for each in (shift, k3, difference))
+    index = _bin(shift) + NUM_SHIFTS * (difference > 0.0)
+    moments = [torch.bincount(index, weights, minlength=2 * NUM_SHIFTS).double() for weights in (None, k3.double())]
+    return torch.stack(moments).view(2, 2, -1).transpose(0, 1)
+
+
+def _by_place(turn: Tensor, place: Tensor, shift: Tensor, k3: Tensor) -> Tensor:
+    index = (place >= NUM_EARLY).long() + (place >= LATE) + len(PLACES) * (turn > 0)
+    bounded = shift.clamp_max(1.0).double()
+    weights = (None, bounded, bounded.square(), k3.double())
+    moments = [torch.bincount(index, each, minlength=2 * len(PLACES)).double() for each in weights]
+    return torch.stack(moments, dim=1).view(2, len(PLACES), -1)
+
+
+def _bf16_numbers(values: Tensor) -> Tensor:
+    is_number = values != 0.0
+    is_rounded = is_number & (values.bfloat16().to(values.dtype) == values)
+    step = torch.exp2(values.abs().log2().floor() - (_BF16_DIGITS - 1.0))
+    # k3 of a small difference is half its square.
+    expected = torch.where(is_number, step, 0.0).square().sum(dtype=torch.float64) * (0.5 * _UNIFORM_VARIANCE)
+    return torch.stack([is_number.sum(), is_rounded.sum(), expected]).double()
+
+
+def _first_tokens(position: Tensor, behavior: Tensor, difference: Tensor) -> Tensor:
+    is_open, is_first, is_different = behavior < NEARLY_CERTAIN, position == 0, difference != 0.0
+    first, later = is_open & is_first, is_open & ~is_first
+    counts = [chosen.sum() for side in (first, later) for chosen in (side, side & is_different)]
+    return torch.stack(counts).double()
+
+
+def _largest(values: Tensor) -> Tensor:
+    return torch.cat([values.double(), torch.full((1,), -torch.inf, dtype=torch.float64)]).amax()

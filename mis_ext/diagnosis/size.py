@@ -1,0 +1,77 @@
+"""What a mismatch of this size usually is, where nothing else explains it."""
+
+from __future__ import annotations
+
+import math
+
+from mis_ext.diagnosis.cause import Finding
+from mis_ext.diagnosis.limits import KERNEL_K3, MIN_TOKENS, QUANTISED_K3
+from mis_ext.diagnosis.measuring import Measured
+
+MAX_EXPLAINED = 0.75
+"""Where other causes explain more of k3, what is left is not named: shares are not that exact."""
+
+
+def equal(measured: Measured) -> Finding | None:
+    """Every log-prob is the same number on both sides."""
+    if measured.tokens.num_valid == 0 or measured.tokens.num_different:
+        return None
+    return Finding(confidence="certain", evidence="every log-prob is the same number on both sides")
+
+
+def kernels(measured: Measured) -> Finding | None:
+    """A difference of the size of kernels in bfloat16."""
+    if not _has_left(measured) or measured.explained or measured.k3 >= KERNEL_K3:
+        return None
+    evidence = f"k3 {measured.k3:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}"
+    return Finding(
+        confidence="likely", evidence=evidence, k3_share=1.0, alternatives=_stale_words(measured, "possibly ")
+    )
+
+
+def low_precision(measured: Measured) -> Finding | None:
+    """A difference between those of bfloat16 and of other weights."""
+    if not _has_left(measured) or not KERNEL_K3 <= measured.k3_left < QUANTISED_K3:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"k3 {measured.k3_left:.2g} is above bfloat16 (up to {KERNEL_K3:g}); an fp8 cache or fp8 weights gave "
+        "1e-3 to 8e-3",
+        k3_share=1.0 - measured.explained,
+        alternatives=("a mixture of experts", *_stale_words(measured)),
+    )
+
+
+def large(measured: Measured) -> Finding | None:
+    """More than precision explains."""
+    if not _has_left(measured) or measured.k3_left < QUANTISED_K3:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"k3 {measured.k3_left:.2g} is above what low precision gave (8e-3); weights a step old gave 8e-2",
+        k3_share=1.0 - measured.explained,
+        alternatives=(
+            "stale weights",
+            "another prompt, chat template or context",
+            "penalties or a logits processor of the engine",
+            "a mixture of experts in low precision",
+        ),
+    )
+
+
+def _has_left(measured: Measured) -> bool:
+    tokens = measured.tokens
+    is_left = measured.explained <= MAX_EXPLAINED
+    return bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and is_left and not math.isnan(measured.k3)
+
+
+def _stale_words(measured: Measured, prefix: str = "") -> tuple[str, ...]:
+    """That every token is of other weights, so that no fresh one tells what they do."""
+    if measured.samples is None:
+        return ()
+    samples = measured.samples.measured
+    behind = samples["versions_behind"]
+    if not len(samples) or bool((behind.isnan() | (behind == 0.0)).any()):
+        return ()
+    count = int(samples["num_tokens"].sum())
+    return (f"{prefix}stale weights: all {count} tokens were sampled with weights of another version",)

@@ -1,0 +1,269 @@
+"""The one table of causes, in the order in which they are looked for.
+
+What is in the data itself comes first, then what the log-probs are of, then how they were computed, then what a
+mismatch of this size usually is. Guards, the report and the audit ask :func:`diagnose`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from mis_ext.correction.tables import Table
+from mis_ext.diagnosis.cause import Cause, Diagnosis
+from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, prefix
+from mis_ext.diagnosis.measuring import Measured
+from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted
+from mis_ext.diagnosis.sampling import padding, temperature, truncation
+from mis_ext.diagnosis.size import equal, kernels, large, low_precision
+from mis_ext.diagnosis.staleness import stale
+
+MIN_HIDING = 0.5
+"""Share of k3 from which on a cause hides those that it would be taken for."""
+
+_SIZES = ("bf16_kernels", "low_precision", "large_mismatch")
+_TAILS = ("few_tokens", "expert_routing")
+
+CAUSES: dict[str, Cause] = {
+    cause.name: cause
+    for cause in (
+        Cause(
+            name="placeholder_log_probs",
+            title="placeholders in place of log-probs",
+            looks_like="log-probs below -1000; 0 where the trainer is below -1; all equal, in a response or everywhere",
+            needs=("tokens",),
+            rule=placeholders,
+            advice="Ask the inference engine for log-probs (return_logprob in SGLang, logprobs in vLLM), or set the "
+            "loss_masks of tokens without one to 0. It returns 0 for tokens that it sampled greedily.",
+            is_fault=True,
+            guard="degenerate_behavior",
+            takes_out=True,
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="negated_log_probs",
+            title="log-probs with the sign turned: negative log-likelihoods in place of log-probs",
+            looks_like="the streams fit at least twice as well when the sign of one is flipped",
+            needs=("tokens",),
+            rule=negated,
+            advice="Store log-probs, which are below 0, on both sides.",
+            is_fault=True,
+            guard="degenerate_behavior",
+        ),
+        Cause(
+            name="shifted_by_one_token",
+            title="log-probs shifted by one token",
+            looks_like="the streams, or those of some responses, fit at least twice as well when one is shifted by a "
+            "token",
+            needs=("tokens",),
+            rule=shifted,
+            advice="Score position p with the logits of position p - 1, on both sides.",
+            is_fault=True,
+            guard="shifted_log_probs",
+            takes_out=True,
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="positive_log_probs",
+            title="numbers above 0, which are no log-probs",
+            looks_like="log-probs above 0.1: probabilities, or something was added to them",
+            needs=("tokens",),
+            rule=positive,
+            advice="Store logarithms of probabilities, without a reward or a bonus in them.",
+            is_fault=True,
+            guard="degenerate_behavior",
+            takes_out=True,
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="retokenised_samples",
+            title="samples of another text than the trainer scored, such as one that was tokenised again",
+            looks_like="ids that differ; or less than 40 % of the samples are 5 times as far apart as the others, by "
+            "more than 0.3 nats, and have most of k3",
+            needs=("samples",),
+            rule=other_ids,
+            advice="Train on the ids that the engine returned: do not decode and encode again.",
+            is_fault=True,
+            takes_out=True,
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="log_prob_formula",
+            title="another formula for the same log-prob, such as log(softmax) for log_softmax",
+            looks_like="no difference exceeds 1.5 float32 steps of a log-prob, or of 1 where it is above -1",
+            needs=("signals",),
+            rule=formula,
+            advice="Nothing to correct. For equal bits use the same formula on both sides.",
+        ),
+        Cause(
+            name="temperature",
+            title="another temperature in one of the log-probs",
+            looks_like="the difference is a multiple of the log-prob of either side, which explains 30 % of its "
+            "variance",
+            needs=("tokens",),
+            rule=temperature,
+            advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
+            "it sampled from.",
+            is_fault=True,
+            hides=("vocabulary_padding", "top_p_or_top_k", *_TAILS, *_SIZES),
+        ),
+        Cause(
+            name="vocabulary_padding",
+            title="the trainer's vocabulary is larger: padding takes a part of its probability",
+            looks_like="the mean ratio is below 1, larger differences are below 0, and none is above 0.05 nats",
+            needs=("signals",),
+            rule=padding,
+            advice="Set the logits of the padding to minus infinity before the log-softmax.",
+            is_fault=True,
+            hides=("top_p_or_top_k", "bf16_kernels", *_TAILS),
+        ),
+        Cause(
+            name="top_p_or_top_k",
+            title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
+            looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0",
+            needs=("signals",),
+            rule=truncation,
+            advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens "
+            "(mis_ext.rollout.define_log_probs).",
+            is_fault=True,
+            hides=("bf16_kernels", *_TAILS),
+        ),
+        Cause(
+            name="bf16_log_probs",
+            title="log-probs rounded to bfloat16",
+            looks_like="99 % of the log-probs of a side are bfloat16 numbers",
+            needs=("signals",),
+            rule=bf16,
+            advice="Keep log-probs in float32 from the log-softmax to the dump.",
+        ),
+        Cause(
+            name="stale_weights",
+            title="stale weights: tokens that were sampled with weights of another step",
+            looks_like="k3 grows with the recorded versions, or rises and returns to its floor over steps, or the mean "
+            "difference exceeds 0.3 nats",
+            needs=("samples",),
+            rule=stale,
+            advice="Sync the weights before sampling, or correct: token TIS gained 0.08 to 0.34 of reward with stale "
+            "weights (benchmarks/evidence/staleness.md).",
+            hides=("decode_dependence", "stale_prefix_cache", "bf16_kernels", *_TAILS),
+        ),
+        Cause(
+            name="decode_dependence",
+            title="decode or prefix dependence (attention, KV cache)",
+            looks_like="first tokens of responses are equal, later ones differ",
+            needs=("signals",),
+            rule=decoding,
+            advice="Compare prefill and decode of the engine (mis-ext diff).",
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="stale_prefix_cache",
+            title="a prefix that was cached with other weights",
+            looks_like="the first 32 tokens of a turn differ more than those from the 65th on; or turns behind the "
+            "first differ more",
+            needs=("signals",),
+            rule=prefix,
+            advice="Flush the engine's prefix cache at every weight update.",
+            hides=("bf16_kernels", *_TAILS),
+        ),
+        Cause(
+            name="few_tokens",
+            title="a few tokens only",
+            looks_like="less than 0.2 % of the uncertain tokens carry at least 60 % of k3",
+            needs=("signals",),
+            rule=few_tokens,
+            advice="Look at the worst tokens; truncated token weights (yaml/mis.yaml) limit what each can do.",
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="expert_routing",
+            title="a mixture: most tokens agree, some take another way, as with other experts",
+            looks_like="at most 3 % of the uncertain tokens are 12 times as far apart as is typical, and carry at "
+            "least 60 % of k3",
+            needs=("signals",),
+            rule=experts,
+            advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
+            "(benchmarks/evidence/moe_mismatch.md).",
+            hides=("bf16_kernels",),
+        ),
+        Cause(
+            name="equal",
+            title="no difference",
+            looks_like="every log-prob is the same number on both sides",
+            needs=("signals",),
+            rule=equal,
+            advice="Nothing to correct. A copy looks the same: mis-ext audit says whether these are two streams.",
+        ),
+        Cause(
+            name="bf16_kernels",
+            title="other kernels or rounding, of the size of bfloat16 or below",
+            looks_like="none of the others, and k3 is below 0.001",
+            needs=("signals",),
+            rule=kernels,
+            advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
+        ),
+        Cause(
+            name="low_precision",
+            title="lower precision on one side (fp8 or int8 weights or cache)",
+            looks_like="at most three quarters of k3 are explained, and what is left is 0.001 to 0.03",
+            needs=("signals",),
+            rule=low_precision,
+            advice="Token TIS (yaml/mis.yaml): no study of ours found it worse than no correction.",
+        ),
+        Cause(
+            name="large_mismatch",
+            title="more than precision explains",
+            looks_like="at most three quarters of k3 are explained, and what is left is above 0.03",
+            needs=("signals",),
+            rule=large,
+            advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
+        ),
+    )
+}
+
+
+def diagnose(measured: Measured) -> list[Diagnosis]:
+    """Causes that what was measured points to, the surest first."""
+    return search(measured)[0]
+
+
+def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
+    """:func:`diagnose`, and what is left to explain then.
+
+    The search goes on when a cause is found: tokens that a fault spoils are taken out, and a cause that explains a
+    share of k3 leaves the rest to others. What a found cause would be mistaken for is not looked for.
+    """
+    found: list[Diagnosis] = []
+    hidden: set[str] = set()
+    for cause in CAUSES.values():
+        if cause.name in hidden or any(getattr(measured, need) is None for need in cause.needs):
+            continue
+        finding = cause.rule(measured)
+        if finding is None:
+            continue
+        if not cause.takes_out:
+            # Not more than is left; what is not known stays so.
+            finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - measured.explained))
+        found.append(Diagnosis.of(cause, finding))
+        if finding.is_all:
+            measured = replace(measured, explained=1.0)
+            break
+        # A small cause must not hide a large one.
+        if cause.takes_out or not finding.k3_share < MIN_HIDING:
+            hidden |= {*cause.hides}
+        if cause.name == "retokenised_samples":
+            measured = measured.without_far()
+        elif not cause.takes_out and not math.isnan(finding.k3_share):
+            measured = replace(measured, explained=min(measured.explained + finding.k3_share, 1.0))
+    order = ("certain", "likely", "possible")
+    return sorted(found, key=lambda diagnosis: order.index(diagnosis.confidence)), measured
+
+
+def causes_table() -> Table:
+    """The causes: title, what shows them, and who can judge."""
+    askers = {"tokens": "guards, report, audit", "signals": "report, audit", "samples": "report, audit"}
+    rows = (
+        (f"`{cause.name}`", cause.title, cause.looks_like, askers[cause.needs[-1]], cause.advice)
+        for cause in CAUSES.values()
+    )
+    return Table(("cause", "what it is", "what shows it", "who can judge", "what to do"), tuple(rows))

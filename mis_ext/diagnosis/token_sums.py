@@ -1,0 +1,232 @@
+"""What a micro-batch shows about its log-probs in a few numbers that add up over calls, and need no look at the host.
+
+Tokens that have no log-prob are taken out, so that they do not hide what the others show: placeholders, numbers above
+0, responses whose log-probs are all one number, and responses that are shifted by a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import MAX_LOG_RATIO, Values
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.diagnosis.limits import (
+    CERTAIN,
+    IMPROBABLE,
+    MAX_CONSTANT_SPREAD,
+    MAX_LOG_PROB,
+    MAX_MEAN_ABS_DIFF,
+    MIN_CONSTANT_TOKENS,
+    MIN_TOKENS,
+    PLACEHOLDER,
+    SHIFT_FACTOR,
+)
+from mis_ext.diagnosis.line import LINE_SUMS, Line
+
+_Number = TypeVar("_Number", float, Tensor)
+
+
+class TokenSums(NamedTuple):
+    """What the calls so far have shown about this rank's tokens: sums, and behind them minima.
+
+    Differences are proximal minus behavior, bounded: one absurd log-prob must not outweigh all others. ``first`` and
+    ``second`` are those of the two tokens of a pair, ``earlier`` and ``later`` the same with a shifted stream,
+    ``negated`` of all tokens with one sign flipped. What ends in ``_rest`` is of the tokens that are not taken out;
+    ``line`` are the sums of :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end
+    in ``_other`` are of tokens whose two log-probs differ.
+    """
+
+    num_sequences: float
+    num_response: float
+    num_valid: float
+    num_different: float
+    num_placeholders: float
+    num_zeros: float
+    num_constant: float
+    num_shifted: float
+    num_positive: float
+    num_proximal_positive: float
+    difference: float
+    gap: float
+    squared: float
+    negated: float
+    k3: float
+    num_pairs: float
+    first: float
+    second: float
+    earlier: float
+    later: float
+    k3_placeholders: float
+    k3_shifted: float
+    k3_positive: float
+    num_rest: float
+    gap_rest: float
+    k3_rest: float
+    line_num_tokens: float
+    line_difference: float
+    line_behavior: float
+    line_proximal: float
+    line_squared_difference: float
+    line_squared_behavior: float
+    line_squared_proximal: float
+    line_behavior_difference: float
+    line_proximal_difference: float
+    lowest: float
+    negated_highest: float
+    lowest_proximal: float
+    negated_highest_proximal: float
+    lowest_other: float
+    negated_highest_other: float
+    lowest_proximal_other: float
+    negated_highest_proximal_other: float
+
+    @property
+    def line(self) -> Line:
+        """Lines through the differences of uncertain tokens."""
+        return Line(*(getattr(self, f"line_{name}") for name in LINE_SUMS))
+
+
+NUM_MINIMA = 8
+NUM_SUMS = len(TokenSums._fields) - NUM_MINIMA
+
+NOTHING = TokenSums(*[0.0] * NUM_SUMS, *[math.inf] * NUM_MINIMA)
+"""Of no token."""
+
+
+class Sorted(NamedTuple):
+    """Which valid tokens have no log-prob, each for one reason; ``rest_T`` are the others.
+
+    ``pairs_S`` ``[5, S]`` are sums over pairs of neighbours.
+    """
+
+    placeholder_T: Tensor
+    zero_T: Tensor
+    constant_T: Tensor
+    shifted_T: Tensor
+    positive_T: Tensor
+    rest_T: Tensor
+    pairs_S: Tensor
+
+
+def token_sums(tokens: TokenRatios, *, response_mask_R: Tensor, layout: PackedLayout) -> Tensor:
+    """The numbers of :class:`TokenSums` in float64, on the device of the tokens."""
+    return sums_of_sorted(tokens, sort_out(tokens, layout), response_mask_R=response_mask_R, layout=layout)
+
+
+def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
+    """Tokens by whether they have a log-prob of the engine at all."""
+    index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
+    placeholder_T = valid_T & (behavior_T < PLACEHOLDER) & (proximal_T > PLACEHOLDER)
+    zero_T = valid_T & (behavior_T == 0.0) & (proximal_T < IMPROBABLE)
+    bounded_T = _bounded(difference_T)
+    of_valid = [valid_T.to(bounded_T.dtype), bounded_T, bounded_T.abs(), bounded_T.square()]
+    length_S, *sums_S = index.reduce(of_valid, "sum")
+    lowest_S, negated_highest_S = index.reduce(_extremes(valid_T, behavior_T), "min")
+    constant_S = (lowest_S == -negated_highest_S) & (length_S >= MIN_CONSTANT_TOKENS) & vary(length_S, *sums_S)
+    pairs_S = index.reduce(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout), "sum")
+    num_pairs_S, first_S, second_S, earlier_S, later_S = pairs_S
+    is_shifted_S = earlier_S.minimum(later_S) < SHIFT_FACTOR * first_S.minimum(second_S)
+    rest_T = valid_T & ~placeholder_T
+    shifted_T = rest_T & index.to_tokens(is_shifted_S & (num_pairs_S >= MIN_TOKENS))
+    # A shift puts certain tokens beside improbable ones, too.
+    zero_T, rest_T = zero_T & ~shifted_T, rest_T & ~shifted_T & ~zero_T
+    constant_T = rest_T & index.to_tokens(constant_S)
+    positive_T = rest_T & ~constant_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
+    rest_T = rest_T & ~constant_T & ~positive_T
+    return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
+
+
+def sums_of_sorted(
+    tokens: TokenRatios, found: Sorted, *, response_mask_R: Tensor, layout: PackedLayout, line: Tensor | None = None
+) -> Tensor:
+    """:func:`token_sums` of tokens that are sorted out; ``line`` are the sums of lines, if they are known."""
+    difference_T, proximal_T, behavior_T, _, valid_T = tokens
+    bounded_T, different_T, rest_T = _bounded(difference_T), valid_T & (difference_T != 0.0), found.rest_T
+    values = Values({"log_ratio": difference_T}, TOKEN_FORMULAS)
+    k3_T = values["k3"]
+    sums = [
+        torch.full((), layout.num_sequences, device=valid_T.device),
+        (response_mask_R != 0).sum(),
+        *(each.sum() for each in (valid_T, different_T)),
+        *(each.sum() for each in (found.placeholder_T, found.zero_T, found.constant_T, found.shifted_T)),
+        *((valid_T & (side > MAX_LOG_PROB)).sum() for side in (behavior_T, proximal_T)),
+        *(_total(valid_T, each) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),
+        _total(valid_T, _bounded(proximal_T + behavior_T).abs()),
+        _total(valid_T, k3_T.clamp_max(MAX_LOG_RATIO)),
+        *found.pairs_S.double().sum(1),
+        _total(found.placeholder_T | found.zero_T | found.constant_T, k3_T),
+        *(_total(each, k3_T) for each in (found.shifted_T, found.positive_T)),
+        rest_T.sum(),
+        _total(rest_T, bounded_T.abs()),
+        _total(rest_T, k3_T),
+        *(_line_sums(rest_T, bounded_T, behavior_T, proximal_T) if line is None else line),
+    ]
+    minima = [
+        # Padded, so that a call without tokens has extremes too.
+        torch.nn.functional.pad(extreme_T, (0, 1), value=torch.inf).amin()
+        for chosen_T in (valid_T, different_T)
+        for side in (behavior_T, proximal_T)
+        for extreme_T in _extremes(chosen_T, side)
+    ]
+    return torch.stack([value.double() for value in (*sums, *minima)])
+
+
+def _pairs(tokens: TokenRatios, usable_T: Tensor, layout: PackedLayout) -> list[Tensor]:
+    """Neighbours in a response: whether there is one before, and the differences as they are and shifted; ``[T]``."""
+    index, proximal_T, behavior_T = layout.index, tokens.proximal_T, tokens.behavior_T
+    paired_T = usable_T[1:] & usable_T[:-1] & (index.sequence_T[1:] == index.sequence_T[:-1])
+    if index.position_T is not None:
+        paired_T = paired_T & (index.position_T[1:] == index.position_T[:-1] + 1)
+    differences = (
+        proximal_T[:-1] - behavior_T[:-1],
+        proximal_T[1:] - behavior_T[1:],
+        proximal_T[1:] - behavior_T[:-1],
+        proximal_T[:-1] - behavior_T[1:],
+    )
+    rows = [paired_T.to(proximal_T.dtype)]
+    rows += [torch.where(paired_T, _bounded(each).abs(), 0.0) for each in differences]
+    first = min(1, len(proximal_T))
+    return [torch.nn.functional.pad(row, (first, 0)) for row in rows]
+
+
+def _line_sums(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
+    chosen_T = chosen_T & (behavior_T.exp() < CERTAIN)
+    d, b, p = (torch.where(chosen_T, each, 0.0) for each in (difference_T, behavior_T, proximal_T))
+    return line_sums(d, b, p, chosen_T)
+
+
+def line_sums(difference: Tensor, behavior: Tensor, proximal: Tensor, chosen: Tensor) -> Tensor:
+    """The sums of :class:`~mis_ext.diagnosis.line.Line`; what is not chosen must be 0."""
+    d, b, p = _bounded(difference).double(), behavior.double(), proximal.double()
+    return torch.stack([chosen.sum(), d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
+
+
+def _total(chosen_T: Tensor, values_T: Tensor) -> Tensor:
+    return torch.where(chosen_T, values_T, 0.0).sum(dtype=torch.float64)
+
+
+def _extremes(chosen_T: Tensor, values_T: Tensor) -> tuple[Tensor, Tensor]:
+    never_T = torch.where(chosen_T, 0.0, torch.inf).to(values_T.dtype)
+    return never_T + values_T, never_T - values_T
+
+
+def _bounded(difference: Tensor) -> Tensor:
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def added(before: Tensor, now: Tensor) -> Tensor:
+    """The sums of all calls until now, from those before and those of this call: sums are added, minima compared."""
+    return torch.cat([before[:NUM_SUMS] + now[:NUM_SUMS], torch.minimum(before[NUM_SUMS:], now[NUM_SUMS:])])
+
+
+def vary(count: _Number, difference: _Number, gap: _Number, squared: _Number) -> _Number:
+    """Whether proximal log-probs are no constant, or another one: from sums of their differences from a constant."""
+    is_far = gap > MAX_MEAN_ABS_DIFF * count
+    spread: _Number = squared * count - difference * difference
+    return is_far | (spread > (MAX_CONSTANT_SPREAD * count) ** 2)

@@ -1,0 +1,267 @@
+"""Causes of a mismatch, each planted in tokens that two engines gave."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from engines import COUNT, LENGTH, Engines, engines, top_p
+from torch import Tensor
+
+Sides = tuple[list[Tensor], list[Tensor]]
+"""Log-probs of the trainer and of the engine."""
+
+
+@dataclass
+class Tokens:
+    """What a consumer may get: log-probs, and what is known of the samples."""
+
+    proximal: list[Tensor]
+    behavior: list[Tensor]
+    versions_behind: list[int] | None = None
+    other_ids: list[bool] | None = None
+    masks: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.masks = self.masks or [torch.ones(len(each)) for each in self.proximal]
+
+    @property
+    def ids(self) -> dict[str, list[Tensor] | None]:
+        """Token ids that both sides have, as the audit takes them."""
+        if self.other_ids is None:
+            return {"train_token_ids": None, "rollout_token_ids": None}
+        own = [torch.arange(len(each)) for each in self.proximal]
+        return {
+            "train_token_ids": own,
+            "rollout_token_ids": [ids + int(is_other) for ids, is_other in zip(own, self.other_ids, strict=True)],
+        }
+
+
+# --- changes of what an engine samples from
+
+
+def colder(made: Engines) -> Engines:
+    return made._replace(behavior=made.behavior / 0.7)
+
+
+def warmer(made: Engines) -> Engines:
+    return made._replace(behavior=made.behavior / 1.2)
+
+
+def nucleus(made: Engines) -> Engines:
+    return made._replace(behavior=top_p(made.behavior, 0.9))
+
+
+def top_k(made: Engines) -> Engines:
+    lowest = made.behavior.topk(8).values[..., -1:]
+    return made._replace(behavior=made.behavior.masked_fill(made.behavior < lowest, -math.inf))
+
+
+def few_tokens(made: Engines) -> Engines:
+    hit = torch.rand(COUNT, LENGTH, 1, generator=made.generator) < 5e-4
+    return made._replace(behavior=made.behavior + made.noise(1.0) * hit)
+
+
+def experts(made: Engines) -> Engines:
+    hit = torch.rand(COUNT, LENGTH, 1, generator=made.generator) < 0.02
+    return made._replace(behavior=made.behavior + made.noise(0.5) * hit)
+
+
+def stale_prefix(made: Engines, size: float = 0.1) -> Engines:
+    fading = torch.exp(-torch.arange(LENGTH) / 16.0)[None, :, None]
+    return made._replace(behavior=made.behavior + made.noise(size) * fading)
+
+
+def very_stale_prefix(made: Engines) -> Engines:
+    return stale_prefix(made, 0.5)
+
+
+def quantised(made: Engines) -> Engines:
+    return made._replace(behavior=made.behavior + made.noise(0.12))
+
+
+def older(made: Engines) -> Engines:
+    """Weights of some updates ago."""
+    return made._replace(behavior=made.behavior + made.noise(0.4))
+
+
+def decode_only(made: Engines) -> Engines:
+    later = (torch.arange(LENGTH) > 0)[None, :, None]
+    return made._replace(behavior=torch.where(later, made.behavior, made.proximal))
+
+
+# --- changes of what it returns
+
+
+def each_behavior(change: Callable[[Tensor], Tensor]) -> Callable[[Sides], Sides]:
+    return lambda sides: (sides[0], [change(each) for each in sides[1]])
+
+
+zeros = each_behavior(torch.zeros_like)
+negated = each_behavior(torch.neg)
+shifted = each_behavior(lambda log_probs: log_probs.roll(1))
+rounded = each_behavior(lambda log_probs: log_probs.bfloat16().float())
+probabilities = each_behavior(torch.exp)
+
+
+def some_sentinels(sides: Sides) -> Sides:
+    """In 7 % of the responses."""
+    return sides[0], [*sides[1][:-8], *(each * 0 - 9999.0 for each in sides[1][-8:])]
+
+
+def few_sentinels(sides: Sides) -> Sides:
+    """In 4 of 14,336 tokens."""
+    for sample in (3, 5):
+        sides[1][sample][7:9] = -9999.0
+    return sides
+
+
+def twentieth_sentinels(sides: Sides) -> Sides:
+    """In every twentieth token."""
+    for behavior in sides[1]:
+        behavior[::20] = -9999.0
+    return sides
+
+
+def some_greedy(sides: Sides) -> Sides:
+    for proximal, behavior in zip(*(side[:4] for side in sides), strict=True):
+        proximal[5], behavior[5] = -3.0, 0.0
+    return sides
+
+
+def constant_samples(sides: Sides) -> Sides:
+    return sides[0], [*(torch.full_like(each, -0.7) for each in sides[1][:3]), *sides[1][3:]]
+
+
+def some_shifted(sides: Sides) -> Sides:
+    """A tenth of the responses."""
+    return sides[0], [*(each.roll(1) for each in sides[1][:11]), *sides[1][11:]]
+
+
+def foreign(sides: Sides) -> Sides:
+    """Six responses are of another text."""
+    return sides[0], [*engines(77).sampled()[1][:6], *sides[1][6:]]
+
+
+def half_foreign(sides: Sides) -> Sides:
+    """Six responses are of another text from their middle on."""
+    half = LENGTH // 2
+    others = engines(77).sampled()[1]
+    mixed = [torch.cat([own[:half], other[half:]]) for own, other in zip(sides[1][:6], others, strict=False)]
+    return sides[0], [*mixed, *sides[1][6:]]
+
+
+def unrelated(sides: Sides) -> Sides:
+    return sides[0], engines(78).sampled()[1]
+
+
+def other_formula(sides: Sides) -> Sides:
+    # As log(softmax) of the same logits: within one rounding.
+    return sides[0], [torch.nextafter(each, each * 2) for each in sides[0]]
+
+
+# --- tokens
+
+
+def planted(
+    seed: int,
+    in_engine: Sequence[Callable[[Engines], Engines]] = (),
+    in_log_probs: Sequence[Callable[[Sides], Sides]] = (),
+    **kernels: float,
+) -> Tokens:
+    """Tokens of two engines of which one was changed, and then what it returned."""
+    made = engines(seed, **kernels)
+    for change in in_engine:
+        made = change(made)
+    sides = made.sampled()
+    for change in in_log_probs:
+        sides = change(sides)
+    return Tokens(*map(list, sides))
+
+
+def padded(seed: int) -> Tokens:
+    made = engines(seed, kernels=1e-5)
+    padding = torch.full((COUNT, LENGTH, 1), -1.0, dtype=torch.float64)
+    impossible = torch.full_like(padding, -math.inf)
+    proximal = torch.cat([made.proximal + 3.0, padding], -1)
+    behavior = torch.cat([made.behavior + 3.0, impossible], -1)
+    return Tokens(*made._replace(behavior=behavior, proximal=proximal).sampled())
+
+
+def old_versions(seed: int) -> Tokens:
+    stale, fresh = engines(seed, kernels=0.3).sampled(), engines(seed + 50).sampled()
+    return Tokens(stale[0] + fresh[0], stale[1] + fresh[1], versions_behind=[1] * COUNT + [0] * COUNT)
+
+
+def other_ids(seed: int) -> Tokens:
+    tokens = planted(seed)
+    tokens.other_ids = [sample == 5 for sample in range(COUNT)]
+    return tokens
+
+
+SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
+    "all zeros": ("placeholder_log_probs", lambda seed: planted(seed, [], [zeros])),
+    "sentinels in some responses": ("placeholder_log_probs", lambda seed: planted(seed, [], [some_sentinels])),
+    "5 % sentinels": ("placeholder_log_probs", lambda seed: planted(seed, [], [twentieth_sentinels])),
+    "4 sentinels": ("placeholder_log_probs", lambda seed: planted(seed, [], [few_sentinels])),
+    "zeros of greedy tokens": ("placeholder_log_probs", lambda seed: planted(seed, [], [some_greedy])),
+    "constant responses": ("placeholder_log_probs", lambda seed: planted(seed, [], [constant_samples])),
+    "flipped sign": ("negated_log_probs", lambda seed: planted(seed, [], [negated])),
+    "probabilities": ("positive_log_probs", lambda seed: planted(seed, [], [probabilities])),
+    "shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [shifted])),
+    "a tenth shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [some_shifted])),
+    "other ids": ("retokenised_samples", other_ids),
+    "another text": ("retokenised_samples", lambda seed: planted(seed, [], [half_foreign])),
+    "another formula": ("log_prob_formula", lambda seed: planted(seed, [], [other_formula], kernels=0.0)),
+    "temperature 0.7": ("temperature", lambda seed: planted(seed, [colder])),
+    "temperature 1.2": ("temperature", lambda seed: planted(seed, [warmer])),
+    "top-p": ("top_p_or_top_k", lambda seed: planted(seed, [nucleus])),
+    "top-k": ("top_p_or_top_k", lambda seed: planted(seed, [top_k])),
+    "padding": ("vocabulary_padding", padded),
+    "bf16 log-probs": ("bf16_log_probs", lambda seed: planted(seed, [], [rounded])),
+    "old versions": ("stale_weights", old_versions),
+    "another policy": ("stale_weights", lambda seed: planted(seed, kernels=2.0)),
+    "unrelated": ("stale_weights", lambda seed: planted(seed, [], [unrelated])),
+    "decoding": ("decode_dependence", lambda seed: planted(seed, [decode_only])),
+    "stale prefix": ("stale_prefix_cache", lambda seed: planted(seed, [stale_prefix])),
+    "few tokens": ("few_tokens", lambda seed: planted(seed, [few_tokens])),
+    "experts": ("expert_routing", lambda seed: planted(seed, [experts])),
+    "equal": ("equal", lambda seed: planted(seed, kernels=0.0)),
+    "kernels": ("bf16_kernels", planted),
+    "quantised": ("low_precision", lambda seed: planted(seed, [quantised])),
+    "far apart": ("large_mismatch", lambda seed: planted(seed, [older])),
+}
+"""The cause that is planted alone, and its tokens."""
+
+IN_ENGINE = {
+    colder: "temperature",
+    nucleus: "top_p_or_top_k",
+    experts: "expert_routing",
+    stale_prefix: "stale_prefix_cache",
+    very_stale_prefix: "stale_prefix_cache",
+    quantised: "low_precision",
+    older: "large_mismatch",
+}
+IN_LOG_PROBS = {
+    rounded: "bf16_log_probs",
+    few_sentinels: "placeholder_log_probs",
+    some_shifted: "shifted_by_one_token",
+    foreign: "retokenised_samples",
+}
+MIXTURES = (
+    *((change, rounded) for change in (older, stale_prefix, experts, quantised, colder, nucleus)),
+    *((change, few_sentinels) for change in (colder, nucleus, experts, quantised, older, foreign)),
+    *((change, foreign) for change in (nucleus, colder, quantised)),
+    *((change, some_shifted) for change in (colder, quantised, nucleus)),
+    (quantised, nucleus),
+    (stale_prefix, experts),
+    (quantised, very_stale_prefix),
+    (colder, foreign, few_sentinels),
+)
+"""Changes that are planted together, in this order."""
+
+
+def mixed(seed: int, changes: Sequence[Callable], **kernels: float) -> Tokens:
+    """Tokens with several changes."""
+    in_engine, in_log_probs = ([each for each in changes if each in kind] for kind in (IN_ENGINE, IN_LOG_PROBS))
+    return planted(seed, in_engine, in_log_probs, **kernels)

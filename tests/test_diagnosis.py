@@ -1,0 +1,114 @@
+"""One table of causes: guards, report and audit give the same name for the same tokens, with the share it explains."""
+
+import math
+
+import plants
+import pytest
+from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
+
+import mis_ext
+from mis_ext.diagnosis import CAUSES, Diagnosis
+from mis_ext.hosts.groups import ALONE
+from mis_ext.hosts.guards import DataGuards
+from mis_ext.onpolicy import audit_logprobs
+from mis_ext.report import Collector, Origin, Part
+
+
+def part_of(tokens: Tokens) -> Part:
+    count = len(tokens.proximal)
+    behind = tokens.versions_behind or [math.nan] * count
+    other = tokens.other_ids or [None] * count
+    return Part.of_lists(
+        proximal=tokens.proximal,
+        behavior=tokens.behavior,
+        masks=tokens.masks,
+        origins=[
+            Origin(versions_behind=float(lag), has_other_ids=is_other)
+            for lag, is_other in zip(behind, other, strict=True)
+        ],
+    )
+
+
+def by_guards(tokens: Tokens) -> list[str]:
+    """What the first call of a run says of these tokens."""
+    found = DataGuards(mis_ext.preset("mis")).inspect(part_of(tokens).streams, ALONE)
+    return [each.cause for each in found if each.cause is not None]
+
+
+def collected(tokens: Tokens) -> Collector:
+    collector = Collector()
+    collector.add(part_of(tokens))
+    return collector
+
+
+def by_report(tokens: Tokens) -> list[Diagnosis]:
+    return collected(tokens).diagnoses()
+
+
+def by_audit(tokens: Tokens) -> tuple[Diagnosis, ...]:
+    behind = tokens.versions_behind
+    return audit_logprobs(
+        tokens.proximal,
+        tokens.behavior,
+        masks=tokens.masks,
+        provenance="decode",
+        train_weight_version=None if behind is None else 9,
+        rollout_weight_versions=None if behind is None else [9 - lag for lag in behind],
+        **tokens.ids,
+    ).diagnoses
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("plant", SINGLE)
+def test_all_who_can_judge_name_the_planted_cause_and_nothing_else(plant, seed) -> None:
+    cause, make = SINGLE[plant]
+    tokens = make(seed)
+    assert [found.cause for found in by_report(tokens)] == [cause]
+    # Of equal streams the audit has a verdict, and no cause of a difference.
+    assert [found.cause for found in by_audit(tokens)] == ([] if cause == "equal" else [cause])
+    can_judge = CAUSES[cause].needs == ("tokens",)
+    assert by_guards(tokens) == ([cause] if can_judge else [])
+
+
+def test_every_cause_is_planted() -> None:
+    assert {cause for cause, _ in SINGLE.values()} == {*CAUSES}
+
+
+def test_report_and_audit_agree_on_evidence_and_shares() -> None:
+    tokens = planted(0, [plants.colder], [plants.few_sentinels])
+    assert [(each.cause, each.evidence) for each in by_audit(tokens)] == [
+        (each.cause, each.evidence) for each in by_report(tokens)
+    ]
+
+
+def k3_of(tokens: Tokens) -> float:
+    return collected(tokens).summary().overall.k3
+
+
+CAUSED_BY = IN_ENGINE | IN_LOG_PROBS
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: "-".join(each.__name__ for each in mixture))
+def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
+    tokens, causes = mixed(0, mixture), {CAUSED_BY[change] for change in mixture}
+    found, left = collected(tokens).search()
+    assert {each.cause for each in found} == causes
+    assert {each.cause for each in by_audit(tokens)} == causes
+    assert {*by_guards(tokens)} <= causes
+    # What each gives alone, to engines that are equal otherwise.
+    alone = {CAUSED_BY[change]: k3_of(mixed(0, [change], kernels=0.0)) for change in mixture}
+    # Of the tokens that are left, in the order of the table.
+    taken_out = [name for name in CAUSES if name in causes and CAUSES[name].takes_out]
+    for each in found:
+        gone = taken_out[: taken_out.index(each.cause)] if each.takes_out else taken_out
+        truth = alone[each.cause] / sum(k3 for name, k3 in alone.items() if name not in gone)
+        assert each.k3_share == pytest.approx(truth, rel=0.0, abs=0.05) or 0.5 < each.k3_share / truth < 2.0
+    # Of temperature a line through the log-probs shows half.
+    assert left.k3_left < 1e-3 or left.explained > 0.5
+
+
+def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() -> None:
+    alone, mixture = (by_report(mixed(3, changes)) for changes in ([plants.nucleus], [plants.nucleus, plants.foreign]))
+    (one,), (other, _) = alone, mixture
+    assert one.cause == other.cause == "top_p_or_top_k"
+    assert other.k3_share == pytest.approx(one.k3_share, abs=0.01)
