@@ -22,6 +22,17 @@ def test_versions_that_differ_on_the_samples_that_differ_point_to_stale_weights(
     assert "stale" not in audit_logprobs(train, rollout, rollout_weight_versions=[2, 3]).hint
 
 
+def test_a_few_tokens_that_are_all_stale_may_be_of_other_kernels_and_many_that_differ_little_may_be_stale() -> None:
+    versions = {"train_weight_version": 3, "rollout_weight_versions": [2]}
+    train = log_probs(40)
+    (found,) = audit_logprobs(train, tied_to(train, noise=1e-3), **versions).diagnoses
+    assert (found.cause, found.confidence, found.alternatives) == ("stale_weights", "possible", ("other kernels",))
+    train = log_probs(400)
+    (found,) = audit_logprobs(train, tied_to(train, noise=1e-3), **versions).diagnoses
+    assert found.cause == "bf16_kernels"
+    assert found.alternatives == ("stale weights: all 400 tokens were sampled with weights of another version",)
+
+
 def test_versions_are_listed_in_the_order_of_numbers() -> None:
     train = log_probs(1, 1, 1)
     report = audit_logprobs(train, copies(train), rollout_weight_versions=[10, 9, None])

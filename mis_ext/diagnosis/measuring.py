@@ -223,6 +223,7 @@ def _only(
 ) -> tuple[TokenRatios, Sorted, Tensor]:
     keep_T = layout.index.to_tokens(keep_S)
     masks = {name: getattr(found, name) & keep_T for name in Sorted._fields if name.endswith("_T")}
-    kept = tokens._replace(valid_mask_T=tokens.valid_mask_T & keep_T)
+    difference_T, proximal_T, behavior_T = (torch.where(keep_T, each, 0.0) for each in tokens[:3])
+    kept = TokenRatios(difference_T, proximal_T, behavior_T, tokens.response_mask_T, tokens.valid_mask_T & keep_T)
     mask_R = torch.where(layout.index.to_whole(keep_S), response_mask_R, 0)
     return kept, found._replace(pairs_S=torch.where(keep_S, found.pairs_S, 0.0), **masks), mask_R

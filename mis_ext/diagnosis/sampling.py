@@ -30,7 +30,7 @@ def temperature(measured: Measured) -> Finding | None:
     return Finding(
         confidence="likely",
         evidence=f"the difference is {behavior.slope:+.2g} times the engine's log-prob, which explains "
-        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {1.0 + behavior.slope:.2g} "
+        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {1.0 + behavior.slope:.3g} "
         "times the trainer's",
         k3_share=behavior.explained,
     )

@@ -24,9 +24,7 @@ def kernels(measured: Measured) -> Finding | None:
     if not _has_left(measured) or measured.explained or measured.k3 >= KERNEL_K3:
         return None
     evidence = f"k3 {measured.k3:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}"
-    return Finding(
-        confidence="likely", evidence=evidence, k3_share=1.0, alternatives=_stale_words(measured, "possibly ")
-    )
+    return Finding(confidence="likely", evidence=evidence, k3_share=1.0, alternatives=_stale_words(measured))
 
 
 def low_precision(measured: Measured) -> Finding | None:
@@ -65,7 +63,7 @@ def _has_left(measured: Measured) -> bool:
     return bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and is_left and not math.isnan(measured.k3)
 
 
-def _stale_words(measured: Measured, prefix: str = "") -> tuple[str, ...]:
+def _stale_words(measured: Measured) -> tuple[str, ...]:
     """That every token is of other weights, so that no fresh one tells what they do."""
     if measured.samples is None:
         return ()
@@ -74,4 +72,4 @@ def _stale_words(measured: Measured, prefix: str = "") -> tuple[str, ...]:
     if not len(samples) or bool((behind.isnan() | (behind == 0.0)).any()):
         return ()
     count = int(samples["num_tokens"].sum())
-    return (f"{prefix}stale weights: all {count} tokens were sampled with weights of another version",)
+    return (f"stale weights: all {count} tokens were sampled with weights of another version",)

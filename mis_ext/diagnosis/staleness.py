@@ -69,12 +69,13 @@ def _by_version(samples: Samples) -> Finding | None:
         return Finding(confidence="likely", evidence=evidence, k3_share=excess)
     if nearest.behind and nearest.k3 > QUANTISED_K3:
         return Finding(confidence="likely", evidence=f"{evidence}, more than precision explains", k3_share=1.0)
-    if nearest.behind and nearest.k3 > KERNEL_K3:
+    is_few = total < MIN_TOKENS and nearest.k3 > 0.0
+    if nearest.behind and (is_few or nearest.k3 > KERNEL_K3):
         return Finding(
             confidence="possible",
             evidence=f"{evidence}; no fresh token tells which it is",
             k3_share=1.0,
-            alternatives=("lower precision on one side",),
+            alternatives=("other kernels",) if is_few else ("lower precision on one side",),
         )
     return None
 

@@ -7,6 +7,7 @@ Tokens that have no log-prob are taken out, so that they do not hide what the ot
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -125,8 +126,9 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     placeholder_T = valid_T & (behavior_T < PLACEHOLDER) & (proximal_T > PLACEHOLDER)
     zero_T = valid_T & (behavior_T == 0.0) & (proximal_T < IMPROBABLE)
     bounded_T = _bounded(difference_T)
-    of_valid = [valid_T.to(bounded_T.dtype), bounded_T, bounded_T.abs(), bounded_T.square()]
-    length_S, *sums_S = index.reduce(of_valid, "sum")
+    length_S, *sums_S = index.reduce(
+        [valid_T.to(bounded_T.dtype), bounded_T, bounded_T.abs(), bounded_T.square()], "sum"
+    )
     lowest_S, negated_highest_S = index.reduce(_extremes(valid_T, behavior_T), "min")
     constant_S = (lowest_S == -negated_highest_S) & (length_S >= MIN_CONSTANT_TOKENS) & vary(length_S, *sums_S)
     pairs_S = index.reduce(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout), "sum")
@@ -147,7 +149,7 @@ def sums_of_sorted(
 ) -> Tensor:
     """:func:`token_sums` of tokens that are sorted out; ``line`` are the sums of lines, if they are known."""
     difference_T, proximal_T, behavior_T, _, valid_T = tokens
-    bounded_T, different_T, rest_T = _bounded(difference_T), valid_T & (difference_T != 0.0), found.rest_T
+    bounded_T, different_T, rest_T = _bounded(difference_T), difference_T != 0.0, found.rest_T
     values = Values({"log_ratio": difference_T}, TOKEN_FORMULAS)
     k3_T = values["k3"]
     sums = [
@@ -156,9 +158,10 @@ def sums_of_sorted(
         *(each.sum() for each in (valid_T, different_T)),
         *(each.sum() for each in (found.placeholder_T, found.zero_T, found.constant_T, found.shifted_T)),
         *((valid_T & (side > MAX_LOG_PROB)).sum() for side in (behavior_T, proximal_T)),
-        *(_total(valid_T, each) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),
-        _total(valid_T, _bounded(proximal_T + behavior_T).abs()),
-        _total(valid_T, k3_T.clamp_max(MAX_LOG_RATIO)),
+        # All of them are 0 where a token is not valid.
+        *(each.sum(dtype=torch.float64) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),
+        _bounded(proximal_T + behavior_T).abs().sum(dtype=torch.float64),
+        k3_T.clamp_max(MAX_LOG_RATIO).sum(dtype=torch.float64),
         *found.pairs_S.double().sum(1),
         _total(found.placeholder_T | found.zero_T | found.constant_T, k3_T),
         *(_total(each, k3_T) for each in (found.shifted_T, found.positive_T)),
@@ -171,8 +174,7 @@ def sums_of_sorted(
         # Padded, so that a call without tokens has extremes too.
         torch.nn.functional.pad(extreme_T, (0, 1), value=torch.inf).amin()
         for chosen_T in (valid_T, different_T)
-        for side in (behavior_T, proximal_T)
-        for extreme_T in _extremes(chosen_T, side)
+        for extreme_T in _extremes(chosen_T, behavior_T, proximal_T)
     ]
     return torch.stack([value.double() for value in (*sums, *minima)])
 
@@ -211,9 +213,12 @@ def _total(chosen_T: Tensor, values_T: Tensor) -> Tensor:
     return torch.where(chosen_T, values_T, 0.0).sum(dtype=torch.float64)
 
 
-def _extremes(chosen_T: Tensor, values_T: Tensor) -> tuple[Tensor, Tensor]:
-    never_T = torch.where(chosen_T, 0.0, torch.inf).to(values_T.dtype)
-    return never_T + values_T, never_T - values_T
+def _extremes(chosen_T: Tensor, *sides: Tensor) -> Iterator[Tensor]:
+    """Of each side the values and the negated values of chosen tokens, infinite elsewhere: their minima are wanted."""
+    never_T = torch.where(chosen_T, 0.0, torch.inf)
+    for values_T in sides:
+        yield never_T + values_T
+        yield never_T - values_T
 
 
 def _bounded(difference: Tensor) -> Tensor:
