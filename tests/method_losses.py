@@ -6,6 +6,7 @@ sum of the objective over valid tokens: denominators are another matter.
 """
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -122,11 +123,14 @@ def inside(value, low, high):
     return ((value >= low) & (value <= high)).double()
 
 
-def icepop(x, d, low, high):
+def token_mis(x, d, low, high):
     return weighted_ppo(x, d, rho(d) * inside(rho(d), low, high))
 
 
-token_mis = icepop
+def icepop(x, d, low, high, normalize_over):
+    weight = rho(d) * inside(rho(d), low, high)
+    mean = {None: 1.0, "all_tokens": weight[d.valid].mean()}[normalize_over]
+    return weighted_ppo(x, d, weight / mean)
 
 
 def glm_5_reasoning(x, d, beta, low, high):
@@ -194,6 +198,10 @@ def reinforce(x, d):
 def reinforce_token_is(x, d):
     # Also as a ratio with gradient: the same coefficient.
     return d.total((x - d.behavior).exp() * d.advantages)
+
+
+def dro(x, d, beta):
+    return d.total(d.advantages * x - beta / 2 * (x - d.behavior).square())
 
 
 def aipo(x, d, high):
@@ -321,8 +329,10 @@ def dppo_kl(x, d, delta, cap):
     return score(x, d, omega(d).clamp_max(cap) * mask.double())
 
 
-def prime_rl(x, d, delta, tau):
-    return d.total(ratio_objective(x, d, tv_mask(d, delta)) - tau * (x - d.behavior).square())
+def prime_rl(x, d, low, high, tau):
+    gain = d.x.exp() - d.behavior.exp()
+    mask = torch.where(d.advantages > 0, gain <= high, gain >= -low).double()
+    return d.total(ratio_objective(x, d, mask) - tau * (x - d.behavior).square())
 
 
 def ipo(x, d, delta, tau):
@@ -409,6 +419,49 @@ def vaco(x, d, delta):
     exceeded = bool((omega(d)[d.valid] - 1).abs().mean() / 2 > delta)
     outward = d.advantages * (d.x - d.behavior) > 0
     return d.total(ratio_objective(x, d, (~(outward & torch.tensor(exceeded))).double()))
+
+
+def covariance(d):
+    a, log_prob = d.advantages[d.valid], d.x[d.valid]
+    return dict(zip(d.valid.tolist(), ((a - a.mean()) * (log_prob - log_prob.mean())).tolist(), strict=True))
+
+
+def mixed(bits):
+    """Mueller's hash of integers, twice."""
+    bits &= 0x7FFFFFFF
+    for _ in range(2):
+        bits = (((bits >> 16) ^ bits) * 0x45D9F3B) & 0x7FFFFFFF
+    return (bits >> 16) ^ bits
+
+
+def hashes(d, seed):
+    """A random number of each valid token from the float32 proximal log-probs of its sequence, and its place there."""
+    found = {}
+    for tokens in d.sequences:
+        bits = [struct.unpack("<i", struct.pack("<f", float(v)))[0] for v in d.proximal[tokens]]
+        places = [2654435761 * place for place in range(1, len(bits) + 1)]
+        of_sequence = sum(mixed(mixed(b + seed * 7919) + place) for b, place in zip(bits, places, strict=True))
+        of_sequence = mixed(mixed(of_sequence))
+        found |= {t: mixed(mixed(of_sequence + place)) for t, place in zip(tokens.tolist(), places, strict=True)}
+    return found
+
+
+def clip_cov(x, d, low, high, cov_low, cov_high, share, seed):
+    ratio, random = (d.x - d.proximal).exp(), hashes(d, seed)
+    stopped = ((d.advantages > 0) & (ratio > 1 + high)) | ((d.advantages < 0) & (ratio < 1 - low))
+    drawn = [t for t, c in covariance(d).items() if cov_low < c < cov_high and not stopped[t]]
+    dropped = sorted(drawn, key=random.get)[: max(int(share * len(d.valid)), 1)]
+    mask = torch.ones_like(d.x)
+    mask[dropped] = 0.0
+    return d.total(mask * ppo_objective(x, d, low, high))
+
+
+def kl_cov(x, d, share, scale):
+    of_token = covariance(d)
+    chosen = sorted(of_token, key=of_token.get, reverse=True)[: max(int(share * len(of_token)), 1)]
+    mask = torch.zeros_like(d.x)
+    mask[chosen] = 1.0
+    return d.total((x - d.proximal).exp() * d.advantages - scale * mask * (x - d.proximal).abs())
 
 
 def grpo_k3(x, d, beta):

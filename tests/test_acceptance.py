@@ -80,6 +80,8 @@ def test_the_order_statistic_is_that_of_a_sort(share) -> None:
     values = (torch.randn(999, generator=generator) * 8).exp()
     values[::7] = values[3]
     values[5], values[6], values[8] = 0.0, -0.0, math.inf
+    values[::5] *= -1.0
+    values[7] = -math.inf
     counted = torch.rand(999, generator=generator) < 0.6
     counted[5:9] = True
     values[~counted] = math.nan

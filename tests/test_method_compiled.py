@@ -10,7 +10,7 @@ from mis_ext.methods import PRESETS
 
 # Between them every way to reduce; what methods do token by token is the same code for all.
 METHODS = ["ctpo", "segment_rs", "m2po", "vaco", "veto", "trm", "gspo", "drift_control"]
-METHODS += ["reinforce_sequence_snis", "reinforce_sequence_psis"]
+METHODS += ["reinforce_sequence_snis", "reinforce_sequence_psis", "clip_cov", "kl_cov"]
 
 
 def test_the_methods_here_reduce_in_every_way_that_a_preset_does() -> None:

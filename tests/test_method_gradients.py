@@ -38,7 +38,10 @@ PARAMETERS = {
     "mis_po": {"low_sequence": 0.75, "high_sequence": 1.25},
     "dppo_tv": {"delta": 0.05, "cap": 1.5},
     "dppo_kl": {"cap": 1.5},
-    "prime_rl": {"delta": 0.05, "tau": 0.1},
+    "prime_rl": {"low": 0.05, "high": 0.08, "tau": 0.1},
+    "dro": {"beta": 0.3},
+    "clip_cov": {"low": 0.15, "high": 0.25, "cov_low": 0.1, "cov_high": 0.6, "share": 0.1, "seed": 3},
+    "kl_cov": {"share": 0.1, "scale": 0.5},
     "ipo": {"tau": 0.1},
     "gspo": {"low": 0.05, "high": 0.1},
     "gspo_token": {"low": 0.05, "high": 0.1},
@@ -132,6 +135,21 @@ def test_the_loss_has_the_papers_value_and_minus_the_coefficient_as_gradient(nam
     torch.testing.assert_close(result.loss_T.sum().detach(), wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_icepop_can_count_what_it_masks_in_the_mean_of_its_weights() -> None:
+    data, mask, layout = make_data(seed=2)
+    numbers = {"low": 0.5, "high": 2.0, "normalize_over": "all_tokens"}
+    moves = STEP * torch.eye(len(data.x), dtype=torch.float64)
+    up, down = (method_losses.icepop(data.x + sign * moves, data, **numbers) for sign in (1.0, -1.0))
+    result = apply(PRESETS["icepop"](**numbers), data, mask, layout)
+    torch.testing.assert_close(result.coefficient_T, -(up - down) / (2 * STEP), rtol=1e-6, atol=1e-8)
+    weights = method_losses.rho(data) * method_losses.inside(method_losses.rho(data), 0.5, 2.0)
+    assert 0 < (weights[data.valid] == 0).sum() < len(data.valid)
+    # The mean over the others is larger: with it every coefficient would be smaller.
+    others = apply(PRESETS["icepop"](**numbers | {"normalize_over": "tokens"}), data, mask, layout)
+    share = (weights[data.valid] != 0).double().mean()
+    torch.testing.assert_close(others.coefficient_T, result.coefficient_T * share, rtol=1e-9, atol=1e-12)
+
+
 def variants(method: Method):
     """The method with one thing changed: without a factor or term, with another pair, bound, condition or reduction."""
     for i in range(len(method.factors)):
@@ -155,7 +173,8 @@ def changes(part):
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         changed: object = None
-        if field.name in ("low", "high", "power", "mix", "scale", "dual", "positive", "negative") and value is not None:
+        numbers = ("low", "high", "power", "mix", "scale", "dual", "positive", "negative", "share")
+        if field.name in (*numbers, "ratio_low", "ratio_high") and value is not None:
             if isinstance(value, tuple):
                 changed = (value[0] * 1.5, value[1])
             elif isinstance(value, float) and not (field.name == "low" and value == 0.0):
@@ -177,6 +196,8 @@ def changes(part):
             changed = "token" if value != "token" else "geometric"
         elif field.name == "reduce":
             changed = "token" if value != "token" else "mean"
+        elif field.name == "seed":
+            changed = value + 1
         elif field.name == "spread" and value == "sequence":
             changed = "token"
         elif field.name == "estimator":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.decoupled import COLLAPSE_REPORT, PPO_TEXT, with_ppo
 from mis_ext.methods.factors import Keep, Weight
-from mis_ext.methods.method import Method
+from mis_ext.methods.method import Method, NormalizeOver
 from mis_ext.methods.preset import preset
 from mis_ext.methods.surrogates import Ratio
 
@@ -14,14 +16,18 @@ from mis_ext.methods.surrogates import Ratio
     formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}",
     paper="Ling Team, Every Step Evolves (IcePop), arXiv:2510.18855",
 )
-def icepop(*, low: float = 0.5, high: float = 5.0) -> Method:
+def icepop(*, low: float = 0.5, high: float = 5.0, normalize_over: NormalizeOver | None = None) -> Method:
     """Tokens outside the band lose their gradient and stay in the denominator.
+
+    With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, those outside as 0
+    (verl: rollout correction with a band and batch normalisation, code).
 
     When: mixture-of-experts models, whose routers make single tokens differ wildly.
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
-    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
+    method = with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
+    return dataclasses.replace(method, normalize_over=normalize_over)
 
 
 @preset(

@@ -14,13 +14,14 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import Batch, Policy
-from mis_ext.methods.denominators import terms_of
+from mis_ext.methods.denominators import Over, terms_of
 from mis_ext.methods.factors import Factor
 from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.kl_terms import Term
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
 from mis_ext.methods.surrogates import Surrogate
 
+NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -58,14 +59,15 @@ class Method:
         surrogate: What carries the gradient.
         factors: What weighs it, without gradient.
         terms: What is subtracted.
-        normalize_over: Divide the weights by their mean over the tokens of all ranks that no factor drops, or over the
-            sequences that have some: self-normalised importance sampling. One sequence alone then has no correction.
+        normalize_over: Divide the weights by their mean over the ``tokens`` of all ranks that no factor drops, or over
+            the ``sequences`` that have some: self-normalised importance sampling. One sequence alone then has no
+            correction. ``all_tokens``: over all valid tokens, where a dropped one counts as 0.
     """
 
     surrogate: Surrogate
     factors: tuple[Factor, ...] = ()
     terms: tuple[Term, ...] = ()
-    normalize_over: Literal["tokens", "sequences"] | None = None
+    normalize_over: NormalizeOver | None = None
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -217,9 +219,11 @@ class Method:
         if weight_T is None:
             weight_T = torch.ones_like(batch.advantages_T)
         if self.normalize_over is not None:
-            share_T = terms_of(batch.reductions, live_T, self.normalize_over, weight_T.dtype)
+            counted_T = batch.valid_T if self.normalize_over == "all_tokens" else live_T
+            over: Over = "sequences" if self.normalize_over == "sequences" else "tokens"
+            share_T = terms_of(batch.reductions, counted_T, over, weight_T.dtype)
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
-            weight_T = weight_T / (total / batch.reductions.batch_total(share_T, live_T).clamp_min(1.0))
+            weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
         return Weighed(weight_T, live_T, kept_T)
 
     def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:

@@ -7,6 +7,7 @@ from itertools import chain
 from mis_ext.checks import did_you_mean
 from mis_ext.methods import (
     control_variates,
+    covariance,
     decoupled,
     kernels,
     kl_penalties,
@@ -28,6 +29,7 @@ _FAMILIES = (
     sequence_ratio,
     kernels,
     second_moment,
+    covariance,
     kl_penalties,
     control_variates,
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.order_statistic import covering_value
 from mis_ext.correction.segments import running_sums, sum_over_segments, whole_rows
 from mis_ext.correction.token_index import to_device
 from mis_ext.correction.whole_responses import WholeResponses
@@ -75,11 +76,15 @@ class Reductions:
         return group_size(self._dp_group) > 1
 
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        """0-dim: the sum of the values under the mask over the tokens of all ranks."""
-        total = torch.where(mask_T, values_T, 0.0).sum()
+        """Of ``[..., T]``: the sums of the values under the mask over the tokens of all ranks."""
+        total = torch.where(mask_T, values_T, 0.0).sum(-1)
         for group in (self._cp_group, self._dp_group):
             total = sum_over_ranks(total, group)
         return total
+
+    def covering_value(self, values_T: Tensor, mask_T: Tensor, share: Tensor) -> Tensor:
+        """0-dim: the smallest value that this share of those under the mask, of all ranks, do not exceed."""
+        return covering_value(values_T.float(), mask_T, share=share, groups=(self._cp_group, self._dp_group))
 
     def count(self, mask_T: Tensor) -> Tensor:
         """``[T]``: how many tokens of the mask the sequence of each token has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import STALENESS, TOTAL, Pair
 from mis_ext.methods.bounds import GrowingBound
 from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.pareto import ParetoWeight
 from mis_ext.methods.preset import preset
@@ -39,6 +40,22 @@ def reinforce_token_is() -> Method:
     Counter-claims: no bound; wrong distribution of states, see ``reinforce_sequence_tis``.
     """
     return Method(surrogate=Score(), factors=(Weight(pair=TOTAL),))
+
+
+@preset(
+    formula="A log pi - beta / 2 (log w)^2",
+    paper="Richemond et al., Offline Regularised Reinforcement Learning for Large Language Models Alignment (DRO), "
+    "arXiv:2405.19107; per token: Thinking Machines, Tinker: dro loss (documentation)",
+)
+def dro(*, beta: float = 0.05) -> Method:
+    """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near what sampled.
+
+    When: old data, whose ratios would have left every band; the ratio's variance is what hurts.
+    Claims: a regression on the regularised optimum, whatever sampled, where the advantage's baseline is the soft value.
+    Counter-claims: with another baseline, as the mean of a group, the optimum moves. The paper's square is of the whole
+    response and its advantage, here it is of each token. The scale is Tinker's example.
+    """
+    return Method(surrogate=Score(), terms=(KlTerm(estimator="k2", scale=beta, pair=TOTAL),))
 
 
 @preset(
@@ -209,6 +226,7 @@ def ctpo(*, low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: f
 FAMILY = (
     reinforce,
     reinforce_token_is,
+    dro,
     aipo,
     reinforce_sequence_tis,
     reinforce_sequence_snis,

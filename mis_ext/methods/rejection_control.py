@@ -59,11 +59,21 @@ class Accept:
 
 def sequence_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
     """``[T]`` float64 in [0, 1): one number a sequence, from the bits of the float32 values of its valid tokens."""
+    return _sequence_bits(batch, values_T, seed).double() / _DIGITS
+
+
+def token_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
+    """``[T]`` float64 in [0, 1): a number of each valid token, from its place and those bits of its sequence."""
+    place_T = batch.position_T.long() * _PRIME
+    return _mixed(_mixed(_sequence_bits(batch, values_T, seed) + place_T)).double() / _DIGITS
+
+
+def _sequence_bits(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
     place_T = batch.position_T.long() * _PRIME
     hashed_T = _mixed(_mixed(values_T.view(torch.int32).long() + seed * 7919) + place_T)
     # Sums of integers do not depend on their order.
     sum_S = batch.reductions.over_sequences(hashed_T, batch.valid_T)
-    return batch.reductions.to_tokens(_mixed(_mixed(sum_S)).double() / _DIGITS)
+    return batch.reductions.to_tokens(_mixed(_mixed(sum_S)))
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -12,6 +12,14 @@ from mis_ext.methods.surrogates import Ratio, Score
 _W = Ratio(pair=TOTAL)
 
 
+def _region(*, low: float, high: float) -> tuple[Keep, Keep]:
+    """What stops a token that has become too likely, and one that has become too unlikely."""
+    return (
+        Keep(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),
+        Keep(pair=TOTAL, statistic="probability_gain", low=-low, when="negative", action="zero"),
+    )
+
+
 @preset(
     formula="w A 1[KL(p, q) <= phi] 1[KL(q, p) <= phi], KL of this token against all others",
     paper="Ling Team, KPop (report), 2026",
@@ -70,14 +78,7 @@ def dppo_tv(*, delta: float = 0.15, cap: float = 20.0) -> Method:
     Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
-    return Method(
-        surrogate=Score(),
-        factors=(
-            Weight(pair=TOTAL, high=cap),
-            Keep(pair=TOTAL, statistic="probability_gain", high=delta, when="positive", action="zero"),
-            Keep(pair=TOTAL, statistic="probability_gain", low=-delta, when="negative", action="zero"),
-        ),
-    )
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
 
 @preset(
@@ -96,18 +97,18 @@ def dppo_kl(*, delta: float = 0.05, cap: float = 20.0) -> Method:
 
 
 @preset(
-    formula="w A, 0 where A > 0, p - q > delta or A < 0, p - q < -delta; - tau (log w)^2 on all valid tokens",
+    formula="w A, 0 where A > 0, p - q > high or A < 0, p - q < -low; - tau (log w)^2 on all valid tokens",
     paper="Prime Intellect, prime-rl: default loss (code)",
 )
-def prime_rl(*, delta: float = 0.2, tau: float = 1e-3) -> Method:
-    """DPPO's region, a plain ratio and a squared log-ratio as penalty.
+def prime_rl(*, low: float = 0.2, high: float = 0.2, tau: float = 1e-3) -> Method:
+    """DPPO's region with a side of its own for each sign, a plain ratio and a squared log-ratio as penalty.
 
     When: asynchronous training with that framework's defaults.
     Claims: default of prime-rl.
     Counter-claims: no bound on the ratio.
     """
-    gates = dppo_tv(delta=delta).factors[1:]
-    return Method(surrogate=_W, factors=gates, terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
+    penalty = KlTerm(estimator="squared", scale=tau, pair=TOTAL)
+    return Method(surrogate=_W, factors=_region(low=low, high=high), terms=(penalty,))
 
 
 @preset(
