@@ -2,10 +2,11 @@
 
     python examples/evidence.py list
     python examples/evidence.py run fp8_cache --device cuda      # what is not there yet; Ctrl-C and again goes on
+    python examples/evidence.py compact                          # a file per study of what ran
     python examples/evidence.py report                           # tables and plots of everything that ran
 
-Results lie in ``benchmarks/evidence/results``, a file per group of runs. Several processes can share a study:
-``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
+Results lie in ``benchmarks/evidence/results``: a file per group of runs until ``compact``. Several processes can share
+a study: ``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
     """Parse the command line and do it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("list", "what has run"), ("run", "run what is missing"), ("report", "tables and plots")):
+    texts = {"list": "what has run", "run": "run what is missing", "compact": "a file per study of what ran"}
+    for name, text in (texts | {"report": "tables and plots"}).items():
         command = commands.add_parser(name, help=text)
         command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
         command.add_argument("--results", type=Path, default=FOLDER / "results")
@@ -63,6 +65,8 @@ def main() -> None:
         if options.command == "list":
             done = sum(results.is_done(group) for group in study.groups)
             print(f"{study.name:24} {done} of {len(study.groups)} groups   {study.question}")
+        if options.command == "compact":
+            results.compact(study.name, study.groups)
     if options.command == "run":
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]

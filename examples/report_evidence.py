@@ -3,15 +3,15 @@
     python examples/report_evidence.py length_fp8_cache dumps/length_fp8_cache
     mis-ext report dumps/length_fp8_cache --out runs/length_fp8_cache
 
-A study kept log-probs of a part of its responses, in float16: `ls benchmarks/evidence/results/*.npz` names them (the
-seeds of one study are joined). A file per step, as slime writes them.
+Where a condition of a study kept log-probs of a part of its responses, in float16: all its seeds, a file per step as
+slime writes them. An unknown name is answered with those there are.
 """
 
 import argparse
 from pathlib import Path
 
-import numpy as np
 import torch
+from evidence.archives import Archives
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "evidence" / "results"
 
@@ -22,27 +22,28 @@ def write_dumps(study: str, folder: Path) -> list[Path]:
     Raises:
         ValueError: There is no such study, or it kept nothing.
     """
-    sources = [path for path in sorted(RESULTS.glob("*.npz")) if path.stem.split("-seed")[0] == study]
+    archives = Archives(RESULTS)
+    groups = [name for name in archives.names() if name.split("-seed")[0] == study]
+    sources = [arrays for arrays in map(archives.arrays, groups) if arrays]
     if not sources:
-        raise ValueError(f"{study}: no such study in {RESULTS}")
+        known = sorted({name.split("-seed")[0] for name in archives.names() if archives.arrays(name)})
+        raise ValueError(f"{study}: no such study in {RESULTS} has log-probs; these have: {', '.join(known)}")
     steps: dict[int, list[dict[str, object]]] = {}
     for source in sources:
-        with np.load(source) as arrays:
-            for name in sorted(each.split("/")[0] for each in arrays.files if each.endswith("/behavior")):
-                samples = steps.setdefault(int(name.removeprefix("step")), [])
-                columns = [arrays[f"{name}/{key}"] for key in ("behavior", "log_ratio", "mask")]
-                # Runs and responses in one row: a run of another seed is another policy, but the same engine.
-                flat = [torch.from_numpy(column.reshape(-1, column.shape[-1])) for column in columns]
-                for behavior, log_ratio, mask in zip(flat[0].float(), flat[1].float(), flat[2], strict=True):
-                    samples.append(
-                        {
-                            "sample_index": len(samples),
-                            "response_lengths": len(mask),
-                            "loss_masks": mask.int(),
-                            "log_probs": behavior + log_ratio,
-                            "rollout_log_probs": behavior,
-                        }
-                    )
+        for name, streams in sorted(source.items()):
+            samples = steps.setdefault(int(name.removeprefix("step")), [])
+            # Runs and responses in one row: a run of another seed is another policy, but the same engine.
+            flat = [torch.from_numpy(streams[key]).flatten(0, -2) for key in ("behavior", "log_ratio", "mask")]
+            for behavior, log_ratio, mask in zip(flat[0].float(), flat[1].float(), flat[2], strict=True):
+                samples.append(
+                    {
+                        "sample_index": len(samples),
+                        "response_lengths": len(mask),
+                        "loss_masks": mask.int(),
+                        "log_probs": behavior + log_ratio,
+                        "rollout_log_probs": behavior,
+                    }
+                )
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{step}.pt" for step in sorted(steps)]
     for path in paths:

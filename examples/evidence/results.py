@@ -1,20 +1,19 @@
-"""Results on disk: per group a file of rows, a file of log-probs, and while it runs its state."""
+"""Results on disk: archives of finished groups, and the state of those that run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import lzma
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from .archives import Archives
 from .ensemble import Row, Training
 from .group import Group
 
@@ -24,12 +23,13 @@ Keep = Callable[[str, dict[str, Any]], None]
 class Results:
     """The results in one folder.
 
-    ``GROUP.jsonl.xz`` begins with a line about the machine; then one line per run and step. ``GROUP.npz`` has the
-    log-probs of the steps that the group names. ``GROUP.state.pt`` is there while the group is not finished.
+    A finished group is in an archive of its own, ``GROUP.zip``, until :meth:`compact` puts it into that of its study:
+    its settings and machine, a row per run and step, and the log-probs of the steps that the group names.
+    ``GROUP.state.pt`` is there while the group is not finished.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._archives = folder, Archives(folder)
 
     def is_done(self, group: Group) -> bool:
         """Whether the group is finished.
@@ -37,36 +37,33 @@ class Results:
         Raises:
             ValueError: There are results of a group with this name, but other settings.
         """
-        if not self._rows(group).exists():
+        if not self._archives.has(group.name):
             return False
-        if self._read(group)[0]["settings"] != settings(group):
-            raise ValueError(f"{self._rows(group)} has results of other settings than {group.name} has now: move them")
+        if self._archives.head(group.name)["settings"] != settings(group):
+            raise ValueError(f"{self._folder} has results of other settings than {group.name} has now: move them")
         return True
 
     def rows(self, group: Group) -> list[Row]:
         """Of a finished group."""
-        return self._read(group)[1:]
+        return self._archives.rows(group.name)
 
     def machine(self, group: Group) -> dict[str, Any]:
         """Where a finished group ran."""
-        return {name: value for name, value in self._read(group)[0].items() if name not in ("settings", "seconds")}
+        head = self._archives.head(group.name)
+        return {name: value for name, value in head.items() if name not in ("settings", "seconds")}
 
     def sampling_seconds(self, group: Group) -> float:
         """Of a finished group's engine for one run's rollout; NaN where it was not measured."""
-        seconds = self._read(group)[0].get("seconds", {}).get("sampling", math.nan)
+        seconds = self._archives.head(group.name).get("seconds", {}).get("sampling", math.nan)
         return float(seconds) / (len(group.runs) * group.num_steps)
 
     def log_probs(self, group: Group) -> dict[str, dict[str, Any]]:
         """Of a finished group's steps: ``behavior``, ``log_ratio`` and ``mask``, each ``[seeds, B, L]``."""
-        path = self._folder / f"{group.name}.npz"
-        if not path.exists():
-            return {}
-        steps: dict[str, dict[str, Any]] = {}
-        with np.load(path) as arrays:
-            for name in arrays.files:
-                step, _, stream = name.partition("/")
-                steps.setdefault(step, {})[stream] = arrays[name]
-        return steps
+        return self._archives.arrays(group.name)
+
+    def compact(self, study: str, groups: Iterable[Group]) -> None:
+        """Put the finished groups of a study into one archive, ``STUDY.zip``."""
+        self._archives.compact(study, [group.name for group in groups])
 
     def resume(self, group: Group, training: Training) -> list[Row]:
         """Bring an interrupted group's training to where it was; its rows so far."""
@@ -97,22 +94,10 @@ class Results:
                 torch.save({"training": training.state(), "rows": complete, "kept": kept}, self._state(group))
 
     def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
-        if kept:
-            np.savez_compressed(self._folder / f"{group.name}.npz", **kept)
         seconds = {"sampling": round(training.sampling_seconds, 3)}
-        lines = [_machine(training.device) | {"settings": settings(group), "seconds": seconds}, *rows]
-        scratch = self._rows(group).with_suffix(".part")
-        with lzma.open(scratch, "wt", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        scratch.replace(self._rows(group))
+        head = _machine(training.device) | {"settings": settings(group), "seconds": seconds}
+        self._archives.write(group.name, head, rows, kept)
         self._state(group).unlink(missing_ok=True)
-
-    def _read(self, group: Group) -> list[dict[str, Any]]:
-        with lzma.open(self._rows(group), "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
-
-    def _rows(self, group: Group) -> Path:
-        return self._folder / f"{group.name}.jsonl.xz"
 
     def _state(self, group: Group) -> Path:
         return self._folder / f"{group.name}.state.pt"
