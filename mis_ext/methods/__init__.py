@@ -1,34 +1,14 @@
 """Published methods as coefficients of the policy gradient; start reading at :mod:`mis_ext.methods.method`."""
 
-from typing import TYPE_CHECKING
-
-from mis_ext.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from mis_ext.methods.denominators import mean_weights
-    from mis_ext.methods.factors import Keep, Weight
-    from mis_ext.methods.kl_terms import KlTerm
-    from mis_ext.methods.method import Method, MethodResult
-    from mis_ext.methods.pareto import ParetoWeight, smooth_weights
-    from mis_ext.methods.preset import Preset
-    from mis_ext.methods.presets import PRESETS, find_preset
-    from mis_ext.methods.rejection_control import Accept
-    from mis_ext.methods.surrogates import Ratio, Score
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "denominators": ("mean_weights",),
-            "factors": ("Keep", "Weight"),
-            "kl_terms": ("KlTerm",),
-            "method": ("Method", "MethodResult"),
-            "pareto": ("ParetoWeight", "smooth_weights"),
-            "preset": ("Preset",),
-            "presets": ("PRESETS", "find_preset"),
-            "rejection_control": ("Accept",),
-            "surrogates": ("Ratio", "Score"),
-        },
-    )
+from mis_ext.methods.denominators import mean_weights
+from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.kl_terms import KlTerm
+from mis_ext.methods.method import Method, MethodResult
+from mis_ext.methods.pareto import ParetoWeight, smooth_weights
+from mis_ext.methods.preset import Preset
+from mis_ext.methods.presets import PRESETS, find_preset
+from mis_ext.methods.rejection_control import Accept
+from mis_ext.methods.surrogates import Ratio, Score
 
 __all__ = [
     "PRESETS",

@@ -5,26 +5,10 @@ sums of them, of which the typed :class:`Summary` is computed. It needs nothing 
 need ``mis_ext[report]``.
 """
 
-from typing import TYPE_CHECKING
-
-from mis_ext.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from mis_ext.report.collector import Collector, summarize
-    from mis_ext.report.part import Origin, Part
-    from mis_ext.report.parts import Parts
-    from mis_ext.report.summary import Mismatch, Summary
-    from mis_ext.report.what_if import Outcome, WhatIf
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "collector": ("Collector", "summarize"),
-            "part": ("Origin", "Part"),
-            "parts": ("Parts",),
-            "summary": ("Mismatch", "Summary"),
-            "what_if": ("Outcome", "WhatIf"),
-        },
-    )
+from mis_ext.report.collector import Collector, summarize
+from mis_ext.report.part import Origin, Part
+from mis_ext.report.parts import Parts
+from mis_ext.report.summary import Mismatch, Summary
+from mis_ext.report.what_if import Outcome, WhatIf
 
 __all__ = ["Collector", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]
