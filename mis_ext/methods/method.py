@@ -24,6 +24,9 @@ from mis_ext.methods.surrogates import Surrogate
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
 
+_PRODUCTS = frozenset({"sum", "prefix", "segment_sum"})
+_OF_SEQUENCES = WHOLE_SEQUENCE | {"min", "max"}
+
 
 class MethodResult(NamedTuple):
     """What a method says about each local token, ``[T]``; everything but ``loss_T`` is detached.
@@ -99,6 +102,20 @@ class Method:
     def is_of_tokens(self) -> bool:
         """Whether each token's coefficient follows from its own log-probs alone."""
         return self.reduces <= {"token"} and self.surrogate.spread == "token" and self.normalize_over is None
+
+    @property
+    def multiplies_ratios(self) -> bool:
+        """Whether a product of ratios to the behavior policy over many tokens weighs or judges them."""
+        parts = [(factor.pair, factor.reduces) for factor in self.factors]
+        parts += [(pair, self.surrogate.reduces) for pair in self.surrogate.pairs]
+        return any("behavior" in pair and not _PRODUCTS.isdisjoint(reduces) for pair, reduces in parts)
+
+    @property
+    def judges_sequences(self) -> bool:
+        """Whether a factor drops tokens by a number of their whole sequence."""
+        return any(
+            factor.action is not None and not _OF_SEQUENCES.isdisjoint(factor.reduces) for factor in self.factors
+        )
 
     @property
     def needs_state_values(self) -> bool:

@@ -1,0 +1,129 @@
+"""What a method does at the first update of a rollout, where the current policy still is the proximal one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.methods.as_correction import as_correction
+from mis_ext.methods.method import Method
+from mis_ext.methods.reductions import Reductions
+
+_PROBE_SEQUENCES, _PROBE_TOKENS = 48, 8
+_PROBE_SPREAD = (1e-3, 8.0)
+
+
+class FirstUpdate(NamedTuple):
+    """``[T]`` each, local tokens, without gradient.
+
+    ``factor_T``: what multiplies ``A grad log pi``, before any denominator and without the method's terms.
+    ``passed_T``: bool, valid, and the method does not reject it. ``kept_T``: nor does the correction.
+    """
+
+    factor_T: Tensor
+    passed_T: Tensor
+    kept_T: Tensor
+
+    @property
+    def live_T(self) -> Tensor:
+        """``[T]`` bool: whether the token has a policy gradient."""
+        return self.factor_T != 0.0
+
+
+@torch.no_grad()
+def first_update(
+    method: Method,
+    *,
+    proximal_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    response_mask_T: Tensor,
+    layout: PackedLayout,
+    weights_T: Tensor | None = None,
+    keep_mask_T: Tensor | None = None,
+) -> FirstUpdate:
+    """What the method multiplies ``A grad log pi`` of each token by, at the first update.
+
+    Where the surrogate gives every token the mean of its sequence, that is the number for one advantage per sequence.
+
+    Args:
+        method: Its terms are left out: they do not multiply an advantage.
+        proximal_logprobs_T: ``[T]``, nats, also taken as those of the current policy.
+        behavior_logprobs_T: ``[T]``, nats.
+        advantages_T: ``[T]``; a token whose advantage is not finite is not valid.
+        response_mask_T: ``[T]``, nonzero on tokens that the policy generated.
+        layout: Of whole responses.
+        weights_T: ``[T]``, the weights of a correction; None for none.
+        keep_mask_T: ``[T]`` bool, what the correction keeps; None for everything.
+    """
+    method = without_terms(method)
+    current_T = proximal_logprobs_T
+    given = {"behavior": behavior_logprobs_T, "proximal": proximal_logprobs_T, "current": current_T}
+    batch = method.batch_of(
+        {policy: given[policy] for policy in method.policies},
+        advantages_T=advantages_T,
+        response_mask_T=response_mask_T != 0,
+        reductions=Reductions(layout),
+    )
+    weight_T, live_T, passed_T = method.weigh(batch)
+    kept_T = passed_T if keep_mask_T is None else passed_T & keep_mask_T
+    weight_T = weight_T if weights_T is None else weight_T * weights_T
+    factor_T = torch.where(live_T & kept_T, weight_T * method.surrogate.of(batch).slope_T, 0.0)
+    if method.surrogate.spread == "sequence":
+        factor_T = torch.where(batch.valid_T, batch.reductions.of(factor_T, batch.valid_T, "mean"), 0.0)
+    return FirstUpdate(factor_T, passed_T, kept_T)
+
+
+def without_terms(method: Method) -> Method:
+    """The policy gradient of a method alone."""
+    return dataclasses.replace(method, terms=()) if method.terms else method
+
+
+def equivalent_correction(config: CorrectionConfig, method: Method) -> CorrectionConfig | None:
+    """The configuration of the hook that does the same at the first update, or None.
+
+    There PPO's ratio is 1, so what is left of a method that the hook can do are its weight and its gates.
+
+    Args:
+        config: The correction that goes with the method.
+        method: The method.
+    """
+    if not config.metrics_only:
+        return None
+    try:
+        found = as_correction(method).config
+    except ValueError:
+        return None
+    return config.replace(metrics_only=False, weight=found.weight, gates=found.gates)
+
+
+@functools.lru_cache(maxsize=128)
+def looks_at_sign(method: Method) -> bool:
+    """Whether at the first update the sign of the advantage matters, of whatever size the mismatch is.
+
+    Asked of the method itself: on log-ratios of many sizes, positive advantages and negative ones give the same or not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    low, high = _PROBE_SPREAD
+    steps_S = torch.linspace(0.0, 1.0, _PROBE_SEQUENCES, dtype=torch.float64)
+    spread_S = low * (high / low) ** steps_S
+    noise_ST = torch.randn(_PROBE_SEQUENCES, _PROBE_TOKENS, generator=generator, dtype=torch.float64)
+    behavior_T = torch.full((_PROBE_SEQUENCES * _PROBE_TOKENS,), -1.0, dtype=torch.float64)
+    positive, negative = (
+        first_update(
+            method,
+            proximal_logprobs_T=behavior_T + (spread_S[:, None] * noise_ST).flatten(),
+            behavior_logprobs_T=behavior_T,
+            advantages_T=torch.full_like(behavior_T, sign),
+            response_mask_T=torch.ones_like(behavior_T),
+            layout=PackedLayout.whole([_PROBE_TOKENS] * _PROBE_SEQUENCES),
+        )
+        for sign in (1.0, -1.0)
+    )
+    return not all(torch.equal(one, other) for one, other in zip(positive, negative, strict=True))
