@@ -25,7 +25,6 @@ from mis_ext.methods.chosen import ChosenMethod, choose_method
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
 GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith("tis_")} | {"tis_level": "none"}
-WHOLE = "segment_rs"
 each_method = pytest.mark.parametrize("name", PRESETS)
 
 
@@ -160,7 +159,7 @@ def ranks_give(name: str, keys: dict, *, cp_size: int, is_padded: bool = False) 
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != WHOLE])
+@each_method
 def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
     keys = key_of(name) | drawn_options(name)
     ranks_give(name, keys, cp_size=2)
@@ -323,6 +322,10 @@ REFUSED = [
     ({"name": "ppo", "low": 1.5}, "its bound of the ratio would be -0.5, which must be in [0, inf]"),
     ({"name": "ipo", "delta": 2.0}, "its bound of the probability_gain would be -2, which must be in [-1, 1]"),
     ({"name": "dispo", "positive": 2.0}, "mis_loss_method: dispo: positive must be a list, got 2.0"),
+    (
+        {"name": "icepop", "normalize_over": "token"},
+        "mis_loss_method: icepop: normalize_over must be one of tokens | all_tokens | sequences, got 'token'",
+    ),
     ({"name": "dispo", "positive": [2.0]}, "positive must be a list of 2 numbers, got [2.0]"),
 ]
 

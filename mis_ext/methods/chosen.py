@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mis_ext.checks import check_bool, check_known, check_list, check_mapping, check_number
+from mis_ext.checks import check_bool, check_choice, check_known, check_list, check_mapping, check_number
 from mis_ext.methods.factors import Keep, Weight
 from mis_ext.methods.method import Method
+from mis_ext.methods.preset import Preset
 from mis_ext.methods.presets import find_preset
 from mis_ext.methods.statistics import METHOD_STATISTICS
 from mis_ext.methods.surrogates import Ratio
@@ -45,10 +47,27 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
         raise ValueError(f"{key}: {error}") from None
     where = f"{key}: {name}"
     check_known(f"parameters of {where}", given, row.defaults)
-    parameters = {name: _like_default(f"{where}: {name}", each, row.defaults[name]) for name, each in given.items()}
+    words = _words(row)
+    parameters = {
+        name: check_choice(f"{where}: {name}", each, words[name])
+        if name in words
+        else _like_default(f"{where}: {name}", each, row.defaults[name])
+        for name, each in given.items()
+        if each is not None
+    }
     method = row(**parameters)
     _check_bounds(where, method)
     return ChosenMethod(row.name, tuple(parameters.items()), method)
+
+
+def _words(row: Preset) -> dict[str, tuple[str, ...]]:
+    """The legal words of the parameters that take a word."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, hint in get_type_hints(row.make).items():
+        literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+        if literals:
+            found[name] = tuple(chain.from_iterable(map(get_args, literals)))
+    return found
 
 
 def _like_default(key: str, value: Any, default: Any) -> Any:

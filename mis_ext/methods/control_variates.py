@@ -10,6 +10,7 @@ from mis_ext.methods.batch import TOTAL, Batch, Pair
 from mis_ext.methods.kl_terms import Penalty
 from mis_ext.methods.method import Method
 from mis_ext.methods.preset import preset
+from mis_ext.methods.reductions import Reduce
 from mis_ext.methods.surrogates import Score
 
 
@@ -42,6 +43,11 @@ class DriftControl:
     def pairs(self) -> tuple[Pair, ...]:
         """The one pair of policies whose drift it takes out."""
         return (self.pair,)
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """``token``: each token for itself."""
+        return ("token",)
 
     @property
     def needs_state_values(self) -> bool:

@@ -94,6 +94,11 @@ class CovarianceKl:
         return (self.pair,)
 
     @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """Over the batch, for the means of log-prob and advantage."""
+        return ("batch_mean",)
+
+    @property
     def needs_state_values(self) -> bool:
         """False: it compares policies only."""
         return False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch, Pair
+from mis_ext.methods.reductions import Reduce
 
 Estimator = Literal["k1", "k2", "k3", "squared"]
 
@@ -35,6 +36,10 @@ class Term(Protocol):
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """The pairs of policies that it compares."""
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """What it looks at besides the token itself."""
 
     @property
     def needs_state_values(self) -> bool:
@@ -84,6 +89,11 @@ class KlTerm:
     def pairs(self) -> tuple[Pair, ...]:
         """Numerator and denominator of each of its ratios."""
         return (self.pair,) if self.importance is None else (self.pair, self.importance)
+
+    @property
+    def reduces(self) -> tuple[Reduce, ...]:
+        """``token``: each token for itself."""
+        return ("token",)
 
     @property
     def needs_state_values(self) -> bool:

@@ -84,6 +84,10 @@ class Method:
         return tuple(policy for policy in _POLICIES if policy in used)
 
     @property
+    def _all_reduces(self) -> frozenset[Reduce]:
+        return self.reduces.union(*(term.reduces for term in self.terms))
+
+    @property
     def weighs_behavior(self) -> bool:
         """Whether the gradient is weighed by the behavior policy, so that another such weight counts it twice."""
         pairs = (
@@ -96,12 +100,12 @@ class Method:
     @property
     def averages_over_batch(self) -> bool:
         """Whether a number of all tokens enters, of whatever sequence and rank."""
-        return self.normalize_over is not None or "batch_mean" in self.reduces
+        return self.normalize_over is not None or "batch_mean" in self._all_reduces
 
     @property
     def is_of_tokens(self) -> bool:
         """Whether each token's coefficient follows from its own log-probs alone."""
-        return self.reduces <= {"token"} and self.surrogate.spread == "token" and self.normalize_over is None
+        return self._all_reduces <= {"token"} and self.surrogate.spread == "token" and self.normalize_over is None
 
     @property
     def multiplies_ratios(self) -> bool:
