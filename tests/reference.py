@@ -89,7 +89,7 @@ def correct(
     out = []
     for responses in ranks:
         scope = responses if rules.scope == "micro_batch" else everything
-        record = Record(responses)
+        record = Record(responses, per_token_loss=per_token_loss)
         add_mismatch_metrics(record, group, rules)
         weights, masks = [], []
         if rules.use_tis:

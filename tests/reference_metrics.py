@@ -22,8 +22,8 @@ SEQUENCE_MISMATCH_NAMES = [
 class Record:
     """Metrics of one call, each as the host sees it per token and as one number."""
 
-    def __init__(self, responses: list[Response]) -> None:
-        self.responses = responses
+    def __init__(self, responses: list[Response], *, per_token_loss: bool) -> None:
+        self.responses, self.per_token_loss = responses, per_token_loss
         self.tokens: dict[str, list[list[float]]] = {}
         self.values: dict[str, float] = {}
 
@@ -51,6 +51,11 @@ class Record:
         self.tokens[f"mis_{name}"] = [[value] * len(response) for response in self.responses]
 
     def _spread(self, name: str, of_sequences: list[float]) -> None:
+        """NaN of a sequence that was not measured becomes the mean of those that were, as the host weighs them."""
+        shares = [sum(r.response) if self.per_token_loss else 1 for r in self.responses]
+        known = [(v * n, n) for v, n in zip(of_sequences, shares, strict=True) if not math.isnan(v)]
+        rest = math.fsum(v for v, _ in known) / sum(n for _, n in known) if known else math.nan
+        of_sequences = [rest if math.isnan(value) else value for value in of_sequences]
         self.tokens[f"mis_{name}"] = [
             [value] * len(response) for response, value in zip(self.responses, of_sequences, strict=True)
         ]
@@ -104,6 +109,8 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]
     record.per_token("nonfinite_token_fraction", broken, over="response")
     record.per_token("train_rollout_logprob_abs_diff_invalid", broken, over="response")
+    unmeasured = [float(any(r.response) and not any(r.valid)) for r in record.responses]
+    record.per_sequence("unmeasured_seq_fraction", unmeasured, over="response")
     shifts = [mean(-d for d in response.valid_d) for response in group if response.valid_d]
     record.constant("log_ppl_diff_min", min(shifts, default=math.nan))
     record.constant("log_ppl_diff_max", max(shifts, default=math.nan))

@@ -63,6 +63,17 @@ def plotted(metric_T: torch.Tensor, samples: Samples, *, per_token: bool) -> tor
     return sum_of_token(values, samples.masks) if per_token else sum_of_sample_mean(values, samples.masks)
 
 
+def shown(tokens: dict[str, list], name: str, samples: Samples) -> torch.Tensor:
+    """What the judge says of each token, 0 outside the response."""
+    return flat(tokens[name]).where(flat(samples.masks) != 0, 0.0)
+
+
+def all_are_measured(samples: Samples) -> bool:
+    """Whether every response has a token with a finite ratio."""
+    columns = zip(samples.train, samples.rollout, samples.masks, strict=True)
+    return all(not mask.any() or bool(((t - r).isfinite() & mask.bool()).any()) for t, r, mask in columns)
+
+
 def correction_of(keys: dict, samples: Samples) -> mis_ext.Correction:
     return mis_ext.compute_correction(
         proximal_logprobs_T=torch.cat([torch.zeros(0), *samples.train]),
@@ -83,15 +94,20 @@ def test_a_curve_is_that_of_any_split_into_micro_batches_and_of_the_judge(per_to
     whole = call_hook(keys, samples, per_token_loss=per_token)[2]
     parts = [(part, call_hook(keys, part, per_token_loss=per_token)[2]) for part in cut(samples, cuts)]
     response = flat(samples.masks) != 0
+    of_cuts = [(part, correct([part], keys, per_token_loss=per_token)[0].tokens) for part, _ in parts]
     size = response.sum() if per_token else torch.tensor([bool(mask.any()) for mask in samples.masks]).sum()
     scale = size.clamp(min=1)
     for name in of_samples(keys):
-        judged = plotted(flat(expected.tokens[name]).where(response, 0.0), samples, per_token=per_token)
+        judged = plotted(shown(expected.tokens, name, samples), samples, per_token=per_token)
         of_whole = plotted(whole[name], samples, per_token=per_token)
         of_parts = sum(plotted(metrics[name], part, per_token=per_token) for part, metrics in parts)
         torch.testing.assert_close(of_whole / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
-        torch.testing.assert_close(of_parts / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
-        if "fraction" in name and not judged.isnan():
+        # A response of which nothing is known counts as the mean of its own micro-batch.
+        by_parts = sum(plotted(shown(tokens, name, part), part, per_token=per_token) for part, tokens in of_cuts)
+        torch.testing.assert_close(of_parts / scale, by_parts / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        if all_are_measured(samples):
+            torch.testing.assert_close(of_parts / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        if "fraction" in name and not of_parts.isnan():
             assert -1e-6 <= float(of_parts / scale) <= 1 + 1e-6, name
 
 
@@ -127,7 +143,7 @@ def test_a_response_with_one_valid_token_of_many_counts_once_however_it_is_batch
 
 
 @pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
-def test_a_response_without_a_valid_token_reads_nan_and_spoils_no_other_response(weight):
+def test_a_response_without_a_valid_token_reads_the_mean_of_the_others_and_spoils_none(weight):
     samples = random_samples([4, 3, 5], seed=91, mask=1.0)
     without = Samples(samples.train[::2], samples.rollout[::2], samples.masks[::2])
     samples.train[1].fill_(math.nan)
@@ -137,9 +153,12 @@ def test_a_response_without_a_valid_token_reads_nan_and_spoils_no_other_response
     of_response |= {"mis_kept_token_fraction", "mis_kept_seq_fraction"}
     vetoes = ("rs_catastrophic", "rs_veto_upper", "rs_veto_probability")
     of_response |= {f"mis_{veto}_{what}_fraction" for veto in vetoes for what in ("token", "seq")}
+    of_response |= {"mis_unmeasured_seq_fraction"}
     for name in of_samples(keys):
         first, broken, last = metrics[name].split([4, 3, 5])
-        assert broken.isnan().all() == (name not in of_response), name
+        if name not in of_response:
+            wanted = ((first[0] + last[0]) / 2).expand(3)
+            torch.testing.assert_close(broken, wanted, rtol=RTOL, atol=ATOL, msg=name)
         # No number of a response is made of another's.
         assert torch.equal(torch.cat([first, last]), expected[name]), name
 

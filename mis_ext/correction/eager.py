@@ -105,7 +105,7 @@ class EagerBackend:
         """See :class:`~mis_ext.correction.passes.Backend`."""
         plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
         scale = scale_of(plan, totals_A=sequences.totals_A, over_group_A=over_group_A, rollout_scale=rollout_scale)
-        metrics = self._token_metrics(values, over_group_A, scale) if token_metrics else {}
+        metrics = self._token_metrics(sequences, over_group_A, scale) if token_metrics else {}
         if plan.config.metrics_only:
             return Outputs(None, None, metrics)
         factor_S = torch.where(
@@ -157,16 +157,14 @@ class EagerBackend:
         padded = torch.nn.functional.pad(torch.stack([*minima, failed_S]), (0, 1), value=torch.inf)
         return torch.cat([sums_A, padded.amin(-1)])
 
-    def _token_metrics(self, values: Values, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
+    def _token_metrics(self, sequences: Sequences, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
         plan = self.plan
         scales = scale_values(scale)
-        of_sequences = Values(scales, {}, others=values)
+        of_sequences = Values(total_values(plan, sequences.totals_A) | scales, plan.spread, others=sequences.values)
         of_group = Values(total_values(plan, over_group_A) | scales | self._band_scales, {})
         # One at a time: on a CPU a tensor of all of them would leave the cache.
         spread = [
-            of_group.of(row.formula)
-            if row.over == "G"
-            else self.layout.index.to_tokens(of_sequences.of(row.sequence_formula))
+            of_group.of(row.formula) if row.over == "G" else self.layout.index.to_tokens(of_sequences[row.spread_name])
             for row in plan.metrics
         ]
         response_T = self._mask("response")

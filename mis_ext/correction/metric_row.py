@@ -60,6 +60,7 @@ class MetricRow:
         is_core: Whether it is on the short list to watch.
         alias_of: Another row with the same values, which are not computed twice.
         mask: Name of the mask of which a sequence needs a token to be measured; by default what ``over`` says.
+        is_scaled: Whether the value is that of the formula times ``scale_factor``, which is known after the totals.
     """
 
     name: str
@@ -70,6 +71,7 @@ class MetricRow:
     is_core: bool = False
     alias_of: str | None = None
     mask: str | None = None
+    is_scaled: bool = False
 
     @property
     def token_name(self) -> str:
@@ -79,26 +81,75 @@ class MetricRow:
     @property
     def count_name(self) -> str:
         """How many tokens of a sequence count; a sequence without one was not measured."""
-        return f"num_{self.mask or ('response' if self.over in ('R', 'C') else 'valid')}"
+        return f"num_{self.mask or ('valid' if self.over in ('T', 'S') else 'response')}"
 
     @property
     def total_formula(self) -> Formula:
         """What one sequence adds to the total of the mean."""
         return Formula.named(f"sum_{self.token_name}") if self.stage == "token" else self.formula
 
-    @property
-    def sequence_formula(self) -> Formula:
-        """Its value of one sequence, NaN where it was not measured; G: the same number for every sequence."""
+    def sequence_formulas(self, *, per_token_loss: bool) -> dict[str, Formula]:
+        """By name: its value of one sequence, 0 where it was not measured, and what that adds to the mean of a call.
+
+        Args:
+            per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
+        """
         total, is_mean = self.total_formula, self.over in ("T", "R")
-        if self.over == "G":
-            return total
 
         def value(*values: Tensor) -> Tensor:
             *arguments, count = values
             numerator = total.function(*arguments)
-            return where(count > 0.0, numerator / count.clamp_min(1.0) if is_mean else numerator, math.nan)
+            return where(count > 0.0, numerator / count.clamp_min(1.0) if is_mean else numerator, 0.0)
 
-        return Formula(value, (*total.needs, self.count_name))
+        def share(count: Tensor, num_response: Tensor) -> Tensor:
+            return where(count > 0.0, num_response if per_token_loss else 1.0, 0.0)
+
+        formulas = {f"value_of_{self.name}": Formula(value, (*total.needs, self.count_name))}
+        if not self.call_totals:
+            return formulas
+        value_name, share_name = f"value_of_{self.name}", f"share_by_{self.count_name}"
+        return formulas | {
+            share_name: Formula(share, (self.count_name, "num_response")),
+            f"term_of_{self.name}": Formula(lambda value, share: value * share, (value_name, share_name)),
+        }
+
+    @property
+    def call_totals(self) -> tuple[str, ...]:
+        """Names of the sums over the measured sequences of a call: of what they add, and of their shares.
+
+        None where every sequence with a response token is measured.
+        """
+        if self.over == "G" or self.count_name == "num_response":
+            return ()
+        return f"total_term_of_{self.name}", f"total_share_by_{self.count_name}"
+
+    @property
+    def spread_name(self) -> str:
+        """Name of what each token of a sequence is given."""
+        return f"spread_{self.name}"
+
+    @property
+    def spread_formulas(self) -> dict[str, Formula]:
+        """By name: what each token of a sequence is given, for a host that divides by all samples.
+
+        A sequence that was not measured counts as the mean of those of its call that were; NaN where none was.
+        """
+        if self.over == "G":
+            return {self.spread_name: self.formula}
+        if not self.call_totals:
+            assert not self.is_scaled
+            return {self.spread_name: Formula.named(f"value_of_{self.name}")}
+        scale = ("scale_factor",) if self.is_scaled else ()
+        total, share = self.call_totals
+
+        def spread(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
+            known = where(count > 0.0, value, total * inverse)
+            return known * scale[0] if scale else known
+
+        needs = (self.count_name, f"value_of_{self.name}", total, f"inverse_{share}", *scale)
+        # One division for all rows; a share is 0, or 1 and more.
+        inverse = Formula(lambda share: where(share > 0.0, 1.0 / share.clamp_min(1.0), math.nan), (share,))
+        return {f"inverse_{share}": inverse, self.spread_name: Formula(spread, needs)}
 
     def alias(self, name: str, text: str) -> MetricRow:
         """The same values under another name."""
@@ -114,7 +165,8 @@ def row(
     stage: Stage,
     core: bool = False,
     mask: str | None = None,
+    scaled: bool = False,
 ) -> MetricRow:
     """A row from a function whose parameters name what it needs."""
     formula = function if isinstance(function, Formula) else Formula.of(function)
-    return MetricRow(name, over, stage, formula, text, is_core=core, mask=mask)
+    return MetricRow(name, over, stage, formula, text, is_core=core, mask=mask, is_scaled=scaled)

@@ -143,6 +143,13 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
         core=True,
     )
     yield without_ratio
+    yield row(
+        "unmeasured_seq_fraction",
+        "C",
+        lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
+        "sequences without any finite ratio: they say nothing in the metrics over T and S",
+        stage="sequence",
+    )
     yield group(
         "train_rollout_logprob_abs_diff_max",
         lambda highest_max_abs_log_ratio, total_num_valid: _if_any(highest_max_abs_log_ratio, total_num_valid),
@@ -270,7 +277,8 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
             "max": (False, "their largest"),
         }
         for name, (core, text) in final.items():
-            yield row(f"is_ratio_{name}_final", "S", _final_weight(weight, name), text, stage="sequence", core=core)
+            formula = _final_weight(weight, name)
+            yield row(f"is_ratio_{name}_final", "S", formula, text, stage="sequence", core=core, scaled=True)
     yield row(
         "kept_token_fraction",
         "R",
@@ -298,17 +306,13 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
 
 
 def _final_weight(weight: Weight, reduce: str) -> Formula:
+    """Mean or extreme of the weights of a sequence, before they are scaled."""
     if weight.level != "token":
-        return Formula.of(lambda sequence_weight, scale_factor: sequence_weight * scale_factor)
+        return Formula.named("sequence_weight")
     if reduce == "mean":
-        return Formula.of(
-            lambda sum_token_weight, num_valid, scale_factor: sum_token_weight / num_valid.clamp_min(1.0) * scale_factor
-        )
+        return Formula.of(lambda sum_token_weight, num_valid: sum_token_weight / num_valid.clamp_min(1.0))
     # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
-    return Formula(
-        lambda log_ratio, scale_factor: weight.bounded(log_ratio) * scale_factor,
-        (f"{reduce}_log_ratio", "scale_factor"),
-    )
+    return Formula(weight.bounded, (f"{reduce}_log_ratio",))
 
 
 def _as_number(flag: Tensor) -> Tensor:

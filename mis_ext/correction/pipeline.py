@@ -74,10 +74,20 @@ class Correction:
     def token_metrics(self) -> dict[str, Tensor]:
         """``[T]`` per selected metric, the number of the token's sequence; empty unless asked for.
 
-        0 outside the response, NaN in a sequence without a token of the metric's population. Its mean over the response
-        tokens of a sequence, and of that over sequences, is the metric.
+        0 outside the response. Its mean over the response tokens of a sequence, and of that over sequences, is the
+        metric; with a loss per token, its mean over all response tokens. So that this holds where a host divides by all
+        of them, a sequence without a token of the metric's population has the mean of the others of this call: NaN
+        where there are none.
         """
         return self._outputs.token_metrics
+
+    @property
+    def measured(self) -> dict[str, Tensor]:
+        """``[S]`` bool per selected metric: the sequences that it counts; over G those with a response token."""
+        plan, values = self.plan, self._sequences.values
+        counts = {row.count_name for row in plan.metrics}
+        is_measured = {name: values[name] > 0 for name in counts}
+        return {name: is_measured[plan.metrics[index].count_name] for name, index in plan.metric_index.items()}
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -86,16 +96,20 @@ class Correction:
         scale = scale_of(
             plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
         )
-        of_sequences = Values(scale_values(scale), {}, others=self._sequences.values)
         bands = named_band_scales(plan, self._backend.band_scales_N)
         of_group = Values(total_values(plan, self._over_group_A) | scale_values(scale) | bands, {})
-        kept = [_kept(row, of_sequences, of_group) for row in plan.metrics]
+        kept = [_kept(row, self._sequences.values, of_group) for row in plan.metrics]
         return {name: kept[index] for name, index in names.items()}
 
     @property
     def plan(self) -> Plan:
         """Which columns, totals and metrics the configuration needs."""
         return self._backend.plan
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Which local token belongs to which sequence."""
+        return self._backend.layout
 
     @property
     def sequences(self) -> Values:
@@ -240,7 +254,8 @@ def _kept(row: MetricRow, of_sequences: Values, of_group: Values) -> Metric:
     is_measured_S = count_S > 0
     if row.over in ("S", "C"):
         count_S = is_measured_S.float()
-    return Mean(torch.where(is_measured_S, total_S, 0.0).sum(), count_S.sum())
+    total = torch.where(is_measured_S, total_S, 0.0).sum()
+    return Mean(total * of_group["scale_factor"] if row.is_scaled else total, count_S.sum())
 
 
 def _check_lengths(streams: Streams, layout: PackedLayout) -> None:

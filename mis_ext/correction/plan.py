@@ -112,6 +112,7 @@ class Plan:
         num_sum_totals: How many of the totals are sums.
         metrics: Rows whose values are computed, without aliases.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
+        spread: Formulas of what each token of a sequence is given of a metric, from its numbers and totals.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
         band_scales: Names of the numbers that each rollout gives: the scales of the bands that have a target.
     """
@@ -126,6 +127,7 @@ class Plan:
     num_sum_totals: int
     metrics: tuple[MetricRow, ...]
     metric_index: Mapping[str, int]
+    spread: Mapping[str, Formula]
     needs_group_totals: bool
     band_scales: tuple[str, ...]
 
@@ -150,13 +152,19 @@ def plan_of(config: CorrectionConfig) -> Plan:
     metrics = tuple(row for row in config.available_rows if row.name in originals)
     place = {row.name: index for index, row in enumerate(metrics)}
     token, sequence = _token_formulas(config, metrics), _sequence_formulas(config)
-    check_operations({**token, **sequence, **SCALE_FORMULAS, **{row.name: row.sequence_formula for row in metrics}})
+    spread: dict[str, Formula] = {}
+    for row in metrics:
+        spread |= row.spread_formulas
+        if row.over != "G":
+            sequence |= row.sequence_formulas(per_token_loss=config.per_token_loss)
+    check_operations({**token, **sequence, **SCALE_FORMULAS, **spread})
     given = {*SCALES, *config.adapted_gates}
     of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
-    totals = _sums_first(Total.of(name) for name in dict.fromkeys([*WATCHED_TOTALS, *of_scale, *of_group]))
+    of_call = [name for row in metrics for name in row.call_totals]
+    totals = _sums_first(Total.of(name) for name in dict.fromkeys([*WATCHED_TOTALS, *of_scale, *of_group, *of_call]))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
-    wanted += [name for row in metrics if row.over != "G" for name in row.sequence_formula.needs]
+    wanted += [f"value_of_{row.name}" for row in metrics if row.over != "G"]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
     columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(
@@ -170,6 +178,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
         num_sum_totals=_num_sums(totals),
         metrics=metrics,
         metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
+        spread=spread,
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
         band_scales=tuple(config.adapted_gates),
     )

@@ -22,7 +22,8 @@ class TotalLoss(NamedTuple):
 
     ``total``: 0-dim with gradient: the sum over sequences of per-sequence means, or with ``calculate_per_token_loss``
     over tokens. ``num_terms``: 0-dim, this call's sequences with a response token, or its response tokens; on a
-    context-parallel rank its share of them. ``metrics``: each a mean over the same terms.
+    context-parallel rank its share of them. ``metrics``: each a mean over the same terms, those of the correction over
+    the terms that were measured.
     """
 
     total: Tensor
@@ -121,7 +122,10 @@ def policy_loss_from_log_probs(
     session = run.session if loss.has_correction else None
     found = loss_of_tokens(settings, tokens, session=session, groups=groups)
     num_terms = _num_terms(found.response_T, mask_R, whole, per_token=settings.per_token_loss, cp_size=groups.cp_size)
-    return TotalLoss(found.loss, num_terms, {name: Mean(total, num_terms) for name, total in found.metrics.items()})
+    metrics = {name: Mean(total, num_terms) for name, total in found.metrics.items()}
+    # What the correction could not measure in a sequence is no term of its mean.
+    measured = {name: Mean(*pair.unbind()) for name, pair in found.measured().items()}
+    return TotalLoss(found.loss, num_terms, metrics | measured)
 
 
 def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:

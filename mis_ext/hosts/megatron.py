@@ -35,7 +35,8 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
     Returns:
         From logits ``[1, T, V / TP]``, packed, or ``[B, L, V / TP]`` with ``qkv_format: bshd``, to the loss, the number
         of samples or of this rank's response tokens (0-dim, int32), and ``[total, count]`` of every metric, exact under
-        any sum over micro-batches, data- and context-parallel ranks.
+        any sum over micro-batches, data- and context-parallel ranks; those of the correction count the samples in which
+        they were measured.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
     run, cp_size = run_of(args, whole_loss=True), host.groups.cp_size
@@ -52,6 +53,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
             loss, count = found.loss * cp_size, number / cp_size
         values = torch.stack([*found.metrics.values()])
         pairs = torch.stack([values, count.to(values.dtype).expand_as(values)], dim=1)
-        return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True))
+        # Here no host divides by samples of which nothing is known.
+        return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True)) | found.measured()
 
     return loss_func

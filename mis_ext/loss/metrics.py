@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import sum_over_ranks
 from mis_ext.correction.formula import MAX_LOG_RATIO, Values, bounded_exp
+from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.loss.evaluation import Evaluation
 from mis_ext.loss.objective import LOW_VAR_CAP, pair_of
@@ -94,11 +95,34 @@ def totals_of(rows: list[Row], share_T: Tensor) -> dict[str, Tensor]:
 
 
 def correction_totals(token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
-    """0-dim each: sums of value times share of a correction's metrics, ``[T]``, which are 0 outside the response."""
+    """0-dim each: sums of value times share of a correction's metrics, ``[T]``, which are 0 outside the response.
+
+    For a host that divides by all samples; those that were not measured are in, see ``Correction.token_metrics``.
+    """
     if not token_metrics:
         return {}
     sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
     return dict(zip(token_metrics, sums.unbind(), strict=True))
+
+
+def measured_totals(
+    correction: Correction | None, token_metrics: Mapping[str, Tensor], share_T: Tensor, response_T: Tensor
+) -> dict[str, Tensor]:
+    """``[total, count]`` of each metric of a correction, over the samples in which it was measured; 0 without any."""
+    if correction is None:
+        return {name: share_T.new_zeros(2) for name in token_metrics}
+    layout = correction.layout
+    masks_T: dict[int, Tensor] = {}
+    found = {}
+    for name, is_measured_S in correction.measured.items():
+        key = id(is_measured_S)
+        if key not in masks_T:
+            masks_T[key] = response_T & layout.spread(is_measured_S)
+        # A number of the group is NaN where nothing of it was measured.
+        known_T = masks_T[key] & ~token_metrics[name].isnan()
+        pair_2T = torch.stack([token_metrics[name], torch.ones_like(share_T)])
+        found[name] = (torch.where(known_T, pair_2T, 0.0) * share_T).sum(-1)
+    return found
 
 
 def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T: Tensor, response_T: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mis_ext.loss.metrics import (
     correction_totals,
     effective_samples,
     masked_sequences,
+    measured_totals,
     token_rows,
     totals_of,
 )
@@ -44,12 +45,14 @@ MILES_METRICS = frozenset({"ess_ratio", "train_rollout_kl"})
 class PolicyLoss(NamedTuple):
     """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums of the same kind.
 
-    ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated.
+    ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated. ``measured``: computes of each metric of
+    a correction ``[total, count]``, over the samples in which it was measured.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     response_T: Tensor
+    measured: Callable[[], dict[str, Tensor]]
 
 
 def compute_policy_loss(
@@ -103,7 +106,8 @@ def compute_policy_loss(
         totals["loss"], current_T, passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
     )
     names = [*ORDER, *(token_metrics or ()), *LAST]
-    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T)
+    measured = functools.partial(measured_totals, correction, token_metrics or {}, share_T, response_T)
+    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
 
 
 def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:

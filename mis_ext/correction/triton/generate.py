@@ -168,20 +168,24 @@ def _store_metrics(plan: Plan) -> str:
         for index, name in enumerate(row_names(plan))
     }
     masks = {name: Symbol(f"({loads[name].text} != 0)", "bool") for name in ("weighted_sequence", "keep_sequence")}
-    of_sequences = Program(loads | masks | scales | _band_symbols(plan), plan.sequence)
+    of_call = _total_symbols(plan, "totals")
+    # Loaded before anything is stored, behind which each would be loaded again.
+    totals = {name: Symbol(name, "float32") for row in plan.metrics for name in row.call_totals}
+    of_sequences = Program(loads | masks | scales | _band_symbols(plan) | totals, {**plan.sequence, **plan.spread})
     of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), {})
     lines = []
     for index, row in enumerate(plan.metrics):
-        value = of_group.of(row.formula) if row.over == "G" else of_sequences.of(row.sequence_formula)
+        value = of_group.of(row.formula) if row.over == "G" else of_sequences[row.spread_name]
         lines.append(
             f"tl.store(metrics + {index} * num_tokens, "
             f"tl.where(response, ({value.text}).to(tl.float32), 0.0), mask=is_token)"
         )
     arguments = (
-        "metrics, num_tokens, is_token, response, column, num_sequences, over_group, "
+        "metrics, num_tokens, is_token, response, column, num_sequences, totals, over_group, "
         "mean_weight, denominator_factor, scale_factor, band_scales"
     )
-    return _function("store_metrics", arguments, [*of_sequences.lines, *lines])
+    loaded = [f"{name} = {of_call[name].text}" for name in totals]
+    return _function("store_metrics", arguments, [*loaded, *of_sequences.lines, *lines])
 
 
 def _token_program(plan: Plan) -> Program:

@@ -217,6 +217,7 @@ def output_kernel(
         response,
         column,
         num_sequences,
+        totals,
         over_group,
         mean_weight,
         denominator_factor,
