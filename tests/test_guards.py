@@ -227,7 +227,7 @@ def test_a_small_micro_batch_does_not_say_that_there_are_always_several_sequence
 
 
 def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
-    keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+    keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.1}
     args, batch = argparse.Namespace(**keys, mis_max_reject_fraction=0.3), make_batch()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -300,6 +300,7 @@ def test_a_weight_of_the_correction_multiplies_a_method_that_has_none() -> None:
     assert not torch.allclose(plain[2], weighed[2], rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:a gate on ratio")
 def test_rejected_tokens_leave_the_methods_own_penalty() -> None:
     keys = key_of("kimi_k2_5") | {"use_rollout_logprobs": True}
     everything = GATES_ALONE | {"rs_lower_bound": 0.9999, "rs_upper_bound": 1.0001}

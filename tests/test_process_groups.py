@@ -16,7 +16,7 @@ from mis_ext import Groups, prepare_rollout
 
 pytestmark = pytest.mark.distributed
 
-KEPT = {"use_tis": True, "mis_denominator": "kept", "use_rs": True, "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+KEPT = {"use_tis": True, "mis_denominator": "kept", "use_rs": True, "rs_lower_bound": 0.98, "rs_upper_bound": 1.02}
 
 
 def places(groups: Groups) -> tuple[int, ...]:

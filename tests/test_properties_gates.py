@@ -11,8 +11,8 @@ from hypothesis import given
 from property_cases import ALL, FUZZ, LENGTHS, LEVELS, assert_same, weights_masks, weights_of_grid
 from reference import Samples
 
-# These bounds are far apart for what a geometric mean does in practice, and the package says so.
-pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
+# These bounds are far apart or near for what a ratio does in practice, and the package says so.
+pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)", "ignore:a gate on ratio")
 
 
 @FUZZ

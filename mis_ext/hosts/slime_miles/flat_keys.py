@@ -13,6 +13,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
+from mis_ext.hosts.slime_miles.doubtful_bands import warn_inherited_band
 from mis_ext.hosts.slime_miles.native_keys import (
     NATIVE_KEY,
     NATIVE_KEYS,
@@ -166,13 +167,13 @@ def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
     _check_order(keys, "rs", low, high)
     if low == 0.0 and high == math.inf:
         raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
-    inherited = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
-    if level == "geometric" and inherited and keys.get("tis_level", "token") != "geometric":
-        warnings.warn(
-            f"{' and '.join(inherited)} of the geometric gate come from the {keys.get('tis_level', 'token')}-level "
-            f"tis bounds [{tis_low:g}, {tis_high:g}]; a geometric band is much narrower: set them, e.g. 0.99 and 1.001",
-            stacklevel=4,
-        )
+    warn_inherited_band(
+        [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys],
+        level=level,
+        weight_level=keys.get("tis_level", "token"),
+        low=tis_low,
+        high=tis_high,
+    )
     return (Gate(reduce=REDUCTIONS[level], low=low, high=high), *further)
 
 

@@ -14,6 +14,7 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import Reduce
 from mis_ext.correction.weights import REDUCTIONS, Weight
+from mis_ext.hosts.slime_miles.doubtful_bands import warn_narrow_bands
 
 NATIVE_KEY = "mis"
 LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max": "max"}
@@ -93,7 +94,9 @@ def checked_config(
 ) -> CorrectionConfig:
     """The configuration of these parts; what is switched off is checked as if it were on."""
     if not measure_only:
-        return CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
+        config = CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
+        warn_narrow_bands(config.all_gates)
+        return config
     if weight is not None or gates:
         CorrectionConfig(weight=weight, gates=gates, **scaling)
     return CorrectionConfig(weight=None, metrics_only=True, **reporting)
