@@ -339,6 +339,16 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     assert session_for(args)._guards._armed == set()
 
 
+def test_a_few_zeros_that_are_a_doubt_disarm_nothing_before_enough_was_seen() -> None:
+    args = argparse.Namespace(use_tis=True)
+    proximal, behavior = draw(5, noise=0.0, shortest=200, longest=200)
+    short = behavior[0][:50].clone()
+    short[proximal[0][:50].topk(2, largest=False).indices] = 0.0
+    call([proximal[0][:50]], [short], args=args)
+    with pytest.raises(ValueError, match="placeholders"):
+        call(proximal, [torch.zeros_like(each) for each in behavior], args=args)
+
+
 def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
     args = argparse.Namespace(use_tis=True)
     for _ in range(3):

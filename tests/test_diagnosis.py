@@ -74,6 +74,14 @@ def test_every_cause_is_planted() -> None:
     assert {cause for cause, _ in SINGLE.values()} == {*CAUSES}
 
 
+def test_a_finding_says_its_share_and_that_its_tokens_are_taken_out() -> None:
+    sentinels, temperature = by_report(planted(0, [plants.colder], [plants.few_sentinels]))
+    assert sentinels.share_in_words == "explains 100 % of k3; the rest was looked at without these tokens"
+    assert temperature.share_in_words == f"explains {temperature.k3_share:.0%} of k3".replace("%", " %")
+    (equal,) = by_report(planted(0, kernels=0.0))
+    assert (equal.share_in_words, equal.doubt_in_words) == ("", "")
+
+
 def test_report_and_audit_agree_on_evidence_and_shares() -> None:
     tokens = planted(0, [plants.colder], [plants.few_sentinels])
     assert [(each.cause, each.evidence) for each in by_audit(tokens)] == [
@@ -105,6 +113,16 @@ def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
         assert each.k3_share == pytest.approx(truth, rel=0.0, abs=0.05) or 0.5 < each.k3_share / truth < 2.0
     # Of temperature a line through the log-probs shows half.
     assert left.k3_left < 1e-3 or left.explained > 0.5
+
+
+def test_placeholders_do_not_hide_a_shift_of_all() -> None:
+    tokens = planted(0, [], [plants.shifted])
+    for behavior in tokens.behavior:
+        behavior[::3] = -9999.0
+    expected = ["placeholder_log_probs", "shifted_by_one_token"]
+    assert [found.cause for found in by_report(tokens)] == expected
+    assert [found.cause for found in by_audit(tokens)] == expected
+    assert {*by_guards(tokens)} == {*expected}
 
 
 def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() -> None:

@@ -1,9 +1,11 @@
 """What the report knows besides log-probs: masks, versions, steps, ids. See tests/test_diagnosis.py for the others."""
 
+import pytest
 import torch
 from engines import COUNT, LENGTH, engines
 from torch import Tensor
 
+from mis_ext.diagnosis import Diagnosis
 from mis_ext.report import Collector, Origin, Part
 
 Sides = tuple[list[Tensor], list[Tensor]]
@@ -29,19 +31,34 @@ def test_a_stale_prefix_shows_at_the_beginning_of_a_turn_and_not_of_the_response
     assert diagnosed(part_of(sides, masks=[tool] * COUNT)) == ["stale_prefix_cache"]
 
 
-def test_stale_samples_are_named_by_their_versions() -> None:
-    stale, fresh = engines(3, kernels=0.3).sampled(), engines(4).sampled()
-    parts = [
-        part_of(sides, origins=[Origin(versions_behind=behind)] * COUNT)
-        for sides, behind in ((stale, 1.0), (fresh, 0.0))
-    ]
-    assert diagnosed(*parts) == ["stale_weights"]
+def only(*parts: Part) -> tuple[Diagnosis, list[float]]:
+    """The one cause of parts, one per step, and the k3 of each step."""
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    (found,) = collector.diagnoses()
+    return found, [step.k3 for step in collector.summary().steps.values()]
 
 
-def test_a_stale_step_among_fresh_ones_is_named() -> None:
-    parts = [part_of(engines(seed).sampled(), step=str(seed)) for seed in range(3)]
-    parts.append(part_of(engines(3, kernels=0.3).sampled(), step="3"))
-    assert diagnosed(*parts) == ["stale_weights"]
+def test_stale_samples_are_named_by_their_versions_and_explain_what_is_above_fresh_ones() -> None:
+    found, (stale, fresh) = only(
+        part_of(engines(3, kernels=0.06).sampled(), origins=[Origin(versions_behind=1.0)] * COUNT, step="0"),
+        part_of(engines(4, kernels=0.03).sampled(), origins=[Origin(versions_behind=0.0)] * COUNT, step="1"),
+    )
+    assert found.cause == "stale_weights"
+    assert stale < 5.0 * fresh
+    # As many tokens in both.
+    assert found.k3_share == pytest.approx((stale - fresh) / (stale + fresh), rel=1e-4)
+
+
+def test_a_stale_step_among_fresh_ones_is_named_and_explains_what_is_above_them() -> None:
+    parts = [part_of(engines(seed).sampled(), step=str(seed)) for seed in range(12)]
+    parts.append(part_of(engines(12, kernels=0.06).sampled(), step="12"))
+    found, k3s = only(*parts)
+    assert found.cause == "stale_weights"
+    usual = sorted(k3s)[len(k3s) // 2]
+    assert found.k3_share == pytest.approx(sum(max(k3 - usual, 0.0) for k3 in k3s) / sum(k3s), rel=1e-4)
+    assert found.k3_share < 0.8
 
 
 def test_ids_that_differ_are_certain() -> None:
