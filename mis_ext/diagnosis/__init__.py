@@ -4,22 +4,8 @@
 with the share of k3 that it explains.
 """
 
-from typing import TYPE_CHECKING
-
-from mis_ext.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from mis_ext.diagnosis.cause import Cause, Diagnosis, Finding
-    from mis_ext.diagnosis.measuring import Measured, Measuring
-    from mis_ext.diagnosis.table import CAUSES, diagnose, search
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "cause": ("Cause", "Diagnosis", "Finding"),
-            "measuring": ("Measured", "Measuring"),
-            "table": ("CAUSES", "diagnose", "search"),
-        },
-    )
+from mis_ext.diagnosis.cause import Cause, Diagnosis, Finding
+from mis_ext.diagnosis.measuring import Measured, Measuring
+from mis_ext.diagnosis.table import CAUSES, diagnose, search
 
 __all__ = ["CAUSES", "Cause", "Diagnosis", "Finding", "Measured", "Measuring", "diagnose", "search"]
