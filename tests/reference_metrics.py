@@ -171,7 +171,7 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
             at_level(f"{gate.name}_fraction_high", gate.level, highs, over="valid")
         shown = bounded_exp if gate.statistic in LOG_STATISTICS else float
         values = [[shown(x) for x in r.value(gate)] for r in responses]
-        if gate.level == "token":
+        if gate.level == "token" or gate.is_of_segments:
             record.per_token(f"{gate.name}_value", values, over="valid")
         else:
             firsts = [vs[0] if vs else math.nan for vs in values]

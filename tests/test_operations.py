@@ -1,9 +1,11 @@
 """What a formula may do: nothing that a CPU computes and a GPU cannot, and it is said where there is no GPU."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,13 +17,11 @@ from mis_ext.correction.formula import Formula, where
 from mis_ext.correction.metric_row import row
 from mis_ext.correction.operations import METHODS, check_operations
 from mis_ext.correction.plan import plan_of
-from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, Statistic
+from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, Reduce, Statistic
 from mis_ext.correction.triton.symbols import Symbol
 from mis_ext.correction.weights import REDUCTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
-REDUCES = ("token", "sum", "mean", "max", "min")
-BAND = {"low": 0.25, "high": 0.75}
 UNKNOWN = {
     "tanh": lambda log_ratio: log_ratio.tanh(),
     "torch.tanh": lambda log_ratio: torch.tanh(log_ratio),
@@ -37,11 +37,13 @@ UNKNOWN = {
 def every_kind() -> list[mis_ext.CorrectionConfig]:
     """Every statistic and reduction as a gate, alone and behind another; every bound at every level."""
     first = mis_ext.Gate(high=2.0, name="first")
-    gates = [
-        (first, mis_ext.Gate(statistic=name, reduce=reduce, name="second", after=after, **band))
-        for name, reduce, band in itertools.product(STATISTICS, REDUCES, (BAND, {"low": 0.25}, {"high": 0.75}))
-        for after in (None, *(["first"] if reduce != "token" else []))
-    ]
+    gates = []
+    for name, reduce, sides in itertools.product(STATISTICS, get_args(Reduce), (("low", "high"), ("low",), ("high",))):
+        lowest = STATISTICS[name].low
+        band = {side: {"low": lowest + 0.25, "high": lowest + 0.75}[side] for side in sides}
+        alone = mis_ext.Gate(statistic=name, reduce=reduce, name="second", **band)
+        behind = [] if alone.is_of_tokens else [dataclasses.replace(alone, after="first")]
+        gates += [(first, gate) for gate in (alone, *behind)]
     weights = []
     for level, (mode, bound) in itertools.product(REDUCTIONS, BOUNDS.items()):
         edges = {"high": 2.0} if bound.has_high else {}
