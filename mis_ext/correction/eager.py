@@ -22,6 +22,7 @@ from mis_ext.correction.passes import (
     scale_of,
     scale_values,
     total_values,
+    with_scatters,
 )
 from mis_ext.correction.plan import Column, Plan
 
@@ -91,7 +92,8 @@ class EagerBackend:
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
         num_sums = self.plan.num_sum_totals
-        return torch.cat([gathered_WA[:, :num_sums].sum(0), gathered_WA[:, num_sums:].amin(0)])
+        sums_A = with_scatters(self.plan, gathered_WA[:, :num_sums].sum(0), of_rows_AN=gathered_WA.T)
+        return torch.cat([sums_A, gathered_WA[:, num_sums:].amin(0)])
 
     def outputs(
         self,
@@ -148,7 +150,8 @@ class EagerBackend:
 
     def _totals(self, values: Values, *, failed_S: Tensor) -> Tensor:
         totals, num_sums = self.plan.totals, self.plan.num_sum_totals
-        sums_A = torch.stack([_as_float(values[total.sequence]) for total in totals[:num_sums]]).sum(-1)
+        rows_AS = torch.stack([_as_float(values[total.sequence]) for total in totals[:num_sums]])
+        sums_A = with_scatters(self.plan, rows_AS.sum(-1), of_rows_AN=rows_AS)
         minima = [
             torch.where(values["measured"], -value if total.operation == "max" else value, torch.inf)
             for total, value in ((total, values[total.sequence]) for total in totals[num_sums:])

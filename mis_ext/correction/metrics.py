@@ -197,11 +197,10 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     after = at_level("tis_weight_after_bound", bounded, "the bounded weight")
     yield after
     yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
-    moments = ("total_weight_excess", "total_squared_weight_excess", "total_num_weights")
     yield row(
         "tis_weight_std",
         "G",
-        Formula(_standard_deviation, moments),
+        lambda scatter_weight_excess, total_num_weights: (scatter_weight_excess / total_num_weights).sqrt(),
         "standard deviation of the bounded weights",
         stage="group",
     )
@@ -317,9 +316,3 @@ def _final_weight(weight: Weight, reduce: str) -> Formula:
 
 def _as_number(flag: Tensor) -> Tensor:
     return where(flag, 1.0, 0.0)
-
-
-def _standard_deviation(excess: Tensor, squared_excess: Tensor, count: Tensor) -> Tensor:
-    # Of what the weights have above 1: weights near 1 keep the digits that a difference of squares loses.
-    mean = excess / count
-    return (squared_excess / count - mean.square()).clamp_min(0.0).sqrt()

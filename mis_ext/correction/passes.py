@@ -100,6 +100,22 @@ def total_values(plan: Plan, totals_A: Tensor) -> dict[str, Tensor]:
     }
 
 
+def with_scatters(plan: Plan, sums_A: Tensor, *, of_rows_AN: Tensor) -> Tensor:
+    """The sums of what sequences or ranks gave; to a scatter those of their means from the common one are added.
+
+    So it keeps its digits where all numbers are close to each other and far from 0; a difference of squares does not.
+
+    References:
+        Chan, Golub, LeVeque, Algorithms for Computing the Sample Variance, 1983.
+    """
+    for place, count, total in plan.scatters:
+        count_N, total_N = of_rows_AN[count], of_rows_AN[total]
+        distance_N = total_N / count_N.clamp_min(1.0) - sums_A[total] / sums_A[count].clamp_min(1.0)
+        between = (count_N * distance_N.square()).sum()
+        sums_A = torch.cat([sums_A[:place], (sums_A[place] + between).unsqueeze(0), sums_A[place + 1 :]])
+    return sums_A
+
+
 def named_band_scales(plan: Plan, band_scales_N: Tensor) -> dict[str, Tensor]:
     """Scales of the bands that have a target, by the names that formulas use."""
     return dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))

@@ -13,6 +13,8 @@ Of all sequences of this call, or of the data-parallel group (0-dim):
 =================================  =====================================================================
 ``total_<formula of a sequence>``  sum over sequences
 ``lowest_...``, ``highest_...``    extremes over sequences with a valid token
+``scatter_<x>``                    squared distances of all ``num_<x>`` numbers, whose sum is ``total_<x>``, from
+                                   their mean; the formula of a sequence is the same within it
 =================================  =====================================================================
 
 ``band_scale_of_<gate>`` is given for a rollout; ``known_segment``, ``segment_sum_<token formula>`` and
@@ -39,7 +41,7 @@ from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
 from mis_ext.correction.operations import check_operations
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
 
-Operation = Literal["sum", "min", "max"]
+Operation = Literal["sum", "scatter", "min", "max"]
 
 DECISIONS = ("weighted_sequence", "keep_sequence", "sequence_weight", "num_kept")
 """Per sequence, equal on all context-parallel ranks: whether it carries a weight, and whether it stays in the mask; the
@@ -80,10 +82,20 @@ class Total:
     operation: Operation
     sequence: str
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The totals from which those of others are merged: of a scatter its own name, count and sum."""
+        if self.operation != "scatter":
+            return (self.name,)
+        of_what = self.name.removeprefix("scatter_")
+        return self.name, f"total_num_{of_what}", f"total_{of_what}"
+
     @classmethod
     def of(cls, name: str) -> Total:
         """The total that a name stands for; the module says how names are made."""
         prefix, _, sequence = name.partition("_")
+        if prefix == "scatter":
+            return cls(name, "scatter", name)
         operations: dict[str, Operation] = {"total": "sum", "lowest": "min", "highest": "max"}
         assert prefix in operations, f"{name!r} is neither a formula nor a reduction over sequences"
         return cls(name, operations[prefix], sequence)
@@ -109,7 +121,7 @@ class Plan:
         columns: Reductions over tokens, sums first.
         num_sum_columns: How many of the columns are sums.
         totals: Reductions over sequences, sums first.
-        num_sum_totals: How many of the totals are sums.
+        num_sum_totals: How many of the totals are sums, scatters among them.
         metrics: Rows whose values are computed, without aliases.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         spread: Formulas of what each token of a sequence is given of a metric, from its numbers and totals.
@@ -135,6 +147,14 @@ class Plan:
     def segment_names(self) -> tuple[str, ...]:
         """The rows of :func:`~mis_ext.correction.segments.segment_values`; none without a gate on segments."""
         return (KNOWN_SEGMENT, *(segment.name for segment in self.segments)) if self.segments else ()
+
+    @property
+    def scatters(self) -> tuple[tuple[int, ...], ...]:
+        """Places among the totals of each scatter, of its count and of its sum."""
+        place = {total.name: index for index, total in enumerate(self.totals)}
+        return tuple(
+            tuple(place[part] for part in total.parts) for total in self.totals if total.operation == "scatter"
+        )
 
 
 _Reduction = TypeVar("_Reduction", Column, Total)
@@ -162,7 +182,9 @@ def plan_of(config: CorrectionConfig) -> Plan:
     of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
     of_call = [name for row in metrics for name in row.call_totals]
-    totals = _sums_first(Total.of(name) for name in dict.fromkeys([*WATCHED_TOTALS, *of_scale, *of_group, *of_call]))
+    names = [*WATCHED_TOTALS, *of_scale, *of_group, *of_call]
+    parts = dict.fromkeys(part for name in names for part in Total.of(name).parts)
+    totals = _sums_first(map(Total.of, parts))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
     wanted += [f"value_of_{row.name}" for row in metrics if row.over != "G"]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
@@ -185,11 +207,15 @@ def plan_of(config: CorrectionConfig) -> Plan:
 
 
 def _sums_first(reductions: Iterable[_Reduction]) -> tuple[_Reduction, ...]:
-    return tuple(sorted(reductions, key=lambda reduction: reduction.operation != "sum"))
+    return tuple(sorted(reductions, key=_is_extreme))
 
 
 def _num_sums(reductions: Iterable[Column] | Iterable[Total]) -> int:
-    return sum(reduction.operation == "sum" for reduction in reductions)
+    return sum(not _is_extreme(reduction) for reduction in reductions)
+
+
+def _is_extreme(reduction: Column | Total) -> bool:
+    return reduction.operation in ("min", "max")
 
 
 def _segments(config: CorrectionConfig) -> tuple[Segment, ...]:

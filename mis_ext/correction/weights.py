@@ -18,6 +18,7 @@ from mis_ext.correction.statistics import Reduce, reduced
 Level = Literal["token", "sequence", "geometric"]
 
 DEFAULT_UPPER_BOUND = 2.0
+_SUMS = ("weight", "squared_weight", "weight_excess")
 REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
@@ -158,24 +159,36 @@ class Weight:
         return {
             "token_weight": self.formula,
             "squared_token_weight": Formula.of(lambda token_weight: token_weight.square()),
+            # Weights near 1 keep the digits that a difference of squares would lose.
             "token_weight_excess": Formula.of(lambda token_weight: token_weight - 1.0),
             "squared_token_weight_excess": Formula.of(lambda token_weight_excess: token_weight_excess.square()),
         }
 
     @property
     def sequence_formulas(self) -> dict[str, Formula]:
-        """Of a sequence: how many weights it has, and the sums of the weight, of ``weight - 1`` and of both squares."""
+        """Of a sequence: number, sum and scatter of its weights, the sums of their squares and of ``weight - 1``."""
+        shared = {"num_weight_excess": Formula.named("num_weights")}
         if self.level == "token":
-            sums = ("weight", "squared_weight", "weight_excess", "squared_weight_excess")
-            of_tokens = {name: name.replace("weight", "token_weight") for name in sums}
-            return {"num_weights": Formula.named("num_valid")} | {
-                name: Formula.named(f"sum_{token}") for name, token in of_tokens.items()
+            of_tokens = {name: f"sum_{name.replace('weight', 'token_weight')}" for name in _SUMS}
+            return shared | {
+                "num_weights": Formula.named("num_valid"),
+                **{name: Formula.named(column) for name, column in of_tokens.items()},
+                "scatter_weight_excess": Formula.of(_scatter_of_tokens),
             }
-        return {
+        return shared | {
             "sequence_weight": self.formula,
             "num_weights": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
             "weight": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight, 0.0)),
             "squared_weight": Formula.of(lambda weight: weight.square()),
             "weight_excess": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight - 1.0, 0.0)),
-            "squared_weight_excess": Formula.of(lambda weight_excess: weight_excess.square()),
+            # One weight is no distance from its own mean.
+            "scatter_weight_excess": Formula.of(lambda num_weights: num_weights * 0.0),
         }
+
+
+def _scatter_of_tokens(
+    sum_squared_token_weight_excess: Tensor, sum_token_weight_excess: Tensor, num_valid: Tensor
+) -> Tensor:
+    # A difference of squares within a sequence: tokens are passed over once.
+    of_mean = sum_token_weight_excess.square() / num_valid.clamp_min(1.0)
+    return (sum_squared_token_weight_excess - of_mean).clamp_min(0.0)

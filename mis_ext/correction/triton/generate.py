@@ -129,15 +129,23 @@ def _decide(plan: Plan) -> str:
     given = {column.name: Symbol(column.name, "float32") for column in columns}
     program = Program(given | _band_symbols(plan), plan.sequence)
     stored = [(name, program[name]) for name in row_names(plan)]
-    sums = [total for total in totals if total.operation == "sum"]
+    sums = totals[: plan.num_sum_totals]
     # Places behind the last sequence count for nothing.
     summed = [f"tl.where(valid, {program[total.sequence].wide}, 0.0)" for total in sums]
+    merging = []
+    for place, count, total in plan.scatters:
+        merging += [
+            f"count_{place}, total_{place} = {summed[count]}, {summed[total]}",
+            f"mean_{place} = tl.sum(total_{place}, 0) / tl.maximum(tl.sum(count_{place}, 0), 1.0)",
+            f"distance_{place} = total_{place} / tl.maximum(count_{place}, 1.0) - mean_{place}",
+        ]
+        summed[place] += f" + count_{place} * distance_{place} * distance_{place}"
     least = [
         f"tl.where(valid & {program['measured'].text}, "
         f"{'-' * (total.operation == 'max')}{program[total.sequence].wide}, INFINITY)"
         for total in totals[len(sums) :]
     ] + ["tl.where(valid, failed.to(tl.float64), INFINITY)"]
-    lines += program.lines
+    lines += program.lines + merging
     lines += [
         f"tl.store(rows + {index} * num_sequences, ({value.text}).to(tl.float32), mask=valid)"
         for index, (_, value) in enumerate(stored)

@@ -134,9 +134,21 @@ def decisions_kernel(
 
 
 def merge_totals_kernel(
-    rows, totals, num_rows, NUM_SUMS: tl.constexpr, NUM_TOTALS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    totals,
+    num_rows,
+    NUM_SUMS: tl.constexpr,
+    NUM_TOTALS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOTAL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """``[num_rows, A]`` totals of blocks or of ranks to one row, float32."""
+    """``[num_rows, A]`` totals of blocks or of ranks to one row, float32.
+
+    ``SCATTER``, ``COUNT`` and ``TOTAL`` are places of a scatter and of what it is merged from; -1 without one.
+    """
     is_sum = tl.arange(0, COLUMNS)[None, :] < NUM_SUMS
     identity = tl.where(is_sum, 0.0, INFINITY) + tl.zeros([BLOCK, COLUMNS], tl.float64)
     total = identity
@@ -150,6 +162,18 @@ def merge_totals_kernel(
         total = tl.where(is_sum, total + value, tl.minimum(total, value))
     column = tl.arange(0, COLUMNS)
     result = tl.where(column < NUM_SUMS, tl.sum(total, 0), tl.min(total, 0))
+    if SCATTER >= 0:
+        counted = tl.sum(tl.where(column == COUNT, result, 0.0), 0)
+        mean = tl.sum(tl.where(column == TOTAL, result, 0.0), 0) / tl.maximum(counted, 1.0)
+        between = tl.zeros([BLOCK], tl.float64)
+        for first in range(0, num_rows, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            start = rows + row * NUM_TOTALS
+            count = tl.load(start + COUNT, mask=row < num_rows, other=0.0).to(tl.float64)
+            value = tl.load(start + TOTAL, mask=row < num_rows, other=0.0).to(tl.float64)
+            distance = value / tl.maximum(count, 1.0) - mean
+            between += count * distance * distance
+        result = tl.where(column == SCATTER, result + tl.sum(between, 0), result)
     tl.store(totals + column, result.to(tl.float32), mask=column < NUM_TOTALS)
 
 

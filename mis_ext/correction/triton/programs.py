@@ -46,6 +46,7 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
 
     num_columns, num_totals = len(plan.columns), len(plan.totals) + 1
     sizes = {"SEGMENTS": len(plan.segment_names), "TILE": TILE}
+    ((scatter, count, total),) = plan.scatters or ((-1, -1, -1),)
     return Programs(
         token_statistics=bound(kernels.token_statistics_kernel, **sizes),
         sequence_statistics=bound(
@@ -61,6 +62,9 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
             kernels.merge_totals_kernel,
             NUM_SUMS=plan.num_sum_totals,
             NUM_TOTALS=num_totals,
+            SCATTER=scatter,
+            COUNT=count,
+            TOTAL=total,
             COLUMNS=_power_of_two(num_totals),
             BLOCK=64,
         ),
