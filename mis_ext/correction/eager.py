@@ -117,13 +117,15 @@ class EagerBackend:
         if "token_weight" in plan.token:
             weights_T = weights_T * tokens["token_weight"]
         keep_S = values["keep_sequence"]
+        # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
+        given_R = self.streams.response_mask_R.float()
         if self.layout.is_whole:
-            loss_mask_R = self._mask("kept") * index.to_tokens(mask_as_float(keep_S))
+            loss_mask_R = self._mask("kept") * index.to_tokens(mask_as_float(keep_S)) * given_R
         else:
             keep_mask_R = self.streams.response_mask_R.bool() & index.to_whole(keep_S)
             if keep_bits is not None:
                 keep_mask_R = keep_mask_R & _unpack_bits(keep_bits, len(keep_mask_R))
-            loss_mask_R = mask_as_float(keep_mask_R)
+            loss_mask_R = torch.where(keep_mask_R, given_R, 0.0)
         return Outputs(weights_T, loss_mask_R, metrics)
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class Sequences(Protocol):
 class Outputs(NamedTuple):
     """What the last pass writes; neither weights nor a mask where nothing is corrected (``metrics_only``).
 
-    ``weights_T``: ``[T]`` float32, 0 where a token has none. ``loss_mask_R``: ``[R]`` float32, 1 where a token of the
-    whole responses stays in the loss, else 0. ``token_metrics``: ``[T]`` by public name.
+    ``weights_T``: ``[T]`` float32, 0 where a token has none. ``loss_mask_R``: ``[R]`` float32, the given mask where a
+    token of the whole responses stays in the loss, else 0. ``token_metrics``: ``[T]`` by public name.
     """
 
     weights_T: Tensor | None

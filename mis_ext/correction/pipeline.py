@@ -65,9 +65,9 @@ class Correction:
 
     @property
     def loss_mask_R(self) -> Tensor:
-        """``[R]`` float32, :attr:`keep_mask_R` as 1 and 0: what the hosts multiply by."""
+        """``[R]`` float32, the given mask where :attr:`keep_mask_R`, else 0: what the hosts multiply by."""
         if self._outputs.loss_mask_R is None:
-            return self._backend.streams.response_mask_R.bool().float()
+            return self._backend.streams.response_mask_R.float()
         return self._outputs.loss_mask_R
 
     @property

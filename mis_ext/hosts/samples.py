@@ -32,8 +32,8 @@ def compute_mis_weights(
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
 
     Returns:
-        Per sample the weights (float32, 0 where a token has none) and the keep mask (1.0 or 0.0); and every metric as a
-        0-dim tensor, a mean over what its row in docs/metrics.md says.
+        Per sample the weights (float32, 0 where a token has none) and the mask (as given where kept, else 0); and every
+        metric as a 0-dim tensor, a mean over what its row in docs/metrics.md says.
     """
     config = config_given(config)
     check_samples("loss_masks", loss_masks)

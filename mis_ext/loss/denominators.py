@@ -24,9 +24,9 @@ from mis_ext.loss.settings import LossDenominator
 
 
 def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
-    """``[S]``: tokens of a mask of whole responses, equal on all context-parallel ranks without communication."""
+    """``[S]``: sums of a mask of whole responses, equal on all context-parallel ranks without communication."""
     whole = PackedLayout.whole(layout.response_lengths, device=layout.device)
-    return whole.sum_over_sequences((mask_R != 0).float().unsqueeze(0))[0]
+    return whole.sum_over_sequences(mask_R.float().unsqueeze(0))[0]
 
 
 def divisor_of(

@@ -181,9 +181,9 @@ def _token_pass(
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
-    if settings.per_token_loss:
-        return torch.ones((), dtype=divisor_S.dtype, device=divisor_S.device).expand(tokens.layout.num_local_tokens)
-    return tokens.layout.spread(divisor_S.reciprocal())
+    # As the hosts' reducers have it: a token counts as much as its mask says.
+    mask_T = tokens.layout.local_part(tokens.response_mask_R).to(divisor_S.dtype)
+    return mask_T if settings.per_token_loss else mask_T * tokens.layout.spread(divisor_S.reciprocal())
 
 
 def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:

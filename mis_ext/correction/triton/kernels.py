@@ -214,7 +214,8 @@ def output_kernel(
     piece, begin, whole_begin, length = locate_tile(table, tile, num_tiles, num_pieces, TILE)
     lane = tl.arange(0, TILE)
     is_token = lane < length
-    response = tl.load(response_mask + whole_begin + lane, mask=is_token, other=0) != 0
+    given = tl.load(response_mask + whole_begin + lane, mask=is_token, other=0)
+    response = given != 0
     column = rows + piece // pieces_per_sequence
     mean_weight, denominator_factor = load_scale(totals, over_group, rollout_mean_weight, rollout_denominator_factor)
     # Every tile reads the scalars and divides: a kernel of its own for that would cost a launch.
@@ -233,7 +234,8 @@ def output_kernel(
         tl.store(weights + token, tl.where(weighted & in_weighted, scaled, 0.0).to(tl.float32), mask=is_token)
         if IS_WHOLE:
             in_kept = tl.full([TILE], tl.load(column + KEEP_ROW * num_sequences), tl.float32) != 0
-            tl.store(loss_mask + token, tl.where(kept & in_kept, 1.0, 0.0), mask=is_token)
+            # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
+            tl.store(loss_mask + token, tl.where(kept & in_kept, given.to(tl.float32), 0.0), mask=is_token)
     store_metrics(
         metrics + token,
         num_tokens.to(tl.int64),
@@ -267,14 +269,14 @@ def whole_mask_kernel(
     sequence, begin, _, length = locate_tile(whole_table, tile, num_whole_tiles, num_sequences, TILE)
     lane = tl.arange(0, TILE)
     is_token = lane < length
-    keep = tl.load(response_mask + begin + lane, mask=is_token, other=0) != 0
-    keep = keep & (tl.full([TILE], tl.load(keep_S + sequence), tl.float32) != 0)
+    given = tl.load(response_mask + begin + lane, mask=is_token, other=0)
+    keep = (given != 0) & (tl.full([TILE], tl.load(keep_S + sequence), tl.float32) != 0)
     if HAS_BITS:
         tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
         first_byte = keep_bits + tl.load(keep_byte + sequence) + tile_in_sequence * (TILE // 8)
         bits = tl.load(first_byte + lane // 8, mask=is_token, other=0).to(tl.int32)
         keep = keep & (((bits >> (lane % 8)) & 1) != 0)
-    tl.store(loss_mask + begin + lane, keep.to(tl.float32), mask=is_token)
+    tl.store(loss_mask + begin + lane, tl.where(keep, given.to(tl.float32), 0.0), mask=is_token)
 
 
 def weigh_kernel(values, weights, weighed, num_tokens, BLOCK: tl.constexpr):

@@ -46,8 +46,8 @@ def compute_mis_weights_with_cp(
 
     Returns:
         The weighted ``pg_loss``, whose gradient with respect to the given one is the weight; one mask per sample over
-        the whole response, 1.0 where kept, equal on all context-parallel ranks; and detached metrics ``[T]``, each the
-        number of the token's sequence, for the host's reduction with the original masks. With
+        the whole response, as given where kept and else 0, equal on all context-parallel ranks; and detached metrics
+        ``[T]``, each the number of the token's sequence, for the host's reduction with the original masks. With
         ``get_mismatch_metrics`` and without ``use_tis`` the given ``pg_loss`` and ``loss_masks`` themselves come back.
 
     Raises:
