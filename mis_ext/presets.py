@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
-from mis_ext.hosts.slime_miles.loss_keys import loss_settings
+from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS, config_from_mapping
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+from mis_ext.hosts.slime_miles.run_config import read_config
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+from mis_ext.methods.as_correction import HookMethod, as_correction
+from mis_ext.methods.chosen import ChosenMethod
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import Preset
+from mis_ext.methods.presets import find_preset
 from mis_ext.preset_files import preset_path
 
-if TYPE_CHECKING:
-    from mis_ext.methods import Preset
-    from mis_ext.methods.as_correction import HookMethod
+NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
+"""Measures, and changes nothing."""
 
 
 def load_config(path: str | Path) -> CorrectionConfig:
@@ -40,30 +47,71 @@ def load_config(path: str | Path) -> CorrectionConfig:
         raise type(error)(f"{path}: {error}") from None
 
 
-def load_quietly(path: str | Path) -> tuple[CorrectionConfig, tuple[str, ...]]:
-    """The configuration of a file, and what it says about itself, which is then no warning.
+@dataclass(frozen=True, kw_only=True)
+class Spelt:
+    """What a configuration file says, and whatever is known of a method that it names.
 
-    Raises:
-        As :func:`load_config`.
+    Attributes:
+        config: The correction that acts.
+        loss: The whole loss, with what the file says of the host's flags; None where it has no key of ours.
+        said: What reading it warned of.
+        about: Of a published method, by title; empty without one.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = load_config(path)
-    return config, tuple(dict.fromkeys(str(each.message) for each in caught))
+
+    config: CorrectionConfig
+    loss: LossSettings | None = None
+    said: tuple[str, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
-def load_loss(path: str | Path) -> LossSettings | None:
-    """The whole loss that a YAML file spells, with what it says of the host's flags; None where it has no key of ours.
+def read_file(path: str | Path) -> Spelt:
+    """What a YAML file spells: a correction, and with a key of ours of the whole loss that loss.
+
+    Beside ``mis_loss_method`` a correction acts where the file says ``use_tis: true``.
 
     Raises:
+        OSError: It cannot be read.
         ValueError: A value is not legal, or contradicts another one.
         TypeError: A value has the wrong type.
     """
     content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
     try:
-        return loss_settings(content) if any(key in content for key in LOSS_KEYS) else None
+        return _spelt(content)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from None
+
+
+def read_method(row: Preset) -> Spelt:
+    """What :func:`method_yaml` spells for this row."""
+    flags, keys = _flags_and_keys(row)
+    about = _about(row, flags, method=row.method, parameters={})
+    return dataclasses.replace(_spelt(keys), about=about)
+
+
+def _spelt(content: dict[str, Any]) -> Spelt:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = read_config(content, whole_loss=any(content.get(key) is not None for key in LOSS_KEYS))
+    said = tuple(dict.fromkeys(str(each.message) for each in caught))
+    config, whole = run.correction, run.whole_loss
+    if whole is None:
+        return Spelt(config=config, said=said)
+    chosen = whole.settings.method
+    if chosen is None:
+        return Spelt(config=config, loss=whole.settings, said=said)
+    if not whole.has_correction:
+        if any(key in content for key in (NATIVE_KEY, *CORRECTION_KEYS)) and content.get("use_tis") is None:
+            said += ("without use_tis: true, here or as --use-tis, the keys of the correction have no effect",)
+        config = NO_CORRECTION
+    if run.double_correction is not None:
+        if config.stops("double_correction"):
+            raise ValueError(run.double_correction)
+        said += (run.double_correction,)
+    row, parameters = find_preset(chosen.name), _changed(chosen)
+    about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=parameters)
+    return Spelt(config=config, loss=whole.settings, said=said, about=about)
 
 
 def preset(name: str) -> CorrectionConfig:
@@ -75,14 +123,33 @@ def preset(name: str) -> CorrectionConfig:
     return load_config(preset_path(name))
 
 
+def _changed(chosen: ChosenMethod) -> dict[str, Any]:
+    """The parameters that are not the defaults."""
+    defaults = find_preset(chosen.name).defaults
+    return {name: value for name, value in chosen.parameters if value != defaults[name]}
+
+
 def method_yaml(row: Preset) -> str:
     """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
-    from mis_ext.methods.as_correction import as_correction
+    flags, keys = _flags_and_keys(row)
+    remarks = _remarks(row, flags)
+    if NATIVE_KEY in keys and any(gate.get("action") is None for gate in keys[NATIVE_KEY].get("gates", ())):
+        remarks["Denominator"] = "rejected terms stay in the host's; denominator: kept under mis: takes them out."
+    comment = "\n".join(
+        textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()
+    )
+    content = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120)
+    return f"{textwrap.indent(comment, '# ')}\n{content}"
 
+
+def _flags_and_keys(row: Preset) -> tuple[str, dict[str, Any]]:
     try:
-        flags, keys = _of_hook(as_correction(row.method))
+        return _of_hook(as_correction(row.method))
     except ValueError:
-        flags, keys = _of_whole_loss(row)
+        return _whole_loss_flags(row.method), _whole_loss_keys(row)
+
+
+def _remarks(row: Preset, flags: str) -> dict[str, str]:
     remarks = {
         "What": " ".join(row.text.partition("\n\n")[0].split()),
         "Formula": row.formula,
@@ -91,13 +158,16 @@ def method_yaml(row: Preset) -> str:
     }
     if row.method.needs_state_values:
         remarks["Needs"] = "state_values in the batch of make_loss_func; slime and Miles have none."
-    if NATIVE_KEY in keys and any(gate.get("action") is None for gate in keys[NATIVE_KEY].get("gates", ())):
-        remarks["Denominator"] = "rejected terms stay in the host's; denominator: kept under mis: takes them out."
-    comment = "\n".join(
-        textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()
-    )
-    content = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120)
-    return f"{textwrap.indent(comment, '# ')}\n{content}"
+    return remarks
+
+
+def _about(row: Preset, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
+    """All that is known of a method as it was chosen."""
+    changed = [f"{name}={value} (default {row.defaults[name]})" for name, value in parameters.items()]
+    return _remarks(row, flags) | {
+        "Parameters": ", ".join(changed) or "the defaults",
+        "Log-probs": ", ".join(method.policies),
+    }
 
 
 def _of_hook(method: HookMethod) -> tuple[str, dict[str, Any]]:
@@ -108,14 +178,17 @@ def _of_hook(method: HookMethod) -> tuple[str, dict[str, Any]]:
     return flags, {"use_tis": True, NATIVE_KEY: native_keys_of(method.config)}
 
 
-def _of_whole_loss(row: Preset) -> tuple[str, dict[str, Any]]:
-    policies = row.method.policies
+def _whole_loss_flags(method: Method) -> str:
     flags = ["--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"]
-    if "proximal" not in policies:
+    if "proximal" not in method.policies:
         flags.append("--use-rollout-logprobs")
-    if "reference" in policies:
+    if "reference" in method.policies:
         flags.append("--use-kl-loss --kl-loss-coef 0 --ref-load MODEL")
+    return " ".join(flags)
+
+
+def _whole_loss_keys(row: Preset) -> dict[str, Any]:
     chosen = {"name": row.name} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in row.defaults.items()
     }
-    return " ".join(flags), {"mis_loss_method": chosen}
+    return {"mis_loss_method": chosen}

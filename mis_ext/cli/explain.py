@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mis_ext.explain import Effect, Explanation
+    from mis_ext.presets import Spelt
 
+_OF_WEIGHT = ("above_high", "below_low", "weight_mean")
 _NUMBERS = {
     "ess_token": "ESS of token ratios",
     "ess_sequence": "ESS of their products",
     "ess_geometric": "ESS of geometric means",
     "kept_tokens": "tokens kept",
+    "live_tokens": "tokens with a policy gradient",
     "kept_sequences": "responses kept",
     "above_high": "ratios above the high bound",
     "below_low": "ratios below the low bound",
@@ -32,11 +35,17 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "explain",
         help="what a configuration does, and what to expect of it; needs no data",
         description=(
-            "Says in words and formulas what a YAML file or a preset does, and what speaks against it. Predicts by the "
-            "Gaussian law what it does to a mismatch of the size --k3. Exit code: 0 done, 2 no such configuration."
+            "Says in words and formulas what a YAML file, a preset or a published method does, and what speaks against "
+            "it. Predicts by the Gaussian law what it does to a mismatch of the size --k3. Where a preset and a method "
+            "have one name, it is the preset; the method's file is printed by mis-ext methods NAME --yaml. Exit code: "
+            "0 done, 2 no such configuration."
         ),
     )
-    parser.add_argument("config", metavar="FILE.yaml|PRESET", help="a configuration, or the name of a preset")
+    parser.add_argument(
+        "config",
+        metavar="FILE.yaml|PRESET|METHOD",
+        help="a configuration, the name of a preset, or of a method where no preset has that name",
+    )
     parser.add_argument(
         "--k3", type=_number, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
     )
@@ -63,27 +72,40 @@ def _number(text: str) -> float:
 def run(parsed: argparse.Namespace) -> int:
     """Explain the configuration on the terminal, or as JSON; the exit code."""
     from mis_ext.explain import explain_config
-    from mis_ext.preset_files import preset_path
-    from mis_ext.presets import load_loss, load_quietly
 
-    path = Path(parsed.config)
-    if path.suffix not in (".yaml", ".yml") and not path.exists():
-        path = preset_path(parsed.config)
-    config, said = load_quietly(path)
+    spelt = _spelt(parsed.config)
     found = explain_config(
-        config,
+        spelt.config,
         k3=parsed.k3,
         length=parsed.length,
         is_stale=parsed.stale,
         num_sequences=parsed.sequences,
-        said=said,
-        loss=load_loss(path),
+        said=spelt.said,
+        loss=spelt.loss,
+        about=spelt.about,
     )
     if parsed.json:
         print(json.dumps({"config": parsed.config} | found.to_dict(), allow_nan=False))
     else:
         _show(parsed.config, found)
     return 0
+
+
+def _spelt(name: str) -> Spelt:
+    """What a file spells, or what the preset or else the method of this name does."""
+    from mis_ext.checks import did_you_mean
+    from mis_ext.methods import PRESETS
+    from mis_ext.preset_files import list_presets, preset_path
+    from mis_ext.presets import read_file, read_method
+
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        return read_file(name)
+    if name in list_presets():
+        return read_file(preset_path(name))
+    if name in PRESETS:
+        return read_method(PRESETS[name])
+    names = (*list_presets(), *PRESETS)
+    raise ValueError(f"no preset and no method {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
 
 
 def _show(name: str, found: Explanation) -> None:
@@ -108,6 +130,11 @@ def _show(name: str, found: Explanation) -> None:
 
     console.print(Text(name, style="bold"))
     console.print(Text(found.symbols, style="dim"))
+    if found.about:
+        grid = Table.grid(padding=(0, 1))
+        for name, text in found.about.items():
+            grid.add_row(Text(f"{name}:", style="bold"), Text(text))
+        console.print(grid)
     title("Steps, in their order. (That of gates does not matter: each looks at the original mask.)")
     # Two columns: with four, a terminal of 80 columns would break each after every second word.
     steps = Table("", "formula, what it touches, meaning", show_lines=True)
@@ -136,7 +163,11 @@ def _show(name: str, found: Explanation) -> None:
 def _rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
     effects = [*effects]
     of: Callable[[Any, str], float] = getattr
-    yield from ((label, [of(each, name) for each in effects]) for name, label in _NUMBERS.items())
+    for name, label in _NUMBERS.items():
+        values = [of(each, name) for each in effects]
+        # A method without a correction beside it has no such weight.
+        if name not in _OF_WEIGHT or not all(map(math.isnan, values)):
+            yield label, values
     yield from ((f"kept by {name}", [each.accepted[name] for each in effects]) for name in effects[0].accepted)
 
 

@@ -6,6 +6,7 @@
 from mis_ext.explain.effect import Effect, effect_of
 from mis_ext.explain.explanation import Explanation, explain_config
 from mis_ext.explain.law import GaussianLaw
+from mis_ext.explain.method_effect import effect_of_method
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "GaussianLaw",
     "Trap",
     "effect_of",
+    "effect_of_method",
     "explain_config",
     "traps_of",
 ]

@@ -23,7 +23,8 @@ class Effect:
         accepted: Share of tokens, or of responses, that each gate keeps or weighs.
         kept_tokens: Share of tokens that stay in the mask. Gates on other things than the ratio of a token or of a
             response count as independent of each other.
-        kept_sequences: The same of responses.
+        live_tokens: Share of tokens that also have a policy gradient.
+        kept_sequences: The same as ``kept_tokens`` of responses.
         above_high: Share of ratios at the level of the weight that its high bound acts on; then the low bound.
         weight_mean: Of the weight, before normalisation, gates apart.
         learning_rate: Mean of what multiplies the loss of a response token: 1 without correction.
@@ -37,6 +38,7 @@ class Effect:
     ess_geometric: float
     accepted: dict[str, float]
     kept_tokens: float
+    live_tokens: float
     kept_sequences: float
     above_high: float
     below_low: float
@@ -67,6 +69,7 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
         ess_geometric=law.ess("geometric"),
         accepted={name: law.acceptance(gate) for name, gate in gates.items()},
         kept_tokens=kept.of_tokens(law),
+        live_tokens=live_share,
         kept_sequences=kept.of_responses(law),
         above_high=log_ratio.between(high, math.inf) if high < math.inf else 0.0,
         below_low=log_ratio.between(-math.inf, low) if low > -math.inf else 0.0,

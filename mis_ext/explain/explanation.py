@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.checks import check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.explain.effect import Effect, effect_of
+from mis_ext.explain.method_effect import effect_of_method, method_notes
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
 from mis_ext.explain.words import SYMBOLS, Step, denominator_of, gradient_of, steps_of
+from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.first_update import equivalent_correction
+from mis_ext.methods.method import Method
+from mis_ext.methods.preset import SYMBOLS as METHOD_SYMBOLS
 from mis_ext.plain_data import to_plain
 
 FORMAT = 1
@@ -29,6 +34,12 @@ LIMITS = (
     "5e-3, 421 tokens: a band of [1/2, 2] on products kept 30 % (the law: 17 %), one of 1 % on geometric means 80 % "
     "(the law: 86 %; benchmarks/evidence/length.md). `mis-ext report` measures your own dumps."
 )
+METHOD_LIMITS = (
+    "Of a method: at the first update, where the current policy is the proximal one. What the hook could do too has "
+    "the law's own numbers. Others are measured on responses that are drawn under the law, every second one with a "
+    "positive advantage. Two halves of them, with other probabilities, must agree to 5 %: else a number is unknown."
+)
+_METHOD_UNKNOWN = ("kept_tokens", "live_tokens", "kept_sequences", "learning_rate", "ess")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,7 @@ class Explanation:
     """What a configuration does, in words and in numbers expected by the Gaussian law.
 
     Attributes:
+        about: What is known of a published method, by title; empty without one.
         symbols: What the letters of the formulas mean.
         steps: In their order.
         gradient: What carries gradient, and what does not.
@@ -47,6 +59,7 @@ class Explanation:
         limits: What the expectation leaves out.
     """
 
+    about: Mapping[str, str]
     symbols: str
     steps: tuple[Step, ...]
     gradient: tuple[str, ...]
@@ -78,6 +91,7 @@ def explain_config(
     num_sequences: int | None = None,
     said: Sequence[str] = (),
     loss: LossSettings | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> Explanation:
     """What ``config`` does, what is to be expected of it, and what speaks against it.
 
@@ -89,6 +103,7 @@ def explain_config(
         num_sequences: Responses over which the weights of one call are normalised, if known; 1 or more.
         said: Warnings that reading the configuration gave.
         loss: The whole loss, where the configuration is used in one.
+        about: What is known of the method, by title, to be said as it is.
 
     Raises:
         ValueError: A number is out of its range.
@@ -97,20 +112,40 @@ def explain_config(
     check_number("length", length, low=1.0, high=MAX_LENGTH)
     if num_sequences is not None:
         check_number("num_sequences", num_sequences, low=1.0, high=math.inf, open_high=True)
-    effect = effect_of(config, k3=k3, length=length)
+    method = None if loss is None or loss.method is None else objective_of(loss).method
+    judged, drawn = (config, method) if method is None else _as_judged(config, method)
+
+    def expected(length: float) -> Effect:
+        if drawn is None:
+            return effect_of(judged, k3=k3, length=length)
+        return effect_of_method(judged, drawn, k3=k3, length=length)
+
+    effect = expected(length)
     lengths = sorted({min(max(1.0, length * factor), MAX_LENGTH) for factor in _OTHER_LENGTHS})
     found = Circumstances.expected(effect, is_stale=is_stale, num_sequences=num_sequences)
+    notes = [*said, *_notes(judged, effect)]
+    if method is not None:
+        notes += method_notes(method)
+        if any(math.isnan(getattr(effect, name)) for name in _METHOD_UNKNOWN):
+            notes.append("the law does not settle what is -: it depends on probabilities, or on a few draws")
     return Explanation(
-        symbols=SYMBOLS,
-        steps=steps_of(config),
+        about=about or {},
+        symbols=SYMBOLS if not about else f"{SYMBOLS} In the formula of the method: {METHOD_SYMBOLS}",
+        steps=steps_of(config, loss),
         gradient=gradient_of(config, loss),
         denominator=denominator_of(config, loss),
         effect=effect,
-        at_lengths=tuple(effect_of(config, k3=k3, length=each) for each in lengths),
-        traps=tuple(traps_of(config, found)),
-        notes=(*said, *_notes(config, effect)),
-        limits=LIMITS,
+        at_lengths=tuple(effect if each == length else expected(each) for each in lengths),
+        traps=tuple(traps_of(judged, found, drawn)),
+        notes=tuple(notes),
+        limits=LIMITS if method is None else f"{LIMITS} {METHOD_LIMITS}",
     )
+
+
+def _as_judged(config: CorrectionConfig, method: Method) -> tuple[CorrectionConfig, Method | None]:
+    """What the numbers are of: a method that the hook could do is its configuration at the first update."""
+    equivalent = equivalent_correction(config, method)
+    return (config, method) if equivalent is None else (equivalent, None)
 
 
 def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:

@@ -15,6 +15,7 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.explain.effect import Effect, described_gates
 from mis_ext.explain.law import GaussianLaw
+from mis_ext.methods.method import Method
 
 MIN_LEARNING_RATE = 0.9
 FEW_SEQUENCES_ESS = 0.2
@@ -28,6 +29,7 @@ EVIDENCE = "benchmarks/evidence/README.md"
 HARMLESS_K3 = 1e-3
 """Up to here no study found a correction better than none, or worse."""
 COST_OF_GATES = "gates on sequences lost 0.02 of reward with an fp8 cache"
+_STALE_GATES = f"gates on sequences made runs with stale weights collapse earlier ({EVIDENCE})"
 
 
 class Trap(NamedTuple):
@@ -78,9 +80,12 @@ class Circumstances:
         )
 
 
-def traps_of(config: CorrectionConfig, found: Circumstances) -> list[Trap]:
-    """The traps that ``config`` falls into under these circumstances, in the order of ``TRAPS``."""
-    return [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
+def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> list[Trap]:
+    """The traps that ``config`` falls into under these circumstances, in the order of ``TRAPS``; then its method's."""
+    traps = [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
+    if method is not None:
+        traps += [Trap(name, text) for name, rule in METHOD_TRAPS.items() for text in rule(method, found)]
+    return traps
 
 
 def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
@@ -97,10 +102,22 @@ def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) ->
     log_cap = math.log(cap)
     mean = product.moment(lambda log_ratio: bounded_exp(log_ratio.clamp_max(log_cap)), 1, kinks=(log_cap,))
     yield (
-        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size "
-        f"of exp(-2 * k3 * length) = {share:.2g} of the batch, and weights truncated at {cap:g} have mean "
-        f"{mean:.2g} instead of 1; use the token or geometric level, or shorter responses"
+        f"{_lost(k3, length, share)}, and weights truncated at {cap:g} have mean {mean:.2g} instead of 1; "
+        "use the token or geometric level, or shorter responses"
     )
+
+
+def _lost(k3: float, length: float, share: float) -> str:
+    return (
+        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size of "
+        f"exp(-2 * k3 * length) = {share:.2g} of the batch"
+    )
+
+
+def _hopeless_method(method: Method, found: Circumstances) -> Iterator[str]:
+    share = GaussianLaw(found.k3, found.length).ess("sequence")
+    if share < FEW_SEQUENCES_ESS and method.multiplies_ratios:
+        yield f"{_lost(found.k3, found.length, share)}; use a method of tokens, or shorter responses"
 
 
 def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iterator[str]:
@@ -160,7 +177,12 @@ def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str
 
 def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     if found.is_stale and gates_sequences(config):
-        yield f"gates on sequences made runs with stale weights collapse earlier ({EVIDENCE})"
+        yield _STALE_GATES
+
+
+def _stale_method(method: Method, found: Circumstances) -> Iterator[str]:
+    if found.is_stale and method.judges_sequences:
+        yield _STALE_GATES
 
 
 def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
@@ -202,3 +224,9 @@ TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
     "low_learning_rate": _low_learning_rate,
 }
 """A rule per trap, by the name of the trap: what it yields are the warnings."""
+
+METHOD_TRAPS: dict[str, Callable[[Method, Circumstances], Iterator[str]]] = {
+    "hopeless_sequences": _hopeless_method,
+    "stale_gates": _stale_method,
+}
+"""The same of a published method beside the configuration, by the names of the traps of configurations."""

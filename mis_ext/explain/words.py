@@ -10,7 +10,10 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import OF_SEGMENTS
 from mis_ext.correction.weights import REDUCTIONS, Weight
+from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.method import Method
+from mis_ext.methods.presets import find_preset
 
 SYMBOLS = (
     "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
@@ -47,6 +50,9 @@ _DENOMINATORS = {
 }
 
 
+_WHAT_IS_DROPPED = "A token that it rejects leaves kept tokens; one that it weighs 0 or clips does not"
+
+
 class Step(NamedTuple):
     """One step of the correction: its name, its formula, the tokens or responses that it touches, and its meaning."""
 
@@ -56,9 +62,19 @@ class Step(NamedTuple):
     meaning: str
 
 
-def steps_of(config: CorrectionConfig) -> tuple[Step, ...]:
+def steps_of(config: CorrectionConfig, loss: LossSettings | None = None) -> tuple[Step, ...]:
     """What is done, in this order; gates look at the original mask, so their own order does not matter."""
-    return tuple(_steps(config))
+    if loss is None or loss.method is None:
+        return tuple(_steps(config))
+    row = find_preset(loss.method.name)
+    chosen = " ".join(f"{name}={value}" for name, value in (row.defaults | dict(loss.method.parameters)).items())
+    method = Step(
+        f"method {row.name}", f"{row.formula}{f'; {chosen}' if chosen else ''}", "the policy gradient", _WHAT_IS_DROPPED
+    )
+    if config.metrics_only:
+        return (method._replace(meaning=f"nothing else is corrected. {_WHAT_IS_DROPPED}"),)
+    *steps, result = _steps(config)
+    return (*steps, method, result)
 
 
 def _steps(config: CorrectionConfig) -> Iterator[Step]:
@@ -147,23 +163,43 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
             "Carries gradient: loss_t alone, through the current policy in the host's own ratio current / pi, which "
             "the host clips (PPO)."
         )
+    elif loss.method is not None:
+        lines += _gradient_of_method(loss.method.name, loss.method.method)
     else:
         # Without a weight the ratio of the token stays, which a weight takes the place of.
         text = _MODES[loss.mode] if config.weight is not None else _MODES[loss.mode].replace(" / sg(v_t)", "")
         lines.append(f"The whole loss (mis_ext.policy_loss), mode {loss.mode}: {text}.")
     if not config.metrics_only:
         lines.append("Detached: both log-probs on entry, so also rho, w, m, and the mean that w is divided by.")
-        lines += _without_gradient(config, loss)
+    lines += _without_gradient(config, loss)
     if loss is None:
         lines.append(
             "As a hook it sees neither the current policy nor advantages. In the whole loss (mis_ext.policy_loss) "
-            "weight and mask are the same, and mis_loss_mode says what loss_t is."
+            "weight and mask are the same, mis_loss_mode says what loss_t is, and mis_loss_method takes any method."
         )
     return tuple(lines)
 
 
+def _gradient_of_method(name: str, method: Method) -> Iterator[str]:
+    row = find_preset(name)
+    yield f"The whole loss (mis_ext.policy_loss), method {name}: loss_t = -({row.formula})."
+    if method.surrogate.pairs:
+        over = "a sequence or part of it" if method.surrogate.reduces != ("token",) else "the token"
+        ratios = " and ".join(" / ".join(pair) for pair in method.surrogate.pairs)
+        yield f"Carries gradient: the ratio {ratios} of {over}. Where a bound acts on it, its token has none."
+    else:
+        yield "Carries gradient: log pi of the token alone. A bound truncates what multiplies it, without gradient."
+    if method.surrogate.spread == "sequence":
+        yield "Each token of a sequence gets the mean of their gradients."
+    if method.factors:
+        yield "Detached: what stands in sg() and in 1[...], which multiplies it."
+    if method.terms:
+        yield "Its penalty carries gradient of its own, whatever the advantage."
+
+
 def _without_gradient(config: CorrectionConfig, loss: LossSettings | None) -> Iterator[str]:
-    if any(gate.action == "reject" for gate in config.all_gates):
+    actions = _actions(config, loss)
+    if "reject" in actions:
         kept = []
         if loss is not None and loss.kl is not None and loss.kl.tokens == "all":
             kept.append("KL")
@@ -173,8 +209,15 @@ def _without_gradient(config: CorrectionConfig, loss: LossSettings | None) -> It
             yield f"Rejected: no gradient of the policy loss; {' and '.join(kept)} terms stay."
         else:
             yield "Rejected: no gradient at all, because KL and entropy terms use the returned masks."
-    if any(gate.action == "zero" for gate in config.all_gates):
+    if "zero" in actions:
         yield "Zeroed: no gradient of the policy loss; that of KL and entropy terms stays."
+
+
+def _actions(config: CorrectionConfig, loss: LossSettings | None) -> set[str]:
+    """What becomes of tokens that a gate of the correction, or a factor of the method, drops."""
+    factors = () if loss is None else objective_of(loss).method.factors
+    dropping = {factor.action for factor in factors if factor.action is not None}
+    return dropping | {gate.action for gate in config.all_gates}
 
 
 def denominator_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[str, ...]:
@@ -185,11 +228,9 @@ def denominator_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple
         mean = "all response tokens of the batch" if config.per_token_loss else "the response tokens of each response"
         left = "" if loss is not None else " (Miles' FSDP backend: by what is left)"
         lines = [f"The host divides by {mean}, counted before any rejection{left}."]
-    if config.metrics_only:
-        return tuple(lines)
-    if config.denominator == "kept":
+    if config.denominator == "kept" and not config.metrics_only:
         lines.append("mis_denominator: kept scales the survivors up to what they would weigh without the rejected.")
-    elif config.all_gates and (loss is None or loss.denominator != "kept"):
+    elif _actions(config, loss) and (loss is None or loss.denominator != "kept"):
         lines.append("So what is removed still counts: removing a share q multiplies the policy loss by about 1 - q.")
     if config.normalize_over == "valid":
         lines.append("The mean weight also counts what was removed: a removed outlier still scales the survivors down.")

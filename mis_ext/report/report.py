@@ -15,7 +15,7 @@ from mis_ext.diagnosis.limits import KERNEL_K3
 from mis_ext.dumps import Dumps
 from mis_ext.plain_data import to_plain
 from mis_ext.preset_files import list_presets, preset_path
-from mis_ext.presets import load_quietly
+from mis_ext.presets import read_file
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.indicators import Indicator, indicators
 from mis_ext.report.parts import Parts
@@ -138,5 +138,5 @@ def file_candidate(path: Path) -> Candidate:
         ValueError: It is no configuration, or one that only measures.
         TypeError: A value has the wrong type.
     """
-    config, said = load_quietly(path)
-    return Candidate(str(path), config, path.read_text(encoding="utf-8"), said)
+    spelt = read_file(path)
+    return Candidate(str(path), spelt.config, path.read_text(encoding="utf-8"), spelt.said)

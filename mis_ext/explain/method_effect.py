@@ -1,0 +1,170 @@
+"""What a published method does to a mismatch that follows the Gaussian law, at the first update, by draws of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.pipeline import compute_correction
+from mis_ext.explain.effect import Effect, effect_of
+from mis_ext.explain.law import GaussianLaw
+from mis_ext.methods.first_update import first_update, without_terms
+from mis_ext.methods.method import Method
+
+NUM_TOKENS = 1 << 20
+"""Of each half of the draws, at most."""
+NUM_RESPONSES, MIN_RESPONSES = 1 << 13, 32
+"""Of each half: so many where they have few tokens, and at least so many."""
+AGREEMENT = 0.05
+"""Relative distance of the halves' numbers up to which their mean is said; it is then within half of that of either."""
+BEHAVIOR = ((-0.25, -0.25), (-8.0, -0.25))
+"""Between which the behavior policy's log-probs lie in each half: what depends on them is none of the law's."""
+
+
+class Drawn(NamedTuple):
+    """Responses of one length that follow the law: log-probs and advantages, ``[T]`` each, one sign per response."""
+
+    proximal_T: Tensor
+    behavior_T: Tensor
+    advantages_T: Tensor
+    layout: PackedLayout
+
+
+class Measured(NamedTuple):
+    """What became of drawn responses; shares and means over all response tokens."""
+
+    kept_tokens: float
+    live_tokens: float
+    kept_sequences: float
+    learning_rate: float
+    ess: float
+
+
+def effect_of_method(config: CorrectionConfig, method: Method, *, k3: float, length: float) -> Effect:
+    """What a method and the correction beside it do to responses of ``length`` tokens at ``k3`` nats per token.
+
+    NaN where the law does not say it: where probabilities decide, or chance, as so few responses can be drawn; and of
+    the bounds of a weight where the correction has none. Half of the responses have a positive advantage, the others a
+    negative one. The method's terms are left out.
+    """
+    found = effect_of(config, k3=k3, length=length)
+    if config.weight is None:
+        found = dataclasses.replace(found, above_high=math.nan, below_low=math.nan, weight_mean=math.nan)
+    measured = _expected(config, without_terms(method), k3, length)
+    return dataclasses.replace(found, **measured._asdict())
+
+
+def method_notes(method: Method) -> Iterator[str]:
+    """What the numbers of a method at the first update leave out, or take another batch for."""
+    if method.terms:
+        yield "the penalty of the method is left out of the numbers: it does not multiply the advantage"
+    if method.averages_over_batch or any(reduce.startswith("batch") for reduce in method.reduces):
+        yield "the method looks at all tokens of a batch at once: here at those that are counted together"
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(config: CorrectionConfig, method: Method, k3: float, length: float) -> Measured:
+    whole = max(1, round(length))
+    # Tokens of their own are the same in shorter responses.
+    drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if _is_of_tokens(config, method) else whole
+    num_responses = min(NUM_TOKENS // drawn_length, NUM_RESPONSES)
+    if num_responses < MIN_RESPONSES or not _is_of_the_law(config, method):
+        return Measured(*[math.nan] * len(Measured._fields))
+    halves = [
+        measured(config, method, draw(GaussianLaw(k3, drawn_length), num_responses, behavior=behavior, half=half))
+        for half, behavior in enumerate(BEHAVIOR)
+    ]
+    found = Measured(*(_agreed(*pair) for pair in zip(*halves, strict=True)))
+    if drawn_length < whole:
+        found = found._replace(kept_sequences=1.0 - (1.0 - found.kept_tokens) ** length)
+    return found
+
+
+def _is_of_the_law(config: CorrectionConfig, method: Method) -> bool:
+    """Whether nothing asks for probabilities by name, or for segments, of which drawn responses have one."""
+    gates = config.all_gates
+    reduces = [*method.reduces, *(gate.reduce for gate in gates)]
+    has_segments = any(reduce.startswith("segment") for reduce in reduces)
+    return not has_segments and all(gate.row.unit != "probability" for gate in gates)
+
+
+def _is_of_tokens(config: CorrectionConfig, method: Method) -> bool:
+    has_token_weight = config.weight is None or config.weight.level == "token"
+    return method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
+
+
+def _agreed(one: float, other: float) -> float:
+    return 0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
+
+
+def draw(law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int) -> Drawn:
+    """Responses under the law, whose sums of log-ratios are spread evenly over their distribution.
+
+    The mean of Gaussian tokens is independent of how they lie about it. So each response may get its mean from a
+    stratum of its own: what depends on sums then has an error like 1 / num_responses, not like its root.
+
+    Args:
+        law: Of a whole number of tokens.
+        num_responses: How many.
+        behavior: The lowest and the highest log-prob under the policy that sampled, in nats; all between are as likely.
+        half: 0 or 1: other numbers, and the signs of the advantages the other way round.
+    """
+    generator = torch.Generator().manual_seed(half)
+    length = int(law.length)
+    noise_ST = torch.randn(num_responses, length, generator=generator)
+    place_S = torch.arange(num_responses) + torch.rand(num_responses, generator=generator, dtype=torch.float64)
+    mean_S = torch.special.ndtri(place_S / num_responses) / math.sqrt(length)
+    noise_ST += mean_S.float()[:, None] - noise_ST.mean(1, keepdim=True)
+    difference_T = (noise_ST * math.sqrt(law.token.variance) + law.token.mean).flatten()
+    lowest, highest = behavior
+    behavior_T = lowest + (highest - lowest) * torch.rand(len(difference_T), generator=generator)
+    sign_S = 1.0 - 2.0 * ((torch.arange(num_responses) + half) % 2)
+    advantages_T = sign_S.repeat_interleave(length)
+    return Drawn(behavior_T + difference_T, behavior_T, advantages_T, PackedLayout.whole([length] * num_responses))
+
+
+def measured(config: CorrectionConfig, method: Method, drawn: Drawn) -> Measured:
+    """What a correction and a method do to drawn responses, which are one call."""
+    mask_T = torch.ones_like(drawn.proximal_T)
+    weights_T = keep_mask_T = None
+    if not config.metrics_only:
+        correction = compute_correction(
+            proximal_logprobs_T=drawn.proximal_T,
+            behavior_logprobs_T=drawn.behavior_T,
+            response_mask_R=mask_T,
+            layout=drawn.layout,
+            config=config.replace(metrics=(), scope="data_parallel"),
+            band_scales_N=torch.ones(len(config.adapted_gates)),
+        )
+        weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
+    found = first_update(
+        method,
+        proximal_logprobs_T=drawn.proximal_T,
+        behavior_logprobs_T=drawn.behavior_T,
+        advantages_T=drawn.advantages_T,
+        response_mask_T=mask_T,
+        layout=drawn.layout,
+        weights_T=weights_T,
+        keep_mask_T=keep_mask_T,
+    )
+    factor_T, num_responses = found.factor_T.double(), len(drawn.layout.response_lengths)
+    first, second = float(factor_T.mean()), float(factor_T.square().mean())
+    return Measured(
+        kept_tokens=_share(found.kept_T),
+        live_tokens=_share(found.live_T),
+        kept_sequences=_share(found.kept_T.view(num_responses, -1).any(1)),
+        learning_rate=first,
+        ess=first**2 / second if second else math.nan,
+    )
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.count_nonzero()) / mask.numel()
