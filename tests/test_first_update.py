@@ -13,7 +13,7 @@ from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
 from mis_ext.methods import PRESETS, Accept, Keep, Method, Score
 from mis_ext.methods import Weight as MethodWeight
 from mis_ext.methods.batch import TOTAL
-from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_sign, without_terms
+from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 each_preset = pytest.mark.parametrize("name", PRESETS)
@@ -90,13 +90,14 @@ def test_an_equivalent_configuration_stands_alone_and_keeps_what_else_the_file_s
     assert equivalent_correction(mis_ext.preset("mis"), PRESETS["icepop"].method) is None
 
 
-SIGNED = ["bypass", "topr", "dppo_tv", "dppo_kl", "prime_rl", "opsm", "vespo", "m2po", "vaco"]
+LOOKING = ["bypass", "topr", "dppo_tv", "dppo_kl", "prime_rl", "opsm", "vespo", "m2po", "vaco", "clip_cov"]
 
 
-def test_these_methods_look_at_the_sign_of_the_advantage_at_the_first_update() -> None:
-    # PPO's clip does not: its ratio is 1. Neither do methods whose bounds by sign hold 1 between them.
-    assert [name for name, row in PRESETS.items() if looks_at_sign(row.method)] == SIGNED
-    assert looks_at_sign(PRESETS["dispo"](positive=(1.1, 2.0)))
+def test_these_methods_look_at_the_advantages_at_the_first_update() -> None:
+    # PPO's clip does not: its ratio is 1. Neither do methods whose bounds by sign hold 1 between them. One sign for all
+    # tokens would hide clip_cov, whose covariance is then 0.
+    assert [name for name, row in PRESETS.items() if looks_at_advantages(row.method)] == LOOKING
+    assert looks_at_advantages(PRESETS["dispo"](positive=(1.1, 2.0)))
 
 
 def test_a_token_without_a_log_prob_has_no_factor_and_is_not_kept() -> None:

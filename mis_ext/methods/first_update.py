@@ -104,10 +104,11 @@ def equivalent_correction(config: CorrectionConfig, method: Method) -> Correctio
 
 
 @functools.lru_cache(maxsize=128)
-def looks_at_sign(method: Method) -> bool:
-    """Whether at the first update the sign of the advantage matters, of whatever size the mismatch is.
+def looks_at_advantages(method: Method) -> bool:
+    """Whether at the first update the advantages matter, of whatever size the mismatch is.
 
-    Asked of the method itself: on log-ratios of many sizes, positive advantages and negative ones give the same or not.
+    Asked of the method itself: on log-ratios of many sizes, positive, negative and mixed advantages give the same or
+    not.
     """
     generator = torch.Generator().manual_seed(0)
     low, high = _PROBE_SPREAD
@@ -115,15 +116,17 @@ def looks_at_sign(method: Method) -> bool:
     spread_S = low * (high / low) ** steps_S
     noise_ST = torch.randn(_PROBE_SEQUENCES, _PROBE_TOKENS, generator=generator, dtype=torch.float64)
     behavior_T = torch.full((_PROBE_SEQUENCES * _PROBE_TOKENS,), -1.0, dtype=torch.float64)
-    positive, negative = (
+    ones_S = torch.ones_like(spread_S)
+    mixed_S = torch.where(torch.arange(_PROBE_SEQUENCES) % 2 == 0, spread_S, -spread_S)
+    first, *others = (
         first_update(
             method,
             proximal_logprobs_T=behavior_T + (spread_S[:, None] * noise_ST).flatten(),
             behavior_logprobs_T=behavior_T,
-            advantages_T=torch.full_like(behavior_T, sign),
+            advantages_T=advantages_S.repeat_interleave(_PROBE_TOKENS),
             response_mask_T=torch.ones_like(behavior_T),
             layout=PackedLayout.whole([_PROBE_TOKENS] * _PROBE_SEQUENCES),
         )
-        for sign in (1.0, -1.0)
+        for advantages_S in (ones_S, -ones_S, mixed_S)
     )
-    return not all(torch.equal(one, other) for one, other in zip(positive, negative, strict=True))
+    return not all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
