@@ -38,7 +38,14 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--preset",
         action="append",
         metavar="NAME",
-        help="try this preset; repeatable; all of them where neither --config nor --preset is given",
+        help="try this preset; repeatable; all of them where neither --config, --preset nor --method is given",
+    )
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="try this published method with its defaults, at the first update; repeatable",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write; default %(default)s"
@@ -65,13 +72,14 @@ def run(parsed: argparse.Namespace) -> int:
     _require("rich", "matplotlib")
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series
-    from mis_ext.report.report import file_candidate, preset_candidates, report_of
+    from mis_ext.report.report import file_candidate, method_candidate, preset_candidates, report_of
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
     paths = [*_files(parsed.paths)]
     candidates = [file_candidate(path) for path in parsed.config]
-    candidates += preset_candidates(parsed.preset) if parsed.preset or not parsed.config else []
+    candidates += [method_candidate(name) for name in parsed.method]
+    candidates += preset_candidates(parsed.preset) if parsed.preset or not candidates else []
     logged = None if parsed.log is None else read_series(parsed.log)
     dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=_watch)
     with _pool() as pool:

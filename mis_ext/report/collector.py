@@ -12,6 +12,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.diagnosis.measuring import Measured, Measuring
 from mis_ext.diagnosis.table import search
+from mis_ext.methods.method import Method
 from mis_ext.report.offenders import WorstToken, merged, worst_tokens
 from mis_ext.report.part import Part
 from mis_ext.report.sequences import Sequences
@@ -29,6 +30,7 @@ class Collector:
 
     Args:
         configs: By name, what to try on them.
+        methods: By name, the published method that such a configuration stands beside.
         num_worst: How many tokens and samples are listed.
         pool: Where the independent counts of a part run, while the next part is read; each is the same whoever runs it.
             Torch should then have one thread: its own wait for each other on tensors of this size.
@@ -38,10 +40,12 @@ class Collector:
         self,
         configs: Mapping[str, CorrectionConfig] | None = None,
         *,
+        methods: Mapping[str, Method | None] | None = None,
         num_worst: int = NUM_WORST,
         pool: Executor | None = None,
     ) -> None:
-        self._what_if = {name: WhatIf(config) for name, config in (configs or {}).items()}
+        known = methods or {}
+        self._what_if = {name: WhatIf(config, known.get(name), name=name) for name, config in (configs or {}).items()}
         self._num_worst = num_worst
         self._pool = pool
         self._running: deque[list[Future[object]]] = deque()

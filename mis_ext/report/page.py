@@ -104,12 +104,14 @@ def _what_if(found: Recommendation) -> str:
         outcome = ranked.outcome
         removed = "; ".join(f"{name}: {share:.2%}" for name, share in outcome.removed_by.items())
         numbers = (outcome.learning_rate, outcome.ess, outcome.variance, outcome.residual, outcome.weight_max)
-        shares = (outcome.kept_tokens, outcome.kept_sequences, outcome.removed_positive, outcome.removed_negative)
+        of_tokens = (outcome.kept_tokens, outcome.live_tokens)
+        shares = (*of_tokens, outcome.kept_sequences, outcome.removed_positive, outcome.removed_negative)
         is_known = not math.isnan(outcome.groups)
         groups = f"{outcome.groups_left:,.0f} of {outcome.groups:,.0f}" if is_known else "-"
         rows.append((ranked.name, *map(percent, shares), groups, *map(number, numbers), removed or "-"))
     titles = (
-        *("configuration", "tokens kept", "sequences kept", "A > 0 removed", "A < 0 removed", "groups left"),
+        *("configuration", "tokens kept", "with gradient", "sequences kept", "A > 0 without", "A < 0 without"),
+        "groups left",
         "effective lr",
         *("ESS", "variance", "left uncorrected", "largest weight", "removed by"),
     )
@@ -121,9 +123,12 @@ def _what_if(found: Recommendation) -> str:
         else "Groups left: not recorded. It needs group_index or the ids of prompts, and advantages or rewards."
     )
     return (
-        "<p>The best first. Masks are those of the hook, bit for bit. ESS, variance and effective learning rate "
-        "are those of what multiplies the loss: 1 without correction. Left uncorrected is its mean distance from the "
-        f"ratio. {groups}</p>" + table("Configurations, the best first", titles, rows) + _remarks(found)
+        "<p>The best first. Masks are those of the hook, bit for bit; of a method, those of the first update. Tokens "
+        "of weight 0 are kept and have no policy gradient: without, by the sign of A. ESS, variance and effective "
+        "learning rate are those of what multiplies the loss: 1 without correction. Left uncorrected is its mean "
+        f"distance from the ratio. {groups}</p>"
+        + table("Configurations, the best first", titles, rows)
+        + _remarks(found)
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.explain.method_effect import method_notes
 from mis_ext.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
@@ -17,6 +18,9 @@ from mis_ext.explain.traps import (
     gates_sequences,
     traps_of,
 )
+from mis_ext.methods.first_update import without_terms
+from mis_ext.methods.method import Method
+from mis_ext.presets import NO_CORRECTION
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
 
@@ -29,12 +33,16 @@ MIN_GROUPS_LEFT = 0.95
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that could be taken, the file that spells it, and what reading it warned of."""
+    """A configuration that could be taken, the file that spells it, and what reading it warned of.
+
+    ``method``: the published method that the configuration stands beside, as the whole loss; None without one.
+    """
 
     name: str
     config: CorrectionConfig
     yaml: str
     said: tuple[str, ...] = ()
+    method: Method | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Recommendation:
 
 def no_correction() -> Candidate:
     """The candidate that measures and changes nothing."""
-    return Candidate(NONE, CorrectionConfig(metrics_only=True, weight=None), "")
+    return Candidate(NONE, NO_CORRECTION, "")
 
 
 def recommend(
@@ -90,15 +98,16 @@ def recommend(
     ranked = []
     for candidate in candidates:
         outcome = outcomes[candidate.name]
-        traps = traps_of(candidate.config, circumstances_of(outcome, summary, is_stale=is_stale))
+        config, method = candidate.config, candidate.method
+        traps = traps_of(config, circumstances_of(outcome, summary, is_stale=is_stale), method)
         each = Ranked(
             candidate.name,
             outcome,
             warnings=tuple(trap.text for trap in traps),
-            notes=(*candidate.said, *_notes(candidate.config, outcome)),
+            notes=(*candidate.said, *_notes(config, method, outcome)),
             traps=tuple(trap.name for trap in traps),
         )
-        ranked.append((_place(candidate.config, is_needed=is_needed), each))
+        ranked.append((_place(config, method, is_needed=is_needed), each))
     ranked.sort(key=lambda each: (len(each[1].warnings), each[0], _or_infinity(each[1].outcome.residual)))
     ranking = tuple(each for _, each in ranked)
     best = ranking[0].name if ranking else NONE
@@ -122,16 +131,21 @@ def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = Fal
     )
 
 
-def _notes(config: CorrectionConfig, outcome: Outcome) -> Iterator[str]:
-    if config.metrics_only:
+def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) -> Iterator[str]:
+    if method is not None:
+        yield from method_notes(method)
+    elif config.metrics_only:
         return
     if config.all_gates and outcome.kept_tokens == 1.0:
         yield "its gates remove nothing here"
-    elif config.weight is None and outcome.kept_tokens == 1.0:
+    elif method is None and config.weight is None and outcome.kept_tokens == 1.0:
         yield "does nothing here"
     positive, negative = outcome.removed_positive, outcome.removed_negative
     if max(positive, negative) > 0.01 and max(positive, negative) > 2.0 * min(positive, negative):
-        yield f"removes {positive:.1%} of tokens with a positive advantage and {negative:.1%} with a negative one"
+        yield (
+            f"{positive:.1%} of tokens with a positive advantage have no policy gradient, and {negative:.1%} of those "
+            "with a negative one"
+        )
     if outcome.groups_left < MIN_GROUPS_LEFT * outcome.groups:
         yield (
             f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages: the others "
@@ -176,15 +190,16 @@ def _in_words(
     return (f"Take {best}." if best != NONE else "No candidate is better than no correction."), tuple(reasons)
 
 
-def _place(config: CorrectionConfig, *, is_needed: bool) -> int:
+def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) -> int:
     """The rank of a configuration by what training runs said of its kind: small is good."""
-    if config.metrics_only:
+    if config.metrics_only and (method is None or "behavior" not in without_terms(method).policies):
         return 2 if is_needed else -1
-    if gates_sequences(config):
+    if gates_sequences(config) or (method is not None and method.judges_sequences):
         return 4
-    if config.weight is not None and config.weight.level != "token":
+    has_other_weight = config.weight is not None and config.weight.level != "token"
+    if has_other_weight or (method is not None and not method.is_of_tokens):
         return 3
-    return 1 if config.all_gates else 0
+    return 1 if config.all_gates or method is not None else 0
 
 
 def _is_harmless(summary: Summary) -> bool:

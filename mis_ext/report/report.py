@@ -13,9 +13,12 @@ from typing import Any
 from mis_ext.diagnosis.cause import Diagnosis, percent
 from mis_ext.diagnosis.limits import KERNEL_K3
 from mis_ext.dumps import Dumps
+from mis_ext.loss.objective import objective_of
+from mis_ext.methods.first_update import equivalent_correction
+from mis_ext.methods.presets import find_preset
 from mis_ext.plain_data import to_plain
 from mis_ext.preset_files import list_presets, preset_path
-from mis_ext.presets import read_file
+from mis_ext.presets import Spelt, method_yaml, read_file, read_method
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.indicators import Indicator, indicators
 from mis_ext.report.parts import Parts
@@ -93,7 +96,12 @@ def report_of(
         ValueError: A file cannot be read, or there is no usable token.
     """
     candidates = [no_correction(), *candidates]
-    collector = Collector({each.name: each.config for each in candidates}, num_worst=num_worst, pool=pool)
+    collector = Collector(
+        {each.name: each.config for each in candidates},
+        methods={each.name: each.method for each in candidates},
+        num_worst=num_worst,
+        pool=pool,
+    )
     parts = Parts(dumps)
     for part in parts:
         collector.add(part)
@@ -135,8 +143,32 @@ def file_candidate(path: Path) -> Candidate:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no configuration, or one that only measures.
+        ValueError: It is no configuration, or names a method that looks at what a dump does not hold.
         TypeError: A value has the wrong type.
     """
-    spelt = read_file(path)
-    return Candidate(str(path), spelt.config, path.read_text(encoding="utf-8"), spelt.said)
+    return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
+
+
+def method_candidate(name: str) -> Candidate:
+    """The candidate that is a published method with its defaults, by the file that runs it.
+
+    Raises:
+        ValueError: There is no such method, or a dump does not hold what it looks at.
+    """
+    row = find_preset(name)
+    return _candidate(f"method {name}", read_method(row), method_yaml(row))
+
+
+def _candidate(name: str, spelt: Spelt, yaml: str) -> Candidate:
+    if spelt.loss is None or spelt.loss.method is None:
+        return Candidate(name, spelt.config, yaml, spelt.said)
+    method = objective_of(spelt.loss).method
+    if "reference" in method.policies:
+        raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
+    if method.needs_state_values:
+        raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
+    # What the hook could do too has its exact numbers, its gates by name, and its traps.
+    config = equivalent_correction(spelt.config, method)
+    if config is not None:
+        return Candidate(name, config, yaml, spelt.said)
+    return Candidate(name, spelt.config, yaml, spelt.said, method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import Values
 from mis_ext.correction.normalization import SCALE_FORMULAS
 from mis_ext.correction.pipeline import Correction
+from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
+from mis_ext.methods.method import Method
 from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
 from mis_ext.report.correcting import correct, kept_by, named_gates
 from mis_ext.report.groups import Groups
@@ -20,6 +22,7 @@ from mis_ext.report.part import Part
 
 _TOGETHER = "two or more gates"
 _NO_RATIO = "no finite ratio"
+_METHOD = "the method"
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,11 @@ class Outcome:
 
     Attributes:
         kept_tokens: What stays in the mask.
+        live_tokens: What also has a policy gradient: neither of weight 0, nor clipped.
         kept_sequences: Sequences of which something stays.
         removed_by: Share of tokens that each gate alone removes, those that several remove, and those without a ratio.
-        weight_mean: Before normalisation, of valid tokens; so are its quantiles, to 0.6 %, and extremes.
+        weight_mean: Before normalisation, of valid tokens (of a method: what multiplies their advantage); so are its
+            quantiles, to 0.6 %, and extremes.
         unlike_ratio: Share of valid tokens whose weight is not their ratio, or which are removed.
         learning_rate: Mean of what multiplies the loss of a response token, with normalisation: 1 without correction.
         ess: Kish's effective share of what multiplies the loss.
@@ -38,7 +43,8 @@ class Outcome:
             correction.
         residual: Mean absolute distance of that factor from the ratio, before normalisation: what is left uncorrected
             of each token; the total variation, twice, without correction.
-        removed_positive: Share of tokens with a positive advantage that are removed; then with a negative one.
+        removed_positive: Share of tokens with a positive advantage that have no policy gradient; then with a negative
+            one.
         dropped: Means of sequences of which nothing is left: how many, length, reward.
         kept: The same of the others.
         groups: Samples of one prompt whose advantages differ, so that they teach something; rewards where no advantage
@@ -47,6 +53,7 @@ class Outcome:
     """
 
     kept_tokens: float
+    live_tokens: float
     kept_sequences: float
     removed_by: dict[str, float]
     weight_mean: float
@@ -70,9 +77,16 @@ class Outcome:
 
 @dataclass(eq=False)
 class WhatIf:
-    """One configuration on a stream of parts; normalisation is over each step as a whole."""
+    """One configuration on a stream of parts; normalisation is over each step as a whole.
+
+    With a method it is the policy gradient of that method at the first update, where the current policy is the proximal
+    one, with the configuration as the correction beside it. What a method asks of a batch is asked of a part.
+    """
 
     config: CorrectionConfig
+    method: Method | None = None
+    _: KW_ONLY
+    name: str = "what is tried"
     _sums: Counter[str] = field(default_factory=Counter)
     _removed: Counter[str] = field(default_factory=Counter)
     _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
@@ -81,12 +95,19 @@ class WhatIf:
     _groups: Groups = field(default_factory=Groups)
 
     def add(self, part: Part) -> Correction:
-        """Count one more part; returns what was computed, with weights before normalisation."""
+        """Count one more part; returns what was computed, with weights before normalisation.
+
+        Raises:
+            ValueError: The method looks at advantages, and a trained token has none.
+        """
         correction = correct(part, self.config)
         tokens = part.tokens
         response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
         kept_T = correction.keep_mask_T
         weights_T = correction.weights_T
+        passed_T = None
+        if self.method is not None:
+            weights_T, passed_T, kept_T = self._first_update(self.method, part, correction)
         factor_T = torch.where(kept_T, weights_T, 0.0)
         ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.square())
         valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
@@ -99,6 +120,7 @@ class WhatIf:
                 "response": _sum(response_T),
                 "valid": _sum(valid_T),
                 "kept": _sum(kept_T),
+                "live": _sum(factor_T != 0.0),
                 "weight": _sum(valid_weights),
                 "unlike_ratio": _sum(valid_T & (distance_T > 1e-6 * ratio_T)),
                 "residual": _sum(part.of_valid(distance_T)),
@@ -106,17 +128,37 @@ class WhatIf:
             }
         )
         if part.has_advantages:
-            self._add_advantages(part, kept_T, factor_T)
+            self._add_advantages(part, factor_T)
         self._add_sequences(part, kept_T)
-        self._add_removed(part, kept_T)
+        self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
         step.update({name: float(value) for name, value in correction.totals.items() if name.startswith("total_")})
         step.update({"factor": total, "squared": squared})
         return correction
 
-    def _add_advantages(self, part: Part, kept_T: Tensor, factor_T: Tensor) -> None:
-        known = part.advantage_totals
-        left = {sign: _sum(known.signs_T[sign] & kept_T) for sign in ("positive", "negative")}
+    def _first_update(self, method: Method, part: Part, correction: Correction) -> FirstUpdate:
+        is_known_T = part.advantages_T.isfinite()
+        num_unknown = _sum(part.tokens.response_mask_T & ~is_known_T)
+        if num_unknown and looks_at_advantages(method):
+            raise ValueError(
+                f"{self.name}: it looks at the advantages, and {num_unknown:,.0f} trained tokens of step "
+                f"{part.step} have none: try it on a dump with advantages"
+            )
+        corrects = not self.config.metrics_only
+        return first_update(
+            method,
+            proximal_logprobs_T=part.streams.proximal_logprobs_T.float(),
+            behavior_logprobs_T=part.streams.behavior_logprobs_T.float(),
+            advantages_T=torch.where(is_known_T, part.advantages_T, 1.0),
+            response_mask_T=part.tokens.response_mask_T,
+            layout=part.streams.layout,
+            weights_T=correction.weights_T if corrects else None,
+            keep_mask_T=correction.keep_mask_T if corrects else None,
+        )
+
+    def _add_advantages(self, part: Part, factor_T: Tensor) -> None:
+        known, live_T = part.advantage_totals, factor_T != 0.0
+        left = {sign: _sum(known.signs_T[sign] & live_T) for sign in ("positive", "negative")}
         self._sums.update(
             {
                 "positive": known.num_positive,
@@ -143,16 +185,18 @@ class WhatIf:
                 }
             )
 
-    def _add_removed(self, part: Part, kept_T: Tensor) -> None:
+    def _add_removed(self, part: Part, kept_T: Tensor, passed_T: Tensor | None) -> None:
         response_T = part.tokens.response_mask_T
         no_ratio_T = part.no_ratio_T
         gates = named_gates(self.config)
         removed_T = response_T & ~kept_T & ~no_ratio_T
-        if len(gates) == 1:
+        if len(gates) == 1 and passed_T is None:
             (name,) = gates
             self._removed.update({name: _sum(removed_T), _TOGETHER: 0.0})
-        elif gates:
+        elif gates or passed_T is not None:
             alone = {name: removed_T & ~kept_by(part, config) for name, config in gates.items()}
+            if passed_T is not None:
+                alone[_METHOD] = removed_T & ~passed_T
             count_T = torch.stack([*alone.values()]).sum(0)
             self._removed.update({name: _sum(found_T & (count_T == 1)) for name, found_T in alone.items()})
             self._removed.update({_TOGETHER: _sum(count_T > 1)})
@@ -171,6 +215,7 @@ class WhatIf:
         low, high = self._extremes
         return Outcome(
             kept_tokens=per("kept", "response"),
+            live_tokens=per("live", "response"),
             kept_sequences=_divided(sums["kept_sequences"], sums["kept_sequences"] + sums["dropped_sequences"]),
             removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
             weight_mean=per("weight", "valid"),
