@@ -22,7 +22,7 @@ WEIGHTS = {
 def rollout(num: int, *, shift: float, noise: float, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs ``[num, length]`` of both engines, which differ by a constant and by noise of each response."""
     generator = torch.Generator().manual_seed(num)
-    behavior = -torch.randint(1, 256, (num, length), generator=generator) / 64
+    behavior = -1.0 - torch.randint(1, 256, (num, length), generator=generator) / 64
     return behavior + shift + noise * torch.randn(num, 1, generator=generator), behavior
 
 

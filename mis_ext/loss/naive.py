@@ -38,7 +38,7 @@ def naive_policy_loss(
         reference: Log-probs of the reference policy, in nats.
         entropies: Of the current policy, in nats, with gradient.
         advantages: Of each token.
-        masks: Nonzero on tokens that the policy generated.
+        masks: Nonzero on tokens that the policy generated: how much each counts.
         eps_clip: PPO's ratio current / proximal is at least ``1 - eps_clip``.
         eps_clip_high: It is at most ``1 + eps_clip_high``.
         upper_bound: Of the weight proximal / behavior of a token (TIS).
@@ -64,5 +64,5 @@ def naive_policy_loss(
         distance = (current[i] - reference[i])[trained]
         penalty = (-distance).exp() - 1.0 + distance
         loss = -gain + kl_coef * penalty - entropy_coef * entropies[i][trained]
-        total = total + loss.sum() / trained.sum()
+        total = total + (mask[trained] * loss).sum() / mask.sum()
     return total
