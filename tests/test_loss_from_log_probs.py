@@ -172,8 +172,8 @@ def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> No
         computed(keys, given | change)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_loss_that_a_reader_meets_first_is_the_loss(seed) -> None:
+@pytest.mark.parametrize(("seed", "share"), [*((seed, 1.0) for seed in range(5)), (5, 0.25)])
+def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share) -> None:
     """Plain PyTorch, sample by sample, with autograd; and the pass over all tokens with its own slopes."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 40, (12,), generator=generator).tolist()
@@ -194,6 +194,8 @@ def test_the_loss_that_a_reader_meets_first_is_the_loss(seed) -> None:
     }
     # No sample without a token: what it is divided by is another matter.
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    if share != 1.0:
+        flat["response_mask"] = torch.where(torch.arange(sum(lengths)) % 3 == 0, share, 1.0) * flat["response_mask"]
     flat["response_mask"][starts] = 1
     keys = {
         "mis_loss_mode": "decoupled",
