@@ -28,8 +28,8 @@ from rich.progress import track
 from workload import Responses, Shape, World, draw
 
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.methods.catalogue import METHODS, find_method
 from mis_ext.methods.method import Method
-from mis_ext.methods.presets import PRESETS, find_preset
 
 COLUMNS = ["preset", "median ms", "min", "max", "host ms", "device ms", "launches", "of few", "waits"]
 
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default=None, metavar="SxL", help="64x2048, on a CPU 8x256")
-    parser.add_argument("--presets", nargs="+", default=[*PRESETS], metavar="NAME")
+    parser.add_argument("--presets", nargs="+", default=[*METHODS], metavar="NAME")
     parser.add_argument("--compiled", action="store_true", help="each with torch.compile too; seconds for each")
     parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of timed calls per line; at least 5 calls")
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = {}
     for name in track(options.presets, description="presets"):
         for compiled in (False, True) if options.compiled else (False,):
-            row = measure(find_preset(name).method, compiled, inputs, few, world=world, options=options)
+            row = measure(find_method(name).method, compiled, inputs, few, world=world, options=options)
             rows[f"{name}, compiled" if compiled else name] = row
     print(reporting.table(COLUMNS, [cells(name, row) for name, row in rows.items()]))
     if options.json:

@@ -29,8 +29,8 @@ from tokens.server import call_server, sglang_server
 from torch import Tensor, tensor
 from transformers.utils.logging import disable_progress_bar
 
+from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.rollout import (
     Distribution,
     SamplingParameters,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mis_ext.correction.pipeline import Correction, compute_correction
     from mis_ext.correction.statistics import STATISTICS
     from mis_ext.correction.weights import Weight
+    from mis_ext.hosts.from_log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
-    from mis_ext.hosts.log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
@@ -49,7 +49,7 @@ else:
             "correction.weights": ("Weight",),
             "hosts.groups": ("Groups",),
             "hosts.guards": ("MismatchWarning",),
-            "hosts.log_probs": ("TotalLoss", "policy_loss_from_log_probs"),
+            "hosts.from_log_probs": ("TotalLoss", "policy_loss_from_log_probs"),
             "hosts.packing": ("PackedStreams",),
             "hosts.megatron": ("make_loss_func",),
             "hosts.padded": ("correct_padded",),

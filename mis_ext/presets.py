@@ -18,10 +18,10 @@ from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
 from mis_ext.hosts.slime_miles.run_config import read_config
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 from mis_ext.methods.as_correction import HookMethod, as_correction
+from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.chosen import ChosenMethod
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import Preset
-from mis_ext.methods.presets import find_preset
+from mis_ext.methods.published import PublishedMethod
 from mis_ext.preset_files import preset_path
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
@@ -83,7 +83,7 @@ def read_file(path: str | Path) -> Spelt:
         raise type(error)(f"{path}: {error}") from None
 
 
-def read_method(row: Preset) -> Spelt:
+def read_method(row: PublishedMethod) -> Spelt:
     """What :func:`method_yaml` spells for this row."""
     flags, keys = _flags_and_keys(row)
     about = _about(row, flags, method=row.method, parameters={})
@@ -109,7 +109,7 @@ def _spelt(content: dict[str, Any]) -> Spelt:
         if config.stops("double_correction"):
             raise ValueError(run.double_correction)
         said += (run.double_correction,)
-    row, parameters = find_preset(chosen.name), _changed(chosen)
+    row, parameters = find_method(chosen.name), _changed(chosen)
     about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=parameters)
     return Spelt(config=config, loss=whole.settings, said=said, about=about)
 
@@ -125,11 +125,11 @@ def preset(name: str) -> CorrectionConfig:
 
 def _changed(chosen: ChosenMethod) -> dict[str, Any]:
     """The parameters that are not the defaults."""
-    defaults = find_preset(chosen.name).defaults
+    defaults = find_method(chosen.name).defaults
     return {name: value for name, value in chosen.parameters if value != defaults[name]}
 
 
-def method_yaml(row: Preset) -> str:
+def method_yaml(row: PublishedMethod) -> str:
     """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
     flags, keys = _flags_and_keys(row)
     remarks = _remarks(row, flags)
@@ -142,14 +142,14 @@ def method_yaml(row: Preset) -> str:
     return f"{textwrap.indent(comment, '# ')}\n{content}"
 
 
-def _flags_and_keys(row: Preset) -> tuple[str, dict[str, Any]]:
+def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
     try:
         return _of_hook(as_correction(row.method))
     except ValueError:
         return _whole_loss_flags(row.method), _whole_loss_keys(row)
 
 
-def _remarks(row: Preset, flags: str) -> dict[str, str]:
+def _remarks(row: PublishedMethod, flags: str) -> dict[str, str]:
     remarks = {
         "What": " ".join(row.text.partition("\n\n")[0].split()),
         "Formula": row.formula,
@@ -161,7 +161,7 @@ def _remarks(row: Preset, flags: str) -> dict[str, str]:
     return remarks
 
 
-def _about(row: Preset, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
+def _about(row: PublishedMethod, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
     """All that is known of a method as it was chosen."""
     changed = [f"{name}={value} (default {row.defaults[name]})" for name, value in parameters.items()]
     return _remarks(row, flags) | {
@@ -187,7 +187,7 @@ def _whole_loss_flags(method: Method) -> str:
     return " ".join(flags)
 
 
-def _whole_loss_keys(row: Preset) -> dict[str, Any]:
+def _whole_loss_keys(row: PublishedMethod) -> dict[str, Any]:
     chosen = {"name": row.name} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in row.defaults.items()
     }

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_methods
 
-from mis_ext.methods.presets import PRESETS
+from mis_ext.methods.catalogue import METHODS
 
 
 def test_what_is_asked_for_is_measured_and_nothing_reads_a_value(tmp_path, capsys) -> None:
@@ -23,6 +23,6 @@ def test_what_is_asked_for_is_measured_and_nothing_reads_a_value(tmp_path, capsy
 
 def test_every_preset_runs_with_the_inputs_of_the_benchmark() -> None:
     inputs = bench_methods.Inputs(bench_methods.Shape(40, 40), device=bench_methods.torch.device("cpu"), seed=0)
-    for preset in PRESETS.values():
+    for preset in METHODS.values():
         result = preset.method(**inputs.next())
         assert result.coefficient_T.abs().sum() > 0.0, preset.name

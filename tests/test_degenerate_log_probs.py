@@ -13,7 +13,7 @@ from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.hosts.mailbox import Tally
+from mis_ext.hosts.readback import RunningReadback
 from mis_ext.hosts.slime_miles.sessions import session_for
 
 LOWEST = {
@@ -334,7 +334,7 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     for start in range(0, 70, 7):
         call([proximal[0][start : start + 7]], [behavior[0][start : start + 7]], args=args)
     call(proximal, behavior, args=args)
-    monkeypatch.setattr(Tally, "add", lambda *_: pytest.fail("looked again"))
+    monkeypatch.setattr(RunningReadback, "add", lambda *_: pytest.fail("looked again"))
     call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
     assert session_for(args)._guards._armed == set()
 

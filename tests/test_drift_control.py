@@ -6,7 +6,7 @@ from test_method_toy import each_seed
 from test_toy_policy import Toy
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS, Method
+from mis_ext.methods import METHODS, Method
 
 VOCABULARY = 3
 
@@ -58,7 +58,7 @@ def drift(toy: Toy, state: tuple) -> torch.Tensor:
 def test_with_the_mean_of_the_advantage_only_what_depends_on_the_action_is_left(seed) -> None:
     toy = Toy(seed=seed)
     v = mean_value(toy)
-    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), v)
+    found = gradient(toy, METHODS["drift_control"].method, of_response(toy), v)
     wanted = {}
     for s in found:
         excess = [toy.value_after(toy.behavior, (*s, a)) - v(s) for a in range(VOCABULARY)]
@@ -66,7 +66,7 @@ def test_with_the_mean_of_the_advantage_only_what_depends_on_the_action_is_left(
             toy.prefix_probability(toy.behavior, s) * toy.behavior[s] * torch.tensor(excess, dtype=torch.float64)
         )
     assert_same(found, wanted)
-    naive = gradient(toy, PRESETS["reinforce"].method, of_response(toy), v)
+    naive = gradient(toy, METHODS["reinforce"].method, of_response(toy), v)
     assert_same(naive, {s: wanted[s] + v(s) * drift(toy, s) for s in wanted})
     assert any(float((v(s) * drift(toy, s)).abs().max()) > 0.01 for s in wanted)
 
@@ -74,8 +74,8 @@ def test_with_the_mean_of_the_advantage_only_what_depends_on_the_action_is_left(
 @each_seed
 def test_any_number_of_the_state_takes_away_its_own_drift_and_nothing_else(seed) -> None:
     toy = Toy(seed=seed)
-    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), some_number)
-    naive = gradient(toy, PRESETS["reinforce"].method, of_response(toy), some_number)
+    found = gradient(toy, METHODS["drift_control"].method, of_response(toy), some_number)
+    naive = gradient(toy, METHODS["reinforce"].method, of_response(toy), some_number)
     assert_same(found, {s: naive[s] - some_number(s) * drift(toy, s) for s in naive})
 
 
@@ -87,10 +87,10 @@ def test_a_shift_of_advantages_and_values_by_a_number_of_the_state_changes_no_ex
     def shifted_advantage(y, t):
         return toy.value[y] + some_number(y[:t])
 
-    plain = gradient(toy, PRESETS["drift_control"].method, of_response(toy), v)
-    shifted = gradient(toy, PRESETS["drift_control"].method, shifted_advantage, lambda s: v(s) + some_number(s))
+    plain = gradient(toy, METHODS["drift_control"].method, of_response(toy), v)
+    shifted = gradient(toy, METHODS["drift_control"].method, shifted_advantage, lambda s: v(s) + some_number(s))
     assert_same(shifted, plain)
-    naive = [gradient(toy, PRESETS["reinforce"].method, a, v) for a in (of_response(toy), shifted_advantage)]
+    naive = [gradient(toy, METHODS["reinforce"].method, a, v) for a in (of_response(toy), shifted_advantage)]
     assert any(float((naive[1][s] - naive[0][s]).abs().max()) > 0.01 for s in plain)
 
 
@@ -100,7 +100,7 @@ def test_the_mean_of_the_coefficient_in_a_state_stays_what_it_was(seed) -> None:
     log_pi, log_mu = toy.proximal[()].log(), toy.behavior[()].log()
     advantages = torch.tensor([toy.value[y] for y in toy.responses], dtype=torch.float64)
     order = torch.tensor([y[0] for y in toy.responses])
-    result = PRESETS["drift_control"].method(
+    result = METHODS["drift_control"].method(
         behavior_logprobs_T=log_mu[order],
         current_logprobs_T=log_pi[order],
         advantages_T=advantages,
@@ -120,10 +120,10 @@ def test_between_no_correction_and_the_token_ratio(seed) -> None:
     def zero(_state):
         return 0.0
 
-    found = gradient(toy, PRESETS["drift_control"].method, of_response(toy), zero)
-    assert_same(found, gradient(toy, PRESETS["reinforce"].method, of_response(toy), zero))
+    found = gradient(toy, METHODS["drift_control"].method, of_response(toy), zero)
+    assert_same(found, gradient(toy, METHODS["reinforce"].method, of_response(toy), zero))
     # An advantage that is a number of the state, as value too, is the token's importance ratio.
-    both = gradient(toy, PRESETS["drift_control"].method, lambda y, t: some_number(y[:t]), some_number)
-    assert_same(both, gradient(toy, PRESETS["reinforce_token_is"].method, lambda y, t: some_number(y[:t]), zero))
+    both = gradient(toy, METHODS["drift_control"].method, lambda y, t: some_number(y[:t]), some_number)
+    assert_same(both, gradient(toy, METHODS["reinforce_token_is"].method, lambda y, t: some_number(y[:t]), zero))
     for numbers in both.values():
         torch.testing.assert_close(numbers, torch.zeros_like(numbers), rtol=0.0, atol=1e-12)

@@ -39,7 +39,7 @@ def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_host
         assert row["train/mis_k3_kl"] > 0
 
 
-METHODS = {
+CHOSEN = {
     "gspo": {},
     "dispo": {"positive": [0.7, 1.5]},
     "dppo_tv": {"delta": 0.1},
@@ -50,11 +50,11 @@ METHODS = {
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CHOSEN)
 def test_a_short_run_with_a_method_by_its_name_learns(tmp_path: Path, method: str):
     gates = {"use_tis": True, "tis_level": "none", "rs_veto_threshold": 1.0e-4}
     config = tmp_path / "method.yaml"
-    config.write_text(yaml.safe_dump(gates | {"mis_loss_method": {"name": method} | METHODS[method]}))
+    config.write_text(yaml.safe_dump(gates | {"mis_loss_method": {"name": method} | CHOSEN[method]}))
     skips = method in ("dppo_tv", "prime_rl", "vaco")
     flags = ["--use-rollout-logprobs"] if skips else []
     (row,) = train(tmp_path / "run", *WHOLE_LOSS, *flags, "--custom-config-path", str(config), "--num-rollout", "1")

@@ -13,7 +13,7 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.explain import Circumstances, GaussianLaw, effect_of, effect_of_method, explain_config, traps_of
 from mis_ext.explain.method_effect import NUM_RESPONSES, NUM_TOKENS
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods import PRESETS
+from mis_ext.methods import METHODS
 from mis_ext.methods.chosen import choose_method
 from mis_ext.methods.first_update import equivalent_correction
 from mis_ext.presets import NO_CORRECTION, method_yaml
@@ -40,7 +40,7 @@ NUMBERS = ("kept_tokens", "live_tokens", "kept_sequences", "learning_rate", "ess
 
 
 def by_draws(name: str, *, k3: float = K3, length: float = LENGTH, config=NO_CORRECTION, **given):
-    return effect_of_method(config, PRESETS[name](**given), k3=k3, length=length)
+    return effect_of_method(config, METHODS[name](**given), k3=k3, length=length)
 
 
 def as_loss(**chosen) -> LossSettings:
@@ -57,7 +57,7 @@ def margin(share: float, *, draws: int) -> float:
 def test_draws_have_the_laws_own_numbers_for_every_method_that_the_hook_can_do(name) -> None:
     given = ACTING.get(name, {})
     found = by_draws(name, **given)
-    wanted = effect_of(equivalent_correction(NO_CORRECTION, PRESETS[name](**given)), k3=K3, length=LENGTH)
+    wanted = effect_of(equivalent_correction(NO_CORRECTION, METHODS[name](**given)), k3=K3, length=LENGTH)
     # Two halves of 8,192 responses. Sums of k3 and of |d| over 40 tokens are not gamma variables yet.
     approximate = 0.02 if name in ("trm", "sequence_error") else 0.0
     for number in NUMBERS:
@@ -115,7 +115,7 @@ def test_a_ratio_to_a_power_has_its_moment() -> None:
 
 
 # segment_rs is never known, and the draws of clip_cov do not ask for a mismatch.
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("segment_rs", "clip_cov")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("segment_rs", "clip_cov")])
 def test_without_a_mismatch_no_method_does_anything(name) -> None:
     found = by_draws(name, k3=0.0, length=3)
     assert [getattr(found, number) for number in NUMBERS] == pytest.approx([1.0] * 5)
@@ -171,7 +171,7 @@ def test_segments_and_covariances_are_none_of_the_laws() -> None:
 def test_a_method_of_tokens_is_known_at_every_length() -> None:
     # Drawn with 128 tokens each; a response of 200 keeps one of them with a probability of a half.
     band = {"low": 0.9995, "high": 1.0005}
-    config = equivalent_correction(NO_CORRECTION, PRESETS["token_mis"](**band))
+    config = equivalent_correction(NO_CORRECTION, METHODS["token_mis"](**band))
     for length in (200, 1e6):
         found, wanted = by_draws("token_mis", length=length, **band), effect_of(config, k3=K3, length=length)
         assert found.kept_tokens == pytest.approx(wanted.kept_tokens, rel=5.0 / math.sqrt(2 * NUM_TOKENS * 4e-3))
@@ -201,7 +201,7 @@ def test_traps_of_a_method_are_those_of_its_kind() -> None:
             learning_rate=1.0,
             is_stale=is_stale,
         )
-        return [trap.name for trap in traps_of(NO_CORRECTION, found, PRESETS[name].method)]
+        return [trap.name for trap in traps_of(NO_CORRECTION, found, METHODS[name].method)]
 
     assert names("reinforce_sequence_snis", k3=1e-3, length=2048) == ["hopeless_sequences"]
     assert names("reinforce_sequence_snis", k3=1e-4, length=2048) == []
@@ -221,10 +221,10 @@ def explained(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in mis_ext.list_presets()])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in mis_ext.list_presets()])
 def test_every_method_is_explained_by_its_name_as_its_file_is(name, tmp_path, capsys) -> None:
     found = explained(capsys, name)
-    row = PRESETS[name]
+    row = METHODS[name]
     assert found["about"]["Formula"] == row.formula
     assert found["about"]["Source"] == row.paper
     assert found["about"]["Log-probs"] == ", ".join(row.method.policies)
@@ -239,7 +239,7 @@ def test_every_method_is_explained_by_its_name_as_its_file_is(name, tmp_path, ca
 
 
 def test_a_presets_name_wins(capsys) -> None:
-    assert "icepop" in PRESETS
+    assert "icepop" in METHODS
     found = explained(capsys, "icepop")
     assert found["about"] == {}
     assert [step["name"] for step in found["steps"]][:2] == ["ratio", "weight, token"]

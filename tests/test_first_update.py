@@ -10,13 +10,12 @@ from test_method_yaml import PARAMETERS as FIRING
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
-from mis_ext.methods import PRESETS, Accept, Keep, Method, Score
-from mis_ext.methods import Weight as MethodWeight
+from mis_ext.methods import METHODS, Accept, Keep, Method, RatioWeight, Score
 from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
-each_preset = pytest.mark.parametrize("name", PRESETS)
+each_preset = pytest.mark.parametrize("name", METHODS)
 
 
 def streams(data) -> dict:
@@ -26,7 +25,7 @@ def streams(data) -> dict:
 @each_preset
 def test_times_the_advantage_it_is_the_coefficient_of_the_method_where_nothing_was_updated_yet(name) -> None:
     data, mask, layout = make_data(token_advantages=False)
-    method = without_terms(PRESETS[name](**parameters(name)))
+    method = without_terms(METHODS[name](**parameters(name)))
     found = first_update(
         method, **streams(data), advantages_T=data.advantages, response_mask_T=mask.double(), layout=layout
     )
@@ -39,7 +38,7 @@ def test_times_the_advantage_it_is_the_coefficient_of_the_method_where_nothing_w
 @each_preset
 def test_a_correction_beside_it_multiplies_and_rejects(name) -> None:
     data, mask, layout = make_data(token_advantages=False)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     given = streams(data) | {"advantages_T": data.advantages, "response_mask_T": mask, "layout": layout}
     kept_T = torch.arange(len(mask)) % 3 != 0
     alone = first_update(method, **given)
@@ -54,7 +53,7 @@ def test_where_every_token_has_the_mean_of_its_sequence_a_rejected_one_lowers_it
     # A ratio of 1 for all four tokens of one response, of which one is rejected and the others weigh 2.
     log_probs = {"proximal_logprobs_T": torch.full((4,), -1.0), "behavior_logprobs_T": torch.full((4,), -1.0)}
     found = first_update(
-        PRESETS["gspo"].method,
+        METHODS["gspo"].method,
         **log_probs,
         advantages_T=torch.ones(4),
         response_mask_T=torch.ones(4),
@@ -69,7 +68,7 @@ def test_where_every_token_has_the_mean_of_its_sequence_a_rejected_one_lowers_it
 @pytest.mark.parametrize("name", HOOK)
 def test_what_the_hook_can_do_has_the_hooks_weights_and_masks(name) -> None:
     data, mask, layout = make_data()
-    method = PRESETS[name](**FIRING.get(name, {}))
+    method = METHODS[name](**FIRING.get(name, {}))
     found = first_update(method, **streams(data), advantages_T=data.advantages, response_mask_T=mask, layout=layout)
     config = equivalent_correction(NO_CORRECTION, method)
     correction = mis_ext.compute_correction(
@@ -83,11 +82,11 @@ def test_what_the_hook_can_do_has_the_hooks_weights_and_masks(name) -> None:
 
 def test_an_equivalent_configuration_stands_alone_and_keeps_what_else_the_file_says() -> None:
     config = NO_CORRECTION.replace(max_reject_fraction=0.3)
-    found = equivalent_correction(config, PRESETS["icepop"].method)
+    found = equivalent_correction(config, METHODS["icepop"].method)
     gate = Gate(low=0.5, high=5.0, action="zero")
     assert found == CorrectionConfig(weight=Weight(mode="unbounded"), gates=(gate,), max_reject_fraction=0.3)
-    assert equivalent_correction(config, PRESETS["ppo"].method) is None
-    assert equivalent_correction(mis_ext.preset("mis"), PRESETS["icepop"].method) is None
+    assert equivalent_correction(config, METHODS["ppo"].method) is None
+    assert equivalent_correction(mis_ext.preset("mis"), METHODS["icepop"].method) is None
 
 
 LOOKING = ["bypass", "topr", "dppo_tv", "dppo_kl", "prime_rl", "opsm", "vespo", "m2po", "vaco", "clip_cov"]
@@ -96,12 +95,12 @@ LOOKING = ["bypass", "topr", "dppo_tv", "dppo_kl", "prime_rl", "opsm", "vespo", 
 def test_these_methods_look_at_the_advantages_at_the_first_update() -> None:
     # PPO's clip does not: its ratio is 1. Neither do methods whose bounds by sign hold 1 between them. One sign for all
     # tokens would hide clip_cov, whose covariance is then 0.
-    assert [name for name, row in PRESETS.items() if looks_at_advantages(row.method)] == LOOKING
-    assert looks_at_advantages(PRESETS["dispo"](positive=(1.1, 2.0)))
+    assert [name for name, row in METHODS.items() if looks_at_advantages(row.method)] == LOOKING
+    assert looks_at_advantages(METHODS["dispo"](positive=(1.1, 2.0)))
 
 
 def test_a_token_without_a_log_prob_has_no_factor_and_is_not_kept() -> None:
-    method = Method(surrogate=Score(), factors=(MethodWeight(pair=TOTAL), Keep(pair=TOTAL, low=0.5)))
+    method = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL), Keep(pair=TOTAL, low=0.5)))
     behavior = torch.tensor([-1.0, -math.inf, -1.0, -1.0])
     proximal = torch.tensor([-1.0 + math.log(2.0), -1.0, math.nan, -3.0])
     found = first_update(
@@ -117,12 +116,12 @@ def test_a_token_without_a_log_prob_has_no_factor_and_is_not_kept() -> None:
 
 
 def test_sequences_are_judged_and_products_taken_where_a_factor_says_so() -> None:
-    judging = [name for name, row in PRESETS.items() if row.method.judges_sequences]
+    judging = [name for name, row in METHODS.items() if row.method.judges_sequences]
     assert judging == [
         *("sequence_mis", "geometric_rs", "segment_rs", "geometric_rs_token_tis", "sequence_mask_tis", "veto", "trm"),
         *("sequence_error", "intellect_3", "mis_po", "opsm"),
     ]
-    products = [name for name, row in PRESETS.items() if row.method.multiplies_ratios]
+    products = [name for name, row in METHODS.items() if row.method.multiplies_ratios]
     assert products == [
         *("decoupled_sequence_tis", "sequence_mis", "reinforce_sequence_tis", "reinforce_sequence_snis"),
         *("reinforce_sequence_psis", "topr", "vespo"),

@@ -41,7 +41,7 @@ def test_value_and_slope_are_those_of_the_formula(estimator, importance, cap) ->
         reductions=Reductions(PackedLayout.whole([40])),
         whole_sequences=False,
     )
-    found = KlTerm(estimator=estimator, scale=1.0, importance=importance, cap=cap).of(batch)
+    found = KlTerm(estimator=estimator, scale=1.0, importance=importance, cap=cap).evaluate(batch)
     torch.testing.assert_close(tuple(found), (value.detach(), slope))
 
 
@@ -59,5 +59,5 @@ def test_a_square_has_no_bound_where_an_exponent_would_have_one(estimator, value
         reductions=Reductions(PackedLayout.whole([1])),
         whole_sequences=False,
     )
-    found = KlTerm(estimator=estimator, scale=1.0).of(batch)
+    found = KlTerm(estimator=estimator, scale=1.0).evaluate(batch)
     assert (float(found.value_T), float(found.slope_T)) == (value, -sign * slope)

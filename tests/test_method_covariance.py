@@ -10,14 +10,14 @@ from method_losses import Data, covariance
 from test_method_gradients import apply, make_data
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS
+from mis_ext.methods import METHODS
 
 BAND = {"low": 0.15, "high": 0.25, "cov_low": 0.1, "cov_high": 0.6}
 
 
 def dropped(data, mask, layout, **numbers) -> list[int]:
     """The tokens that Clip-Cov holds back, of those that PPO's clip does not stop."""
-    result = apply(PRESETS["clip_cov"](**BAND | numbers), data, mask, layout)
+    result = apply(METHODS["clip_cov"](**BAND | numbers), data, mask, layout)
     is_dropped_T = result.valid_T & (result.coefficient_T == 0.0) & ~result.clipped_T
     return is_dropped_T.nonzero().flatten().tolist()
 
@@ -39,8 +39,8 @@ def test_an_empty_band_holds_nothing_back() -> None:
     data, mask, layout = make_data()
     assert dropped(data, mask, layout, cov_low=1e6, cov_high=2e6, share=0.5) == []
     nothing = torch.zeros_like(mask)
-    assert not apply(PRESETS["clip_cov"].method, data, nothing, layout).coefficient_T.any()
-    assert not apply(PRESETS["kl_cov"].method, data, nothing, layout).coefficient_T.any()
+    assert not apply(METHODS["clip_cov"].method, data, nothing, layout).coefficient_T.any()
+    assert not apply(METHODS["kl_cov"].method, data, nothing, layout).coefficient_T.any()
 
 
 def test_every_token_of_the_band_is_as_likely_to_be_held_back() -> None:
@@ -76,7 +76,7 @@ def test_a_token_under_the_mask_changes_no_covariance() -> None:
         data, x=torch.where(mask, data.x, math.nan), advantages=torch.where(mask, data.advantages, 1e30)
     )
     for name in ("clip_cov", "kl_cov"):
-        method = PRESETS[name](share=0.1)
+        method = METHODS[name](share=0.1)
         first, second = (apply(method, each, mask, layout).coefficient_T for each in (data, spoilt))
         assert torch.equal(first, second)
 
@@ -86,7 +86,7 @@ def test_the_largest_covariances_are_chosen_also_where_all_are_negative() -> Non
     advantages = torch.tensor([-3.0, -1.0, 1.0, 3.0], dtype=torch.float64)
     data = Data(log_prob, log_prob, log_prob - 0.5, log_prob, advantages, [torch.arange(4)], log_prob)
     result = apply(
-        PRESETS["kl_cov"](share=0.5, scale=0.25), data, torch.ones(4, dtype=torch.bool), PackedLayout.whole([4])
+        METHODS["kl_cov"](share=0.5, scale=0.25), data, torch.ones(4, dtype=torch.bool), PackedLayout.whole([4])
     )
     # Of -4.5, -0.5, -0.5 and -4.5 the two in the middle; their ratio is above 1, so that the penalty pulls down.
     wanted = math.exp(0.5) * advantages - torch.tensor([0.0, 0.25, 0.25, 0.0])

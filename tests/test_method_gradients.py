@@ -9,7 +9,7 @@ import torch
 from method_losses import Data
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS, Keep, Method, Ratio, Weight
+from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 
 STEP = 1e-6
 # The preset's own numbers where they fire on random data, else wider or narrower ones.
@@ -55,11 +55,11 @@ PARAMETERS = {
     "grpo_unbiased_kl": {"beta": 0.1},
     "opsm": {"delta": 0.1},
 }
-each_preset = pytest.mark.parametrize("name", PRESETS)
+each_preset = pytest.mark.parametrize("name", METHODS)
 
 
 def parameters(name: str) -> dict:
-    return PRESETS[name].defaults | PARAMETERS.get(name, {})
+    return METHODS[name].defaults | PARAMETERS.get(name, {})
 
 
 def make_data(*, seed: int = 0, token_advantages: bool = True, num_sequences: int = 32):
@@ -115,7 +115,7 @@ def needs_one_advantage(name: str) -> bool:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_coefficient_is_the_finite_difference_of_the_papers_loss(name, seed) -> None:
     data, mask, layout = make_data(seed=seed, token_advantages=not needs_one_advantage(name))
-    result = apply(PRESETS[name](**parameters(name)), data, mask, layout)
+    result = apply(METHODS[name](**parameters(name)), data, mask, layout)
     torch.testing.assert_close(result.coefficient_T, finite_difference(name, data), rtol=1e-6, atol=1e-8)
     assert torch.equal(result.valid_T, mask)
     assert not result.coefficient_T.requires_grad
@@ -125,7 +125,7 @@ def test_the_coefficient_is_the_finite_difference_of_the_papers_loss(name, seed)
 def test_the_loss_has_the_papers_value_and_minus_the_coefficient_as_gradient(name) -> None:
     data, mask, layout = make_data(seed=2, token_advantages=not needs_one_advantage(name))
     current = data.x.clone().requires_grad_()
-    result = apply(PRESETS[name](**parameters(name)), data, mask, layout, current_logprobs_T=current)
+    result = apply(METHODS[name](**parameters(name)), data, mask, layout, current_logprobs_T=current)
     result.loss_T.sum().backward()
     assert torch.equal(current.grad, -result.coefficient_T)
     wanted = getattr(method_losses, name)(data.x[None], data, **parameters(name))[0]
@@ -140,12 +140,12 @@ def test_icepop_can_count_what_it_masks_in_the_mean_of_its_weights() -> None:
     numbers = {"low": 0.5, "high": 2.0, "normalize_over": "all_tokens"}
     moves = STEP * torch.eye(len(data.x), dtype=torch.float64)
     up, down = (method_losses.icepop(data.x + sign * moves, data, **numbers) for sign in (1.0, -1.0))
-    result = apply(PRESETS["icepop"](**numbers), data, mask, layout)
+    result = apply(METHODS["icepop"](**numbers), data, mask, layout)
     torch.testing.assert_close(result.coefficient_T, -(up - down) / (2 * STEP), rtol=1e-6, atol=1e-8)
     weights = method_losses.rho(data) * method_losses.inside(method_losses.rho(data), 0.5, 2.0)
     assert 0 < (weights[data.valid] == 0).sum() < len(data.valid)
     # The mean over the others is larger: with it every coefficient would be smaller.
-    others = apply(PRESETS["icepop"](**numbers | {"normalize_over": "tokens"}), data, mask, layout)
+    others = apply(METHODS["icepop"](**numbers | {"normalize_over": "tokens"}), data, mask, layout)
     share = (weights[data.valid] != 0).double().mean()
     torch.testing.assert_close(others.coefficient_T, result.coefficient_T * share, rtol=1e-9, atol=1e-12)
 
@@ -209,7 +209,7 @@ def changes(part):
 @each_preset
 def test_every_change_of_a_preset_changes_its_coefficients(name) -> None:
     found = [make_data(seed=seed, token_advantages=not needs_one_advantage(name)) for seed in (0, 1)]
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     before = [apply(method, *given).coefficient_T for given in found]
     for what, variant in variants(method):
         after = [apply(variant, *given).coefficient_T for given in found]
@@ -220,7 +220,7 @@ def test_every_change_of_a_preset_changes_its_coefficients(name) -> None:
 @each_preset
 def test_both_sides_of_every_gate_and_clip_are_taken_for_both_signs(name) -> None:
     data, mask, layout = make_data(seed=0, token_advantages=not needs_one_advantage(name))
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     # Without its penalty, which is not zero outside of a gate.
     result = apply(dataclasses.replace(method, terms=()), data, mask, layout)
     has_gate = any(isinstance(factor, Keep) for factor in method.factors)
@@ -235,11 +235,11 @@ def test_both_sides_of_every_gate_and_clip_are_taken_for_both_signs(name) -> Non
 
 
 def test_at_least_35_presets_have_a_loss_of_their_own_here() -> None:
-    assert len(PRESETS) >= 35
-    assert all(callable(getattr(method_losses, name)) for name in PRESETS)
+    assert len(METHODS) >= 35
+    assert all(callable(getattr(method_losses, name)) for name in METHODS)
 
 
 def test_default_weights_have_an_upper_bound_or_say_that_they_have_none() -> None:
-    for name, row in PRESETS.items():
-        weights = [factor for factor in row.method.factors if isinstance(factor, Weight)]
+    for name, row in METHODS.items():
+        weights = [factor for factor in row.method.factors if isinstance(factor, RatioWeight)]
         assert all(math.isfinite(weight.high) for weight in weights if weight.high is not None), name

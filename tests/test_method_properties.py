@@ -9,7 +9,7 @@ import torch
 from test_method_gradients import apply, each_preset, make_data, needs_one_advantage, parameters
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS, Keep, KlTerm, Method, Ratio, Score, Weight
+from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio, RatioWeight, Score
 from mis_ext.methods.batch import MISMATCH, STALENESS, TOTAL
 from mis_ext.methods.denominators import mean_weights
 from mis_ext.methods.reductions import WHOLE_SEQUENCE
@@ -51,7 +51,7 @@ def ratios(*values: float) -> dict:
 def test_where_all_policies_agree_every_preset_is_the_plain_policy_gradient(name) -> None:
     data, mask, layout = make_data(token_advantages=name != "gspo")
     equal = dataclasses.replace(data, x=data.behavior, proximal=data.behavior, reference=data.behavior)
-    result = apply(PRESETS[name].method, equal, mask, layout)
+    result = apply(METHODS[name].method, equal, mask, layout)
     # One of ten thousand tokens, at least one, is held back whatever the policies are.
     held_back = torch.zeros_like(mask) if name != "clip_cov" else mask & (result.coefficient_T == 0.0)
     assert int(held_back.sum()) == (name == "clip_cov")
@@ -65,7 +65,7 @@ def test_where_all_policies_agree_every_preset_is_the_plain_policy_gradient(name
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e4])
 def test_what_lies_under_a_masked_token_changes_nothing(name, junk) -> None:
     data, mask, layout = given(name)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     wanted = apply(method, data, mask, layout)
     for stream in STREAMS:
         dirty = dataclasses.replace(data, **{stream: torch.where(mask, getattr(data, stream), junk)})
@@ -77,7 +77,7 @@ def test_what_lies_under_a_masked_token_changes_nothing(name, junk) -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_sequence(name, broken) -> None:
     data, mask, layout = given(name)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     sequence_T = layout.index.sequence_T
     victim = data.sequences[4]
     at = int(victim[len(victim) // 2])
@@ -115,7 +115,7 @@ def test_absurd_log_ratios_give_finite_numbers_in_float32(name, distance) -> Non
     streams = {stream: getattr(data, stream).float() for stream in STREAMS}
     for stream in ("behavior", "proximal", "x", "reference"):
         far = dataclasses.replace(data, **streams | {stream: streams[stream] + distance})
-        result = apply(PRESETS[name].method, far, mask, layout)
+        result = apply(METHODS[name].method, far, mask, layout)
         assert result.coefficient_T.isfinite().all()
         assert result.loss_T.isfinite().all()
         assert result.coefficient_T.dtype == torch.float32
@@ -125,7 +125,7 @@ def test_absurd_log_ratios_give_finite_numbers_in_float32(name, distance) -> Non
 def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
     data, mask, layout = given(name)
     single = dataclasses.replace(data, **{stream: getattr(data, stream).float() for stream in STREAMS})
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     found, wanted = (apply(method, each, mask, layout) for each in (single, data))
     torch.testing.assert_close(found.coefficient_T.double(), wanted.coefficient_T, rtol=1e-4, atol=1e-5)
     assert torch.equal(found.kept_T, wanted.kept_T)
@@ -135,7 +135,7 @@ def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
 @each_preset
 def test_the_order_of_sequences_and_masked_padding_between_tokens_change_nothing(name) -> None:
     data, mask, layout = given(name, num_sequences=8)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     wanted = apply(method, data, mask, layout).coefficient_T
     lengths = list(layout.response_lengths)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -161,7 +161,7 @@ def test_the_order_of_sequences_and_masked_padding_between_tokens_change_nothing
 @each_preset
 def test_the_order_of_factors_does_not_matter(name) -> None:
     data, mask, layout = given(name)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     reversed_ = dataclasses.replace(method, factors=method.factors[::-1])
     found, wanted = (apply(m, data, mask, layout) for m in (reversed_, method))
     torch.testing.assert_close(found.coefficient_T, wanted.coefficient_T, rtol=1e-12, atol=0.0)
@@ -172,12 +172,12 @@ def test_the_order_of_factors_does_not_matter(name) -> None:
 def test_one_token_sequences_make_all_levels_the_same(name) -> None:
     data, mask, _ = make_data(num_sequences=8)
     layout = PackedLayout.whole([1] * len(mask))
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
 
     def at_level(part, level, reduce):
         if isinstance(part, Keep) and not part.reduce.startswith("batch"):
             return dataclasses.replace(part, reduce=reduce)
-        return dataclasses.replace(part, level=level) if isinstance(part, (Weight, Ratio)) else part
+        return dataclasses.replace(part, level=level) if isinstance(part, (RatioWeight, Ratio)) else part
 
     wanted = apply(method, data, mask, layout).coefficient_T
     levels = {"token": "token", "prefix": "prefix", "segment": "segment_sum", "geometric": "mean", "sequence": "sum"}
@@ -189,13 +189,13 @@ def test_one_token_sequences_make_all_levels_the_same(name) -> None:
         assert torch.equal(found.coefficient_T, wanted)
 
 
-GATED = [name for name, row in PRESETS.items() if any(isinstance(f, Keep) for f in row.method.factors)]
+GATED = [name for name, row in METHODS.items() if any(isinstance(f, Keep) for f in row.method.factors)]
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_widening_a_bound_never_drops_a_kept_token_and_an_open_one_drops_none(name) -> None:
     data, mask, layout = given(name)
-    method = PRESETS[name](**parameters(name))
+    method = METHODS[name](**parameters(name))
     live = apply(dataclasses.replace(method, terms=()), data, mask, layout).coefficient_T != 0
     for i, factor in enumerate(method.factors):
         if not isinstance(factor, Keep):
@@ -215,7 +215,7 @@ def test_widening_a_bound_never_drops_a_kept_token_and_an_open_one_drops_none(na
 def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tokens() -> None:
     ratio = (1.25, 0.5, 1.1, 0.9, 2.0)
     by_level = {
-        level: Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level),))
+        level: Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level=level),))
         for level in ("token", "segment", "sequence")
     }
 
@@ -229,7 +229,7 @@ def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tok
 
 def test_sequence_means_the_product_and_geometric_the_mean() -> None:
     def weight(level):
-        method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level),))
+        method = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level=level),))
         return call(method, **ratios(2.0, 0.5, 4.0)).coefficient_T.tolist()
 
     assert weight("sequence") == pytest.approx([4.0] * 3)
@@ -239,23 +239,23 @@ def test_sequence_means_the_product_and_geometric_the_mean() -> None:
 
 
 def test_a_truncated_product_is_no_product_of_truncated_ratios() -> None:
-    found = call(PRESETS["decoupled_sequence_tis"].method, **ratios(4.0, 0.25, 1.5)).coefficient_T
+    found = call(METHODS["decoupled_sequence_tis"].method, **ratios(4.0, 0.25, 1.5)).coefficient_T
     assert found.tolist() == pytest.approx([1.5] * 3)
 
 
 def test_a_bound_of_a_ratio_is_not_one_of_its_inverse() -> None:
-    kept = call(PRESETS["token_mis"](low=0.5, high=3.0), **ratios(2.5, 0.4, 0.6, 3.5)).kept_T
+    kept = call(METHODS["token_mis"](low=0.5, high=3.0), **ratios(2.5, 0.4, 0.6, 3.5)).kept_T
     assert kept.tolist() == [True, False, True, False]
 
 
 def test_a_veto_works_alone_and_sees_one_token() -> None:
-    result = call(PRESETS["veto"](low=0.01), **ratios(1.0, 0.009, 1.0, 1.0, 0.011), lengths=[3, 2])
+    result = call(METHODS["veto"](low=0.01), **ratios(1.0, 0.009, 1.0, 1.0, 0.011), lengths=[3, 2])
     assert result.kept_T.tolist() == [False] * 3 + [True] * 2
 
 
 def test_icepop_and_token_mis_differ_in_denominators_only() -> None:
     data, mask, layout = make_data()
-    zeroed, rejected = (apply(PRESETS[name](low=0.5, high=2.0), data, mask, layout) for name in ("icepop", "token_mis"))
+    zeroed, rejected = (apply(METHODS[name](low=0.5, high=2.0), data, mask, layout) for name in ("icepop", "token_mis"))
     assert torch.equal(zeroed.coefficient_T, rejected.coefficient_T)
     assert torch.equal(zeroed.kept_T, mask)
     assert rejected.kept_T.sum() < mask.sum()
@@ -288,24 +288,24 @@ def test_a_penalty_is_paid_by_rejected_tokens_or_not_as_its_row_says() -> None:
 
 def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage_and_gmpo_without_clips_has_its_ratio() -> None:
     data, mask, layout = make_data(token_advantages=False)
-    found = [apply(PRESETS[name](low=0.05, high=0.1), data, mask, layout) for name in ("gspo", "gspo_token")]
+    found = [apply(METHODS[name](low=0.05, high=0.1), data, mask, layout) for name in ("gspo", "gspo_token")]
     torch.testing.assert_close(found[0].coefficient_T, found[1].coefficient_T, rtol=1e-12, atol=1e-15)
     open_ = apply(Method(surrogate=Ratio(level="geometric")), data, mask, layout)
-    gmpo = apply(PRESETS["gmpo"](low=1e-6, high=1e6), data, mask, layout)
+    gmpo = apply(METHODS["gmpo"](low=1e-6, high=1e6), data, mask, layout)
     torch.testing.assert_close(gmpo.coefficient_T, open_.coefficient_T, rtol=1e-12, atol=1e-15)
 
 
 def test_mismatch_times_staleness_is_the_total_ratio() -> None:
     data, mask, layout = make_data()
-    whole = Method(surrogate=Score(), factors=(Weight(pair=TOTAL),))
-    split = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH), Weight(pair=STALENESS)))
+    whole = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL),))
+    split = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH), RatioWeight(pair=STALENESS)))
     found = [apply(method, data, mask, layout).coefficient_T for method in (whole, split)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
 
 
 def test_open_bounds_make_every_weight_the_plain_ratio() -> None:
     data, mask, layout = make_data()
-    plain = apply(PRESETS["decoupled"].method, data, mask, layout).coefficient_T
+    plain = apply(METHODS["decoupled"].method, data, mask, layout).coefficient_T
     for name, bounds in {
         "decoupled_token_tis": {"high": 1e9},
         "decoupled_token_clip": {"low": 0.0, "high": 1e9},
@@ -313,21 +313,21 @@ def test_open_bounds_make_every_weight_the_plain_ratio() -> None:
         "decoupled_mixed": {"mix": 1.0},
         "icepop": {"low": 0.0, "high": 1e9},
     }.items():
-        found = apply(PRESETS[name](**bounds), data, mask, layout).coefficient_T
+        found = apply(METHODS[name](**bounds), data, mask, layout).coefficient_T
         torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-15)
 
 
 def test_opsm_never_touches_positive_advantages_and_sees_the_mismatch() -> None:
     data, mask, layout = make_data(token_advantages=False)
-    without = apply(PRESETS["opsm"](delta=1e9), data, mask, layout)
-    assert torch.equal(without.coefficient_T, apply(PRESETS["ppo"].method, data, mask, layout).coefficient_T)
-    kept = [apply(PRESETS["opsm"](delta=delta), data, mask, layout).kept_T for delta in (0.0, 0.2, 1.0)]
+    without = apply(METHODS["opsm"](delta=1e9), data, mask, layout)
+    assert torch.equal(without.coefficient_T, apply(METHODS["ppo"].method, data, mask, layout).coefficient_T)
+    kept = [apply(METHODS["opsm"](delta=delta), data, mask, layout).kept_T for delta in (0.0, 0.2, 1.0)]
     assert kept[0].sum() < kept[1].sum() < kept[2].sum()
     for narrow, wide in itertools.pairwise(kept):
         assert bool((wide | ~narrow).all())
     assert torch.equal(kept[0][data.advantages > 0], mask[data.advantages > 0])
     # The trainer has not moved: only the engines differ.
-    engines = call(PRESETS["opsm"](delta=0.05), **ratios(0.9, 0.9), advantages=[-1.0, -1.0])
+    engines = call(METHODS["opsm"](delta=0.05), **ratios(0.9, 0.9), advantages=[-1.0, -1.0])
     assert not engines.kept_T.any()
 
 
@@ -348,7 +348,7 @@ def test_m2po_keeps_as_many_tokens_as_any_choice_within_the_budget() -> None:
         outward = (mask & (data.advantages * (data.x - data.behavior) > 0)).nonzero().flatten().tolist()[:9]
         only = torch.zeros_like(mask)
         only[outward] = True
-        kept = int((apply(PRESETS["m2po"](budget=0.08), data, only, layout).coefficient_T != 0).sum())
+        kept = int((apply(METHODS["m2po"](budget=0.08), data, only, layout).coefficient_T != 0).sum())
         fits = [
             n
             for n in range(1, len(outward) + 1)
@@ -380,7 +380,7 @@ def test_vespo_weighs_most_at_shape_over_scale_and_one_at_one() -> None:
     log_w = torch.linspace(-2, 2, 4001, dtype=torch.float64)
     for sign, (shape, scale) in ((1.0, (2.0, 3.0)), (-1.0, (3.0, 2.0))):
         found = call(
-            PRESETS["vespo"].method,
+            METHODS["vespo"].method,
             behavior=torch.full_like(log_w, -3.0),
             proximal=log_w - 3.0,
             advantages=torch.full_like(log_w, sign),
@@ -405,18 +405,18 @@ def test_binary_kl_bounds_the_squared_probability_difference_and_vanishes_where_
 
 def test_self_normalised_weights_ignore_a_common_factor_and_one_sequence_is_not_corrected() -> None:
     data, mask, layout = make_data()
-    method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH),), normalize_over="tokens")
+    method = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH),), normalize_over="tokens")
     shifted = dataclasses.replace(data, behavior=data.behavior + 0.7)
     found = [apply(method, each, mask, layout).coefficient_T for each in (data, shifted)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
-    alone = call(PRESETS["reinforce_sequence_snis"].method, **ratios(1.5, 0.5))
+    alone = call(METHODS["reinforce_sequence_snis"].method, **ratios(1.5, 0.5))
     assert alone.coefficient_T.tolist() == pytest.approx([1.0, 1.0])
-    two = call(PRESETS["reinforce_sequence_snis"].method, **ratios(1.5, 0.5), lengths=[1, 1])
+    two = call(METHODS["reinforce_sequence_snis"].method, **ratios(1.5, 0.5), lengths=[1, 1])
     assert two.coefficient_T.tolist() == pytest.approx([1.5, 0.5])
 
 
 def test_rejected_tokens_do_not_count_in_the_mean_weight() -> None:
-    factors = (Weight(pair=MISMATCH), Keep(pair=MISMATCH, high=3.0))
+    factors = (RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, high=3.0))
     method = Method(surrogate=Score(), factors=factors, normalize_over="tokens")
     found = call(method, **ratios(1.5, 0.5, math.exp(19.0)))
     assert found.coefficient_T.tolist() == pytest.approx([1.5, 0.5, 0.0])
@@ -425,8 +425,8 @@ def test_rejected_tokens_do_not_count_in_the_mean_weight() -> None:
 def test_every_factor_acts_on_every_surrogate() -> None:
     data, mask, layout = make_data()
     for name in ("ppo", "bypass", "gspo", "gmpo", "sapo", "reinforce", "ctpo", "kimi_k2_5"):
-        method = dataclasses.replace(PRESETS[name].method, terms=())
-        weighted = dataclasses.replace(method, factors=(*method.factors, Weight(pair=MISMATCH, high=0.5, low=0.5)))
+        method = dataclasses.replace(METHODS[name].method, terms=())
+        weighted = dataclasses.replace(method, factors=(*method.factors, RatioWeight(pair=MISMATCH, high=0.5, low=0.5)))
         found, wanted = (apply(m, data, mask, layout).coefficient_T for m in (weighted, method))
         # A half rounds nothing.
         assert torch.equal(found, 0.5 * wanted)
@@ -435,7 +435,7 @@ def test_every_factor_acts_on_every_surrogate() -> None:
 def test_log_probs_are_subtracted_in_float32_whatever_they_are_stored_in() -> None:
     behavior = torch.tensor([-2.0, -1.5])
     proximal = behavior + torch.tensor([0.0078125, -0.00390625])
-    method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH),))
+    method = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH),))
     found = method(
         behavior_logprobs_T=behavior.bfloat16(),
         proximal_logprobs_T=proximal,
@@ -452,11 +452,11 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
     streams = {"current_logprobs_T": values, "advantages_T": values, "response_mask_T": values}
     layout = PackedLayout.whole([3])
     with pytest.raises(ValueError, match="pass proximal_logprobs_T"):
-        PRESETS["ppo"].method(**streams, layout=layout)
+        METHODS["ppo"].method(**streams, layout=layout)
     with pytest.raises(ValueError, match="pass state_values_T"):
-        PRESETS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
+        METHODS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
     with pytest.raises(ValueError, match=r"current has the shape \(3,\), the layout 2 tokens"):
-        PRESETS["reinforce"].method(
+        METHODS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])
         )
 
@@ -467,7 +467,7 @@ def test_the_soft_gate_of_sapo_keeps_its_digits_where_it_is_nearly_closed(dtype,
     log_ratio = torch.linspace(-3.0, math.log(80.0), 200, dtype=dtype)
     proximal = torch.full_like(log_ratio, -5.0)
     current = proximal + log_ratio
-    found = PRESETS["sapo"].method(
+    found = METHODS["sapo"].method(
         proximal_logprobs_T=proximal,
         current_logprobs_T=current,
         advantages_T=torch.full_like(proximal, advantage),

@@ -11,17 +11,17 @@ from thread_ranks import run_ranks
 from zigzag import local_tokens
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS, Method, Score, Weight
+from mis_ext.methods import METHODS, Method, RatioWeight, Score
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.denominators import mean_weights
 
 NEEDS_ALL_TOKENS = "m2po"
 NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"
-METHODS = {
-    **{name: row(**parameters(name)) for name, row in PRESETS.items() if name != NEEDS_ALL_TOKENS},
-    "segment weights": Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level="segment"),)),
-    "prefix weights": Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level="prefix"),)),
-    "normalised tokens": Method(surrogate=Score(), factors=(Weight(pair=MISMATCH),), normalize_over="tokens"),
+CHOSEN = {
+    **{name: row(**parameters(name)) for name, row in METHODS.items() if name != NEEDS_ALL_TOKENS},
+    "segment weights": Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level="segment"),)),
+    "prefix weights": Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level="prefix"),)),
+    "normalised tokens": Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH),), normalize_over="tokens"),
 }
 TOPOLOGIES = [(2, 1, "zigzag"), (4, 1, "zigzag"), (1, 2, "zigzag"), (2, 2, "contiguous")]
 PROMPTS = [3, 1, 9, 2]
@@ -37,7 +37,7 @@ def part(data, mask, local):
 def test_any_number_of_ranks_gives_the_coefficients_of_one(cp_size, dp_size, partition) -> None:
     data, mask, whole = make_data(seed=3, num_sequences=40)
     lengths = list(whole.response_lengths)
-    wanted = {name: apply(method, data, mask, whole) for name, method in METHODS.items()}
+    wanted = {name: apply(method, data, mask, whole) for name, method in CHOSEN.items()}
     shares = {over: mean_weights(mask, over=over, layout=whole) for over in ("tokens", "sequences")}
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     totals = [length + PROMPTS[i % len(PROMPTS)] for i, length in enumerate(lengths)]
@@ -57,7 +57,7 @@ def test_any_number_of_ranks_gives_the_coefficients_of_one(cp_size, dp_size, par
         local = torch.tensor(local, dtype=torch.long)
         mine, own_mask = part(data, mask, local)
         groups = {"cp_group": rank.groups.cp_group if cp_size > 1 else None, "dp_group": rank.groups.dp_group}
-        for name, method in METHODS.items():
+        for name, method in CHOSEN.items():
             if name == NEEDS_ALL_SEQUENCES and dp_size > 1:
                 with pytest.raises(ValueError, match="all sequences on one rank"):
                     apply(method, mine, own_mask, layout, **groups)
@@ -80,7 +80,7 @@ def test_what_needs_all_tokens_of_the_batch_refuses_to_be_split() -> None:
     data, mask, layout = make_data(seed=3)
 
     def work(rank):
-        return apply(PRESETS[NEEDS_ALL_TOKENS].method, data, mask, layout, dp_group=rank.groups.dp_group)
+        return apply(METHODS[NEEDS_ALL_TOKENS].method, data, mask, layout, dp_group=rank.groups.dp_group)
 
     found = run_ranks(work, dp_size=2)
     assert all(isinstance(rank, ValueError) and "on one rank" in str(rank) for rank in found)
@@ -91,13 +91,13 @@ def test_a_split_layout_needs_its_group() -> None:
     values = torch.zeros(split.num_local_tokens)
     data = method_losses.Data(values, values, values, values, values, [], values)
     with pytest.raises(ValueError, match="needs its cp_group"):
-        apply(PRESETS["ppo"].method, data, values, split)
+        apply(METHODS["ppo"].method, data, values, split)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", METHODS)
 def test_no_preset_reads_a_value_or_does_other_work_on_other_data(name, monkeypatch) -> None:
     data, mask, layout = make_data(seed=3)
-    method = PRESETS[name].method
+    method = METHODS[name].method
     apply(method, data, mask, layout)
     names = []
     for factor, used in ((1.0, mask), (0.0, torch.zeros_like(mask))):

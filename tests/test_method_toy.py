@@ -11,7 +11,7 @@ import torch
 from test_toy_policy import Toy
 
 from mis_ext import PackedLayout
-from mis_ext.methods import PRESETS, Keep, KlTerm, Method, Score, Weight
+from mis_ext.methods import METHODS, Keep, KlTerm, Method, RatioWeight, Score
 from mis_ext.methods.batch import TOTAL
 
 each_seed = pytest.mark.parametrize("seed", range(3))
@@ -62,8 +62,8 @@ def distance(found: dict, wanted: dict) -> float:
     return math.dist(list(found.values()), [wanted[key] for key in found]) / math.hypot(*wanted.values())
 
 
-SEQUENCE_IS = Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence"),))
-PREFIX_IS = Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="prefix"),))
+SEQUENCE_IS = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="sequence"),))
+PREFIX_IS = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="prefix"),))
 
 
 @each_seed
@@ -79,7 +79,7 @@ def test_token_weights_mend_the_action_prefix_weights_the_state_too_and_neither_
     toy = Toy(seed=seed)
     mu, pi = toy.behavior, toy.proximal
     wanted = truth(toy, states=pi, actions=pi, after=pi)
-    token, prefix = (expected(toy, method) for method in (PRESETS["reinforce_token_is"].method, PREFIX_IS))
+    token, prefix = (expected(toy, method) for method in (METHODS["reinforce_token_is"].method, PREFIX_IS))
     assert_same(token, truth(toy, states=mu, actions=pi, after=mu))
     assert_same(prefix, truth(toy, states=pi, actions=pi, after=mu))
     assert distance(token, wanted) > 0.01
@@ -90,12 +90,12 @@ def test_token_weights_mend_the_action_prefix_weights_the_state_too_and_neither_
 def test_the_expected_weight_up_to_any_token_is_one(seed) -> None:
     toy = Toy(seed=seed, stops=False)
     ones = dict.fromkeys(toy.responses, 1.0)
-    for method in (PREFIX_IS, PRESETS["reinforce_token_is"].method):
+    for method in (PREFIX_IS, METHODS["reinforce_token_is"].method):
         c = coefficients(toy, method, ones)
         for t in range(len(toy.responses[0])):
             mean = sum(toy.probability(toy.behavior, y) * float(c[y][t]) for y in toy.responses)
             assert mean == pytest.approx(1.0, rel=1e-12)
-    geometric = Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="geometric"),))
+    geometric = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="geometric"),))
     c = coefficients(toy, geometric, ones)
     assert sum(toy.probability(toy.behavior, y) * float(c[y][0]) for y in toy.responses) < 1.0 - 1e-4
 
@@ -115,7 +115,7 @@ def test_truncation_loses_exactly_the_weight_above_the_bound_and_masking_loses_m
         for y in toy.responses
     )
     target = estimate(SEQUENCE_IS)
-    truncated = estimate(PRESETS["reinforce_sequence_tis"](high=bound))
+    truncated = estimate(METHODS["reinforce_sequence_tis"](high=bound))
     gate = Keep(pair=TOTAL, reduce="sum", high=bound)
     masked = estimate(Method(surrogate=Score(), factors=(*SEQUENCE_IS.factors, gate)))
     assert target - truncated == pytest.approx(excess, rel=1e-9)
@@ -138,7 +138,7 @@ def test_the_naive_gradient_drifts_away_from_the_behavior_policy_where_advantage
     toy = Toy(seed=seed, max_length=1)
     minus_one = dict.fromkeys(toy.responses, -1.0)
     # In logits: sum over actions of E[c] (1 - pi), which is pi - mu for advantage -1.
-    naive, weighted = (expected(toy, PRESETS[n].method, minus_one) for n in ("reinforce", "reinforce_token_is"))
+    naive, weighted = (expected(toy, METHODS[n].method, minus_one) for n in ("reinforce", "reinforce_token_is"))
     pi = toy.proximal[()]
     drift, none = (
         torch.tensor([c[(a,)] for a in range(3)], dtype=torch.float64) - pi * sum(c.values()) for c in (naive, weighted)

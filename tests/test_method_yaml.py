@@ -14,7 +14,7 @@ import mis_ext
 from mis_ext.cli import main
 from mis_ext.hosts.slime_miles.loss_keys import loss_settings
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
-from mis_ext.methods import PRESETS, Keep, Method, Ratio, Weight
+from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.presets import method_yaml
@@ -60,7 +60,7 @@ SAME = {
 
 def can(name: str) -> bool:
     try:
-        as_correction(PRESETS[name].method)
+        as_correction(METHODS[name].method)
     except ValueError:
         return False
     return True
@@ -80,13 +80,13 @@ def corrected(config: mis_ext.CorrectionConfig, data, mask, layout) -> tuple[tor
 
 
 def test_the_rows_that_the_hook_can_do_are_these() -> None:
-    assert [name for name in PRESETS if can(name)] == HOOK
+    assert [name for name in METHODS if can(name)] == HOOK
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("name", HOOK)
 def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
-    method = PRESETS[name](**PARAMETERS.get(name, {}))
+    method = METHODS[name](**PARAMETERS.get(name, {}))
     data, mask, layout = make_data()
     found = as_correction(method)
     host = Method(surrogate=Ratio(low=1.0 - found.low, high=1.0 + found.high, dual=found.dual))
@@ -103,17 +103,17 @@ def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
 
 @pytest.mark.parametrize("name", HOOK)
 def test_the_file_is_a_configuration_of_the_hook(name) -> None:
-    text = method_yaml(PRESETS[name])
+    text = method_yaml(METHODS[name])
     found = mis_ext.config_from_mapping(yaml.safe_load(text))
-    assert found == as_correction(PRESETS[name].method).config
-    assert PRESETS[name].paper.partition(",")[0] in text
+    assert found == as_correction(METHODS[name].method).config
+    assert METHODS[name].paper.partition(",")[0] in text
     assert all(line.startswith("# ") for line in text.partition("use_tis")[0].splitlines())
 
 
 @pytest.mark.parametrize(("preset", "name"), SAME.items())
 def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, name) -> None:
     data, mask, layout = make_data()
-    pair = mis_ext.preset(preset), as_correction(PRESETS[name].method).config
+    pair = mis_ext.preset(preset), as_correction(METHODS[name].method).config
     found, wanted = (corrected(config, data, mask, layout)[0] for config in pair)
     assert torch.equal(found, wanted)
 
@@ -135,16 +135,16 @@ def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, na
 )
 def test_what_the_hook_cannot_do_alone_is_refused_with_the_reason(method, message) -> None:
     with pytest.raises(ValueError, match=message):
-        as_correction(PRESETS[method].method)
+        as_correction(METHODS[method].method)
 
 
 def test_parts_that_no_row_has_are_refused_too() -> None:
-    ppo = PRESETS["ppo"].method
-    weight = Weight(pair=MISMATCH)
+    ppo = METHODS["ppo"].method
+    weight = RatioWeight(pair=MISMATCH)
     for factors, message in {
-        (weight, Weight(pair=MISMATCH, level="sequence")): "two weights",
-        (Weight(pair=MISMATCH, low=0.5),): "low bound alone",
-        (Weight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
+        (weight, RatioWeight(pair=MISMATCH, level="sequence")): "two weights",
+        (RatioWeight(pair=MISMATCH, low=0.5),): "low bound alone",
+        (RatioWeight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
         (Keep(pair=MISMATCH, statistic="binary_kl", high=0.1),): "no gate on binary_kl",
         (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with the reduction batch_mean",
     }.items():
@@ -156,19 +156,19 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
 
 def test_the_command_prints_the_file(capsys) -> None:
     assert main(["methods", "trm", "--yaml"]) == 0
-    assert capsys.readouterr().out == method_yaml(PRESETS["trm"])
+    assert capsys.readouterr().out == method_yaml(METHODS["trm"])
     with pytest.raises(SystemExit) as caught:
         main(["methods", "--yaml"])
     assert caught.value.code == 2
     assert "--yaml needs the NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in HOOK])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in HOOK])
 def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
-    text = method_yaml(PRESETS[name])
+    text = method_yaml(METHODS[name])
     settings = loss_settings(yaml.safe_load(text))
-    assert settings.method.method == PRESETS[name].method
-    assert dict(settings.method.parameters) == PRESETS[name].defaults
+    assert settings.method.method == METHODS[name].method
+    assert dict(settings.method.parameters) == METHODS[name].defaults
     assert "--custom-loss-function-path mis_ext.policy_loss" in text.replace("\n# ", " ")
     assert ("--use-rollout-logprobs" in text) is not settings.uses_proximal
     assert ("--ref-load" in text) is (settings.needs_reference is not None)

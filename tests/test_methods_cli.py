@@ -5,23 +5,23 @@ import re
 import pytest
 
 from mis_ext.cli import main
-from mis_ext.methods import PRESETS, Method, find_preset
+from mis_ext.methods import METHODS, Method, find_method
 
 
 def test_the_list_names_every_method_with_its_objective(capsys) -> None:
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name, row in PRESETS.items():
+    for name, row in METHODS.items():
         assert any(line.split()[:1] == [name] and line.endswith(row.formula) for line in lines)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", METHODS)
 def test_each_method_says_when_to_use_it_what_is_claimed_and_what_speaks_against_it(name, capsys) -> None:
     assert main(["methods", name]) == 0
     text = capsys.readouterr().out
     for part in ("When: ", "Claims: ", "Counter-claims: ", "objective:", "parameters:", "log-probs:", "source:"):
         assert text.count(part) == 1, part
-    row = PRESETS[name]
+    row = METHODS[name]
     assert re.search(r"arXiv:\d{4}\.\d{5}|\b(19|20)\d\d\b|\(code\)", row.paper)
     assert isinstance(row.method, Method)
     assert all(f"{key}=" in text for key in row.defaults)
@@ -35,4 +35,4 @@ def test_a_misspelt_method_gets_the_nearest(capsys) -> None:
     assert caught.value.code == 2
     assert "did you mean 'gspo'?" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no method 'gsop'"):
-        find_preset("gsop")
+        find_method("gsop")

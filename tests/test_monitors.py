@@ -11,8 +11,8 @@ import torch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.correction.status import failed_rank, mark_failed
-from mis_ext.hosts.mailbox import Mailbox, Tally
 from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
+from mis_ext.hosts.readback import AsyncReadback, RunningReadback
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")
@@ -98,21 +98,21 @@ def test_the_status_names_the_highest_failed_rank() -> None:
         raise_if_failed(float(flat[-1]))
 
 
-# --- mailbox
+# --- readback
 
 
 def test_a_letter_is_received_once() -> None:
-    mailbox = Mailbox()
-    assert mailbox.receive() is None
-    mailbox.send(torch.tensor([1.0, 2.0]))
-    assert not mailbox.is_empty
-    assert mailbox.receive() == [1.0, 2.0]
-    assert mailbox.is_empty
-    assert mailbox.receive() is None
+    readback = AsyncReadback()
+    assert readback.receive() is None
+    readback.send(torch.tensor([1.0, 2.0]))
+    assert not readback.is_empty
+    assert readback.receive() == [1.0, 2.0]
+    assert readback.is_empty
+    assert readback.receive() is None
 
 
 def test_a_tally_merges_what_every_call_counted() -> None:
-    tally = Tally(torch.add)
+    tally = RunningReadback(torch.add)
     assert [tally.add(torch.tensor([float(number)])) for number in (1, 2, 4)] == [[1.0], [3.0], [7.0]]
 
 
@@ -131,7 +131,7 @@ class OnDevice:
         return [self.number]
 
 
-class SlowMailbox:
+class SlowReadback:
     def __init__(self) -> None:
         self.sent: list[float] = []
         self.has_arrived = False
@@ -152,11 +152,11 @@ class SlowMailbox:
 
 
 def test_on_a_device_only_the_first_look_of_a_tally_waits() -> None:
-    tally = Tally(lambda before, now: before + now)
-    tally._mailbox = SlowMailbox()
+    tally = RunningReadback(lambda before, now: before + now)
+    tally._readback = SlowReadback()
     assert tally.add(OnDevice(1.0)) == [1.0]
     assert [tally.add(OnDevice(1.0)) for _ in range(3)] == [None, None, None]
-    tally._mailbox.has_arrived = True
+    tally._readback.has_arrived = True
     # What was sent with the second call, then what was sent when that arrived.
     assert tally.add(OnDevice(1.0)) == [2.0]
     assert tally.add(OnDevice(1.0)) == [5.0]

@@ -105,7 +105,16 @@ def test_a_bound_and_a_metric_with_such_an_operation_are_refused_by_name(monkeyp
     for level, name in (("token", "token_weight"), ("geometric", "sequence_weight")):
         with pytest.raises(ValueError, match=rf"the formula {name}\(.*has no attribute 'sigmoid'"):
             plan_of(mis_ext.CorrectionConfig(weight=mis_ext.Weight(level=level, mode="soft")))
-    rows = [row("spread", "S", lambda sum_log_ratio: sum_log_ratio.erf(), "of a user", stage="sequence", core=True)]
+    rows = [
+        row(
+            "spread",
+            "sequences",
+            lambda sum_log_ratio: sum_log_ratio.erf(),
+            "of a user",
+            stage="sequence",
+            core=True,
+        )
+    ]
     monkeypatch.setattr("mis_ext.correction.config.mismatch_rows", lambda metric_max: rows)
     with pytest.raises(ValueError, match=r"the formula value_of_spread\(sum_log_ratio, num_valid\).*'erf'"):
         plan_of(mis_ext.CorrectionConfig())

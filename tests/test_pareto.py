@@ -13,7 +13,7 @@ from thread_ranks import run_ranks
 from zigzag import local_tokens
 
 from mis_ext import PackedLayout
-from mis_ext.methods import Method, Score, Weight
+from mis_ext.methods import Method, RatioWeight, Score
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.pareto import ParetoWeight, smooth_weights
 from mis_ext.methods.rejection_control import Accept
@@ -116,7 +116,7 @@ def test_neither_reads_a_value_of_the_device(monkeypatch) -> None:
 
 CONTROL = Method(
     surrogate=Score(),
-    factors=(Weight(pair=MISMATCH, level="sequence", low=1.5), Accept(pair=MISMATCH, bound=1.5)),
+    factors=(RatioWeight(pair=MISMATCH, level="sequence", low=1.5), Accept(pair=MISMATCH, bound=1.5)),
 )
 
 
@@ -124,7 +124,9 @@ def test_rejection_control_accepts_as_often_as_it_says_and_is_unbiased() -> None
     data, mask, layout = make_data(num_sequences=12)
     data = dataclasses.replace(data, advantages=torch.ones_like(data.x))
     plain = apply(Method(surrogate=Score(), factors=CONTROL.factors[:0]), data, mask, layout)
-    weight = apply(Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level="sequence"),)), data, mask, layout)
+    weight = apply(
+        Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level="sequence"),)), data, mask, layout
+    )
     rounds = 400
     kept, total = torch.zeros_like(data.x), torch.zeros_like(data.x)
     for seed in range(rounds):

@@ -17,7 +17,7 @@ from mis_ext.hosts.slime_miles.host import Host, plain_scores
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods import PRESETS, Keep, KlTerm, Method, Ratio
+from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH, TOTAL
 from mis_ext.methods.chosen import ChosenMethod, choose_method
@@ -25,7 +25,7 @@ from mis_ext.methods.chosen import ChosenMethod, choose_method
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
 GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith("tis_")} | {"tis_level": "none"}
-each_method = pytest.mark.parametrize("name", PRESETS)
+each_method = pytest.mark.parametrize("name", METHODS)
 
 
 OWN = {"m2po": {"budget": 0.02}}
@@ -37,7 +37,7 @@ def key_of(name: str) -> dict:
     given = parameters(name) | OWN.get(name, {})
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
     # Where the trainer's own scoring is not looked at, the host may skip it.
-    skips = "proximal" not in PRESETS[name].method.policies
+    skips = "proximal" not in METHODS[name].method.policies
     return {"mis_loss_method": {"name": name} | given, "use_rollout_logprobs": skips} | UNSET
 
 
@@ -83,7 +83,7 @@ def written_out(name: str, options: dict, batch: dict, logits: torch.Tensor) -> 
     current, entropies = log_probs_of(logits, batch, 1.0)
     lengths = batch["response_lengths"]
     masks = torch.cat(batch["loss_masks"])
-    method = PRESETS[name](**parameters(name) | OWN.get(name, {}))
+    method = METHODS[name](**parameters(name) | OWN.get(name, {}))
     x = torch.cat(current)
     given = {
         "current_logprobs_T": x,
@@ -168,7 +168,7 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
 
 
 OF_THE_BATCH = {
-    name: [key_of(name)] for name, row in PRESETS.items() if row.method.averages_over_batch and name != "vaco"
+    name: [key_of(name)] for name, row in METHODS.items() if row.method.averages_over_batch and name != "vaco"
 } | {"vaco": [key_of("vaco") | {"mis_loss_method": {"name": "vaco", "delta": x}} for x in (0.061, 0.0615, 0.0622)]}
 """vaco is armed or not. The mean that it looks at is 0.0619 of all samples, and 0.0628 and 0.0612 of the two halves."""
 
@@ -275,7 +275,7 @@ def test_modes_are_methods() -> None:
 
 
 HOOK_CAN = []
-for _name, _row in PRESETS.items():
+for _name, _row in METHODS.items():
     try:
         as_correction(_row.method)
     except ValueError:
@@ -289,7 +289,7 @@ def test_what_the_hook_can_do_gives_the_same_by_either_key(name) -> None:
     """The hook's keys around the host's PPO, and the method by its name."""
     from mis_ext.hosts.slime_miles.native_keys import native_keys_of
 
-    found = as_correction(PRESETS[name](**parameters(name)))
+    found = as_correction(METHODS[name](**parameters(name)))
     hook = {"use_tis": True, "mis": native_keys_of(found.config) | {"guard": "warn"}}
     flags = {"eps_clip": found.low, "eps_clip_high": found.high, "eps_clip_c": found.dual}
     assert_same(computed(hook | flags), computed(key_of(name)))

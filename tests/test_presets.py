@@ -12,7 +12,7 @@ from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS
 
 REPOSITORY = Path(__file__).parents[1]
-PRESETS = sorted((REPOSITORY / "yaml").glob("*.yaml"))
+METHODS = sorted((REPOSITORY / "yaml").glob("*.yaml"))
 
 
 def test_the_compatible_preset_can_lose_its_veto() -> None:
@@ -21,7 +21,7 @@ def test_the_compatible_preset_can_lose_its_veto() -> None:
     assert without == preset("miles_compat").replace(gates=preset("miles_compat").gates[:1])
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_every_preset_loads_and_says_what_when_and_where_from(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) <= 16
@@ -34,13 +34,13 @@ def test_every_preset_loads_and_says_what_when_and_where_from(path: Path) -> Non
 def test_the_command_lists_what_each_preset_says_of_itself(capsys) -> None:
     assert main(["presets"]) == 0
     listed = capsys.readouterr().out
-    for path in PRESETS:
+    for path in METHODS:
         what, when, source = (line.removeprefix("# ") for line in path.read_text().splitlines()[:3])
         assert f"{path.stem}\n  {what}\n  {when}\n" in listed
         assert source not in listed
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_the_command_prints_a_file_that_loads_as_the_preset(path: Path, capsys, tmp_path) -> None:
     assert main(["presets", path.stem]) == 0
     copy = tmp_path / "copy.yaml"

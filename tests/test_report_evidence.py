@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mis_ext.dumps import Dumps
-from mis_ext.report.report import Report, preset_candidates, report_of
+from mis_ext.report.whole_report import Report, preset_candidates, report_of
 
 pytest.importorskip("numpy")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

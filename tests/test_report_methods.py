@@ -12,13 +12,13 @@ from test_method_yaml import PARAMETERS as FIRING
 
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
-from mis_ext.methods import PRESETS
+from mis_ext.methods import METHODS
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.first_update import looks_at_advantages
 from mis_ext.presets import NO_CORRECTION, method_yaml
 from mis_ext.report import Collector, Part, WhatIf
-from mis_ext.report.report import file_candidate, method_candidate
 from mis_ext.report.what_if import Outcome
+from mis_ext.report.whole_report import file_candidate, method_candidate
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -61,19 +61,19 @@ def as_key(name: str) -> str:
 @pytest.mark.parametrize("name", HOOK)
 def test_a_key_that_the_hook_could_do_has_exactly_the_numbers_of_its_configuration(name, tmp_path) -> None:
     candidate = candidate_of(tmp_path, as_key(name))
-    config = as_correction(PRESETS[name](**FIRING.get(name, {}))).config
+    config = as_correction(METHODS[name](**FIRING.get(name, {}))).config
     found = outcome_of(candidate.config, drawn(), candidate.method)
     assert str(found) == str(outcome_of(config, drawn()))
     by_name = method_candidate(name)
-    assert by_name.config == as_correction(PRESETS[name].method).config
-    assert by_name.yaml == method_yaml(PRESETS[name])
+    assert by_name.config == as_correction(METHODS[name].method).config
+    assert by_name.yaml == method_yaml(METHODS[name])
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("advantages", [True, False])
 @pytest.mark.parametrize("name", HOOK)
 def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name, advantages) -> None:
-    method, part = PRESETS[name](**FIRING.get(name, {})), drawn(advantages=advantages)
+    method, part = METHODS[name](**FIRING.get(name, {})), drawn(advantages=advantages)
     found, wanted = outcome_of(NO_CORRECTION, part, method), outcome_of(as_correction(method).config, part)
     # Of rejected tokens the hook has a weight, which the mask takes out; which gate took them is not said.
     ours = ("weight_mean", "weight_min", "weight_p50", "weight_p99", "weight_max", "removed_by")
@@ -89,7 +89,7 @@ def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name, advantages)
 def test_a_correction_beside_a_method_that_does_nothing_is_the_correction(level) -> None:
     gates = (Gate(low=0.7, high=1.5, name="tokens"), Gate(reduce="mean", low=0.9, name="means"))
     config = CorrectionConfig(weight=Weight(level=level), gates=gates, normalize_over="kept", denominator="kept")
-    found, wanted = (outcome_of(config, drawn(), method) for method in (PRESETS["cispo"].method, None))
+    found, wanted = (outcome_of(config, drawn(), method) for method in (METHODS["cispo"].method, None))
     for number in ("kept_tokens", "live_tokens", "learning_rate", "ess", "residual", "removed_positive"):
         assert getattr(found, number) == pytest.approx(getattr(wanted, number), rel=1e-6), number
     # Nothing that is removed is the method's.
@@ -106,7 +106,7 @@ def test_advantages_decide_who_has_a_gradient() -> None:
         behavior=[torch.tensor([-1.0, -1.0])] * 2,
         advantages=[torch.ones(2), -torch.ones(2)],
     )
-    found = outcome_of(NO_CORRECTION, part, PRESETS["bypass"].method)
+    found = outcome_of(NO_CORRECTION, part, METHODS["bypass"].method)
     assert (found.kept_tokens, found.live_tokens) == (1.0, 0.5)
     assert (found.removed_positive, found.removed_negative) == (0.5, 0.5)
     # What is left are 1/2 with a positive and 2 with a negative advantage.
@@ -115,14 +115,14 @@ def test_advantages_decide_who_has_a_gradient() -> None:
     assert found.residual == pytest.approx((2.0 + 0.5) / 4)
     # Of a squared weight of 1/4 and 4 with advantages of size 1.
     assert found.variance == pytest.approx(4.25 / 4)
-    dropped = outcome_of(NO_CORRECTION, part, PRESETS["opsm"](delta=-1.0))
+    dropped = outcome_of(NO_CORRECTION, part, METHODS["opsm"](delta=-1.0))
     assert (dropped.removed_positive, dropped.removed_negative) == (0.0, 1.0)
     assert dropped.removed_by == {"the method": 0.5}
 
 
-@pytest.mark.parametrize("name", [name for name, row in PRESETS.items() if "reference" not in row.method.policies])
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if "reference" not in row.method.policies])
 def test_without_advantages_what_looks_at_them_is_refused_and_nothing_else(name) -> None:
-    method = PRESETS[name].method
+    method = METHODS[name].method
     if method.needs_state_values:
         return
     if looks_at_advantages(method):
@@ -138,11 +138,11 @@ def test_one_trained_token_without_an_advantage_is_enough() -> None:
     values = [torch.full((2,), -1.0)] * 2
     part = Part.of_lists(proximal=values, behavior=values, advantages=[torch.ones(2), None])
     with pytest.raises(ValueError, match="and 2 trained tokens of step 0 have none"):
-        outcome_of(NO_CORRECTION, part, PRESETS["topr"].method)
+        outcome_of(NO_CORRECTION, part, METHODS["topr"].method)
     masked = Part.of_lists(
         proximal=values, behavior=values, advantages=[torch.ones(2), None], masks=[torch.ones(2), torch.zeros(2)]
     )
-    assert outcome_of(NO_CORRECTION, masked, PRESETS["topr"].method).learning_rate == 1.0
+    assert outcome_of(NO_CORRECTION, masked, METHODS["topr"].method).learning_rate == 1.0
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_what_a_dump_does_not_hold_is_refused_by_name(name, message, tmp_path, c
 
 
 def test_a_method_is_tried_part_by_part_as_the_command_does() -> None:
-    both = Collector({"m": NO_CORRECTION}, methods={"m": PRESETS["dppo_tv"].method})
+    both = Collector({"m": NO_CORRECTION}, methods={"m": METHODS["dppo_tv"].method})
     for seed in range(2):
         both.add(drawn(seed=seed))
-    outcomes = [outcome_of(NO_CORRECTION, drawn(seed=seed), PRESETS["dppo_tv"].method) for seed in range(2)]
+    outcomes = [outcome_of(NO_CORRECTION, drawn(seed=seed), METHODS["dppo_tv"].method) for seed in range(2)]
     sizes = [float(drawn(seed=seed).tokens.response_mask_T.sum()) for seed in range(2)]
     wanted = sum(size * each.learning_rate for size, each in zip(sizes, outcomes, strict=True)) / sum(sizes)
     assert both.outcomes()["m"].learning_rate == pytest.approx(wanted)
@@ -216,8 +216,8 @@ def test_methods_are_ranked_beside_configurations_with_their_traps_and_notes(tmp
 
 def test_the_best_of_a_report_is_a_file_to_paste_also_if_it_is_a_method() -> None:
     candidate = method_candidate("dppo_tv")
-    assert candidate.yaml == method_yaml(PRESETS["dppo_tv"])
-    assert (candidate.name, candidate.method) == ("method dppo_tv", PRESETS["dppo_tv"].method)
+    assert candidate.yaml == method_yaml(METHODS["dppo_tv"])
+    assert (candidate.name, candidate.method) == ("method dppo_tv", METHODS["dppo_tv"].method)
 
 
 def test_a_dump_without_advantages_is_said_with_the_method(tmp_path, capsys) -> None:

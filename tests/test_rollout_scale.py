@@ -119,14 +119,19 @@ def test_samples_that_share_a_rollout_share_its_denominator(parts, as_list) -> N
     assert total_of(args, batch, parts, shared) == pytest.approx(3.0, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("action", "per_token", "per_sample"), [("reject", 68.0 / 58.0, 3.0 / 2.75), ("zero", 1.0, 1.0)]
+)
 @pytest.mark.parametrize("per_token_loss", [False, True])
-def test_what_has_no_weight_is_made_up_for_like_what_is_rejected(per_token_loss) -> None:
+def test_what_is_rejected_is_made_up_for_and_what_stays_in_the_mask_is_not(
+    per_token_loss, action, per_token, per_sample
+) -> None:
     batch, _, shared = shared_rollout()
-    gate = {"reduce": "max", "high": 50.0, "action": "zero"}
+    gate = {"reduce": "max", "high": 50.0, "action": action}
     mis = {"weight": {}, "gates": [gate], "denominator": "kept", "scope": "rollout"}
     args = argparse.Namespace(mis=mis, calculate_per_token_loss=per_token_loss)
     prepare_rollout(args, 0, rollout_of(batch) | {"rollout_mask_sums": shared})
-    expected = 68.0 / 58.0 if per_token_loss else 3.0 / 2.75
+    expected = per_token if per_token_loss else per_sample
     assert session_for(args).rollout_scale.denominator_factor == pytest.approx(expected)
 
 

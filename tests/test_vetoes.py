@@ -10,7 +10,7 @@ from triton_support import HAS_GPU, OBSTACLE
 from zigzag import take
 
 import mis_ext
-from mis_ext.methods import PRESETS, Keep, Method, Score
+from mis_ext.methods import METHODS, Keep, Method, Score
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
 
@@ -153,7 +153,7 @@ def apply(method: Method, columns: dict[str, list[torch.Tensor]], *, rank: Rank 
 @pytest.mark.parametrize("name", ["veto", "intellect_3"])
 @pytest.mark.parametrize(("stream", "value"), BROKEN)
 def test_a_method_with_a_veto_rejects_the_sequence_of_a_token_without_a_ratio(name, stream, value) -> None:
-    found = apply(PRESETS[name].method, batch(stream, value))
+    found = apply(METHODS[name].method, batch(stream, value))
     assert found.kept_T.tolist() == [False] * 10 + [True] * 4
     assert found.coefficient_T.tolist() == [0.0] * 10 + [1.0] * 4
     assert found.valid_T.sum() == 13
@@ -161,12 +161,12 @@ def test_a_method_with_a_veto_rejects_the_sequence_of_a_token_without_a_ratio(na
 
 
 def test_the_hook_and_the_method_veto_the_same() -> None:
-    found = as_correction(PRESETS["veto"].method)
+    found = as_correction(METHODS["veto"].method)
     layout = mis_ext.PackedLayout.whole(LENGTHS)
     columns = {name: torch.cat(column) for name, column in batch().items()}
     streams = mis_ext.PackedStreams(columns["train"], columns["rollout"], torch.ones(14), layout)
     correction = mis_ext.Session(found.config).correct(streams)
-    assert torch.equal(correction.keep_mask_T, apply(PRESETS["veto"].method, batch()).kept_T)
+    assert torch.equal(correction.keep_mask_T, apply(METHODS["veto"].method, batch()).kept_T)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,6 @@ def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_methods_veto_on_every_context_parallel_rank_what_one_of_them_sees(cp_size) -> None:
-    for method in (PRESETS["veto"].method, PRESETS["intellect_3"].method):
+    for method in (METHODS["veto"].method, METHODS["intellect_3"].method):
         found = run_ranks(lambda rank, method=method: apply(method, batch(), rank=rank), cp_size=cp_size)
         assert sum(int(each.kept_T.sum()) for each in found) == 4

@@ -10,7 +10,7 @@ import yaml
 
 from .group import Group, Method
 
-PRESETS = Path(__file__).parents[2] / "yaml"
+METHODS = Path(__file__).parents[2] / "yaml"
 SEEDS = (1, 2, 3, 4)
 MORE_SEEDS = tuple(range(1, 9))
 
@@ -36,7 +36,7 @@ class Study:
 
 def preset(name: str, **changes: Any) -> Method:
     """A configuration file of ``yaml/``, with changes."""
-    return Method(name=name, keys=yaml.safe_load((PRESETS / f"{name}.yaml").read_text()) | changes)
+    return Method(name=name, keys=yaml.safe_load((METHODS / f"{name}.yaml").read_text()) | changes)
 
 
 def geometric(half_width: float) -> Method:

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from grpo.model import ModelShape
 
+from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.onpolicy.recording.comparison import compare
 from mis_ext.onpolicy.recording.recordings import describe
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mis_ext.dumps import Dumps
-    from mis_ext.onpolicy.audit.report import AuditReport
+    from mis_ext.onpolicy.audit.audit_report import AuditReport
 
 _MIN_FILES_FOR_PROGRESS = 4
 _COLORS = {

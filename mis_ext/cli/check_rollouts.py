@@ -96,7 +96,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     from mis_ext.rollout.logs.files import RolloutLog
-    from mis_ext.rollout.logs.report import LogReport
+    from mis_ext.rollout.logs.log_report import LogReport
 
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
     with ExitStack() as stack:

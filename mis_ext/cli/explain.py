@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _spelt(name: str) -> Spelt:
     """What a file spells, or what the preset or else the method of this name does."""
     from mis_ext.checks import did_you_mean
-    from mis_ext.methods import PRESETS
+    from mis_ext.methods import METHODS
     from mis_ext.preset_files import list_presets, preset_path
     from mis_ext.presets import read_file, read_method
 
@@ -102,9 +102,9 @@ def _spelt(name: str) -> Spelt:
         return read_file(name)
     if name in list_presets():
         return read_file(preset_path(name))
-    if name in PRESETS:
-        return read_method(PRESETS[name])
-    names = (*list_presets(), *PRESETS)
+    if name in METHODS:
+        return read_method(METHODS[name])
+    names = (*list_presets(), *METHODS)
     raise ValueError(f"no preset and no method {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
 
 

@@ -23,7 +23,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one method, or its file; the exit code."""
-    from mis_ext.methods import find_preset
+    from mis_ext.methods import find_method
     from mis_ext.methods.table import describe_method, list_methods
 
     if arguments.yaml:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.name is None:
             raise ValueError("--yaml needs the NAME of a method")
-        print(method_yaml(find_preset(arguments.name)), end="")
+        print(method_yaml(find_method(arguments.name)), end="")
     else:
-        print(list_methods() if arguments.name is None else describe_method(find_preset(arguments.name)))
+        print(list_methods() if arguments.name is None else describe_method(find_method(arguments.name)))
     return 0

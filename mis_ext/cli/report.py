@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mis_ext.report.report import Report
+    from mis_ext.report.whole_report import Report
 
 _SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
 _NUMBERS = ("k3", "reverse_k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "ratio_mean")
@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
     _require("rich", "matplotlib")
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series
-    from mis_ext.report.report import file_candidate, method_candidate, preset_candidates, report_of
+    from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates, report_of
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print a report of :class:`~mis_ext.rollout.logs.report.LogReport`: verdict, counts and tables."""
+    """Print a report of :class:`~mis_ext.rollout.logs.log_report.LogReport`: verdict, counts and tables."""
     from rich.console import Console
     from rich.text import Text
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import mask_as_float, zero_outside
 from mis_ext.correction.normalization import WeightScale
@@ -32,7 +32,7 @@ _BITS = 8
 class EagerSequences(NamedTuple):
     """:class:`~mis_ext.correction.passes.Sequences` as tensors."""
 
-    values: Values
+    values: NamedValues
     totals_A: Tensor
 
 
@@ -51,13 +51,13 @@ class EagerBackend:
             "response": tokens.response_mask_T,
         }
         self._given = given | self._band_scales
-        self._tokens = Values(self._given, plan.token)
+        self._tokens = NamedValues(self._given, plan.token)
         self._masks: dict[str, Tensor] = {}
 
     def take_segments(self, segments_FT: Tensor) -> None:
         """See :class:`~mis_ext.correction.passes.Backend`."""
         named = dict(zip(self.plan.segment_names, segments_FT.unbind(), strict=True))
-        self._tokens = Values(self._given | named, self.plan.token)
+        self._tokens = NamedValues(self._given | named, self.plan.token)
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -86,7 +86,7 @@ class EagerBackend:
             column.name: -row if column.operation == "max" else row
             for column, row in zip(columns, rows[:-1], strict=True)
         }
-        values = Values(given | self._band_scales, self.plan.sequence)
+        values = NamedValues(given | self._band_scales, self.plan.sequence)
         return EagerSequences(values, self._totals(values, failed_S=rows[-1]))
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class EagerBackend:
             self._masks[name] = mask_as_float(self._tokens[name])
         return self._masks[name]
 
-    def _totals(self, values: Values, *, failed_S: Tensor) -> Tensor:
+    def _totals(self, values: NamedValues, *, failed_S: Tensor) -> Tensor:
         totals, num_sums = self.plan.totals, self.plan.num_sum_totals
         rows_AS = torch.stack([_as_float(values[total.sequence]) for total in totals[:num_sums]])
         sums_A = with_scatters(self.plan, rows_AS.sum(-1), of_rows_AN=rows_AS)
@@ -165,11 +165,15 @@ class EagerBackend:
     def _token_metrics(self, sequences: Sequences, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
         plan = self.plan
         scales = scale_values(scale)
-        of_sequences = Values(total_values(plan, sequences.totals_A) | scales, plan.spread, others=sequences.values)
-        of_group = Values(total_values(plan, over_group_A) | scales | self._band_scales, {})
+        of_sequences = NamedValues(
+            total_values(plan, sequences.totals_A) | scales, plan.spread, others=sequences.values
+        )
+        of_group = NamedValues(total_values(plan, over_group_A) | scales | self._band_scales, {})
         # One at a time: on a CPU a tensor of all of them would leave the cache.
         spread = [
-            of_group.of(row.formula) if row.over == "G" else self.layout.index.to_tokens(of_sequences[row.spread_name])
+            of_group.compute(row.formula)
+            if row.over == "group"
+            else self.layout.index.to_tokens(of_sequences[row.spread_name])
             for row in plan.metrics
         ]
         response_T = self._mask("response")

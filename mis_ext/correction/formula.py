@@ -51,11 +51,11 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-class Values:
+class NamedValues:
     """Values by name: given, reduced from values of another kind, or computed by a formula when first asked for."""
 
     def __init__(
-        self, given: Mapping[str, Any], formulas: Mapping[str, Formula], *, others: Values | None = None
+        self, given: Mapping[str, Any], formulas: Mapping[str, Formula], *, others: NamedValues | None = None
     ) -> None:
         self._known = dict(given)
         self._formulas = formulas
@@ -68,10 +68,10 @@ class Values:
                 return self._others[name]
             if formula is None:
                 raise KeyError(f"nothing is called {name!r}")
-            self._known[name] = self.of(formula)
+            self._known[name] = self.compute(formula)
         return self._known[name]
 
-    def of(self, formula: Formula) -> Any:
+    def compute(self, formula: Formula) -> Any:
         """The value of a formula, which is not remembered."""
         return formula.function(*[self[name] for name in formula.needs])
 

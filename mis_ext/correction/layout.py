@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.correction.graph_layout import GraphLayout, Padding, offset_in_sequence
 from mis_ext.correction.token_index import TokenIndex, to_device
-from mis_ext.correction.whole_responses import Padding, WholeResponses, offset_in_sequence
 from mis_ext.correction.zigzag import Partition, owned_chunks
 
 _MOST_PADDING = 8
@@ -176,11 +176,11 @@ class PackedLayout:
         return max(self.local_lengths, default=0)
 
     @property
-    def whole_responses(self) -> WholeResponses | None:
+    def graph_layout(self) -> GraphLayout | None:
         """This layout for a graph; None where one sequence is far longer than the others, or ranks share them."""
         if not self.is_whole or not self._is_padded:
             return None
-        return WholeResponses(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
+        return GraphLayout(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
 
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every local token the value of its sequence."""

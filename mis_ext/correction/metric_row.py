@@ -13,9 +13,9 @@ from mis_ext.correction.formula import Formula, where
 
 PREFIX = "mis_"
 
-Population = Literal["T", "R", "S", "C", "G"]
-"""T: valid tokens. R: response tokens. S: sequences with a valid token. C: sequences with a response token. G: one
-number of all data-parallel ranks."""
+Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
+"""What a metric is a mean over. ``sequences``: those with a valid token. ``responses``: those with a response token.
+``group``: one number of all data-parallel ranks."""
 
 Stage = Literal["token", "sequence", "group"]
 
@@ -81,7 +81,7 @@ class MetricRow:
     @property
     def count_name(self) -> str:
         """How many tokens of a sequence count; a sequence without one was not measured."""
-        return f"num_{self.mask or ('valid' if self.over in ('T', 'S') else 'response')}"
+        return f"num_{self.mask or ('valid' if self.over in ('valid_tokens', 'sequences') else 'response')}"
 
     @property
     def total_formula(self) -> Formula:
@@ -94,7 +94,7 @@ class MetricRow:
         Args:
             per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
         """
-        total, is_mean = self.total_formula, self.over in ("T", "R")
+        total, is_mean = self.total_formula, self.over in ("valid_tokens", "response_tokens")
 
         def value(*values: Tensor) -> Tensor:
             *arguments, count = values
@@ -119,7 +119,7 @@ class MetricRow:
 
         None where every sequence with a response token is measured.
         """
-        if self.over == "G" or self.count_name == "num_response":
+        if self.over == "group" or self.count_name == "num_response":
             return ()
         return f"total_term_of_{self.name}", f"total_share_by_{self.count_name}"
 
@@ -134,7 +134,7 @@ class MetricRow:
 
         A sequence that was not measured counts as the mean of those of its call that were; NaN where none was.
         """
-        if self.over == "G":
+        if self.over == "group":
             return {self.spread_name: self.formula}
         if not self.call_totals:
             assert not self.is_scaled

@@ -43,13 +43,13 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     """
 
     def sequence(name: str, function: Callable[..., Tensor], text: str) -> MetricRow:
-        return row(name, "S", function, text, stage="sequence")
+        return row(name, "sequences", function, text, stage="sequence")
 
     def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "T", function, text, stage="token", core=core)
+        return row(name, "valid_tokens", function, text, stage="token", core=core)
 
     def group(name: str, function: Callable[..., Tensor], text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "G", function, text, stage="group", core=core)
+        return row(name, "group", function, text, stage="group", core=core)
 
     def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
         excess = bounded_expm1(sum_log_ratio)
@@ -136,7 +136,7 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     )
     without_ratio = row(
         "nonfinite_token_fraction",
-        "R",
+        "response_tokens",
         lambda num_response, num_valid: num_response - num_valid,
         "response tokens without a finite ratio",
         stage="sequence",
@@ -145,9 +145,9 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     yield without_ratio
     yield row(
         "unmeasured_seq_fraction",
-        "C",
+        "responses",
         lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
-        "sequences without any finite ratio: they say nothing in the metrics over T and S",
+        "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences",
         stage="sequence",
     )
     yield group(
@@ -168,7 +168,7 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
 
 def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     """What bounding does to the weights, before normalisation."""
-    over: Population = "T" if weight.level == "token" else "S"
+    over: Population = "valid_tokens" if weight.level == "token" else "sequences"
     stage: Any = "token" if weight.level == "token" else "sequence"
     log_ratio = weight.log_ratio
     bounded = Formula.named(f"{stage}_weight")
@@ -199,14 +199,14 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
     yield row(
         "tis_weight_std",
-        "G",
+        "group",
         lambda scatter_weight_excess, total_num_weights: (scatter_weight_excess / total_num_weights).sqrt(),
         "standard deviation of the bounded weights",
         stage="group",
     )
     yield row(
         "tis_weight_ess",
-        "G",
+        "group",
         Formula(effective_share, ("total_weight", "total_squared_weight", "total_num_weights")),
         "`(sum w)^2 / (n sum w^2)` of the bounded weights",
         stage="group",
@@ -215,7 +215,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     """What a gate finds outside its bounds, whatever other gates do."""
-    over: Population = "T" if gate.is_of_tokens else "S"
+    over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
     stage: Any = "token" if gate.is_of_tokens else "sequence"
 
     def flagged(flag: Callable[..., Tensor]) -> Formula:
@@ -225,7 +225,7 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     if gate.is_veto:
         yield row(
             f"{name}_token_fraction",
-            "R",
+            "response_tokens",
             Formula(
                 lambda count, num_valid, num_response: count + (num_response - num_valid),
                 (f"sum_vetoes_of_{name}", "num_valid", "num_response"),
@@ -236,7 +236,7 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
         passes = gate.passes
         yield row(
             f"{name}_seq_fraction",
-            "C",
+            "responses",
             Formula(lambda *values: _as_number(~passes.function(*values)), passes.needs),
             "sequences with such a token",
             stage="sequence",
@@ -249,7 +249,9 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     if gate.target_accept is not None:
         for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
             if math.isfinite(edge):
-                yield row(f"{name}_bound_{side}", "G", _bound(gate, edge), f"the {side} bound of today", stage="group")
+                yield row(
+                    f"{name}_bound_{side}", "group", _bound(gate, edge), f"the {side} bound of today", stage="group"
+                )
 
 
 def _bound(gate: Gate, edge: float) -> Formula:
@@ -268,7 +270,9 @@ def _shown(gate: Gate) -> Formula:
 def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
     """What the weights are in the end, and what the gates left."""
     if is_normalized:
-        yield row("batch_norm_factor", "G", Formula.named("mean_weight"), "the mean weight divided by", stage="group")
+        yield row(
+            "batch_norm_factor", "group", Formula.named("mean_weight"), "the mean weight divided by", stage="group"
+        )
     if weight is not None:
         final = {
             "mean": (True, "bounded and scaled weights, whatever the gates do: their mean over a sequence"),
@@ -277,10 +281,10 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
         }
         for name, (core, text) in final.items():
             formula = _final_weight(weight, name)
-            yield row(f"is_ratio_{name}_final", "S", formula, text, stage="sequence", core=core, scaled=True)
+            yield row(f"is_ratio_{name}_final", "sequences", formula, text, stage="sequence", core=core, scaled=True)
     yield row(
         "kept_token_fraction",
-        "R",
+        "response_tokens",
         Formula.named("num_kept"),
         "what the gates left in the mask",
         stage="sequence",
@@ -288,7 +292,7 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
     )
     yield row(
         "kept_seq_fraction",
-        "C",
+        "responses",
         lambda num_kept: _as_number(num_kept > 0.0),
         "sequences of which something is left in the mask",
         stage="sequence",
@@ -297,7 +301,7 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
     if has_kept_denominator:
         yield row(
             "denominator_factor",
-            "G",
+            "group",
             Formula.named("denominator_factor"),
             "the factor of `mis_denominator: kept`",
             stage="group",

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios, compute_log_ratio
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
@@ -38,7 +38,7 @@ class Sequences(Protocol):
         """Totals of this call, in the order of the plan; behind them the status (:mod:`mis_ext.correction.status`)."""
 
     @property
-    def values(self) -> Values:
+    def values(self) -> NamedValues:
         """Numbers of each sequence ``[S]``, by the names of the plan."""
 
 
@@ -138,8 +138,8 @@ def scale_of(plan: Plan, *, totals_A: Tensor, over_group_A: Tensor, rollout_scal
 
 def scale_of_totals(plan: Plan, totals_A: Tensor) -> WeightScale:
     """Mean weight and denominator factor of the sequences that were added up, each 1 where nothing was counted."""
-    totals = Values(total_values(plan, totals_A), {})
-    return WeightScale(*(totals.of(SCALE_FORMULAS[name]) for name in WeightScale._fields))
+    totals = NamedValues(total_values(plan, totals_A), {})
+    return WeightScale(*(totals.compute(SCALE_FORMULAS[name]) for name in WeightScale._fields))
 
 
 def scale_values(scale: WeightScale) -> dict[str, Tensor]:

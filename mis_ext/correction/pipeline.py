@@ -10,7 +10,7 @@ from torch import Tensor
 from mis_ext.correction.backend import choose_backend
 from mis_ext.correction.collectives import Group, gather_rows, group_size, merge_bits
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.metric_row import GroupNumber, Mean, Metric, MetricRow
 from mis_ext.correction.normalization import WeightScale
@@ -97,7 +97,7 @@ class Correction:
             plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
         )
         bands = named_band_scales(plan, self._backend.band_scales_N)
-        of_group = Values(total_values(plan, self._over_group_A) | scale_values(scale) | bands, {})
+        of_group = NamedValues(total_values(plan, self._over_group_A) | scale_values(scale) | bands, {})
         kept = [_kept(row, self._sequences.values, of_group) for row in plan.metrics]
         return {name: kept[index] for name, index in names.items()}
 
@@ -112,7 +112,7 @@ class Correction:
         return self._backend.layout
 
     @property
-    def sequences(self) -> Values:
+    def sequences(self) -> NamedValues:
         """Numbers of each sequence ``[S]`` by their names in :mod:`mis_ext.correction.plan`."""
         return self._sequences.values
 
@@ -247,12 +247,12 @@ def run_passes(
     return Correction(backend, outputs, sequences, over_group_A, rollout_scale)
 
 
-def _kept(row: MetricRow, of_sequences: Values, of_group: Values) -> Metric:
-    if row.over == "G":
-        return GroupNumber(of_group.of(row.formula))
-    total_S, count_S = of_sequences.of(row.total_formula), of_sequences[row.count_name]
+def _kept(row: MetricRow, of_sequences: NamedValues, of_group: NamedValues) -> Metric:
+    if row.over == "group":
+        return GroupNumber(of_group.compute(row.formula))
+    total_S, count_S = of_sequences.compute(row.total_formula), of_sequences[row.count_name]
     is_measured_S = count_S > 0
-    if row.over in ("S", "C"):
+    if row.over in ("sequences", "responses"):
         count_S = is_measured_S.float()
     total = torch.where(is_measured_S, total_S, 0.0).sum()
     return Mean(total * of_group["scale_factor"] if row.is_scaled else total, count_S.sum())

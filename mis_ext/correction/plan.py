@@ -175,18 +175,18 @@ def plan_of(config: CorrectionConfig) -> Plan:
     spread: dict[str, Formula] = {}
     for row in metrics:
         spread |= row.spread_formulas
-        if row.over != "G":
+        if row.over != "group":
             sequence |= row.sequence_formulas(per_token_loss=config.per_token_loss)
     check_operations({**token, **sequence, **SCALE_FORMULAS, **spread})
     given = {*SCALES, *config.adapted_gates}
-    of_group = [name for row in metrics if row.over == "G" for name in row.formula.needs if name not in given]
+    of_group = [name for row in metrics if row.over == "group" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
     of_call = [name for row in metrics for name in row.call_totals]
     names = [*WATCHED_TOTALS, *of_scale, *of_group, *of_call]
     parts = dict.fromkeys(part for name in names for part in Total.of(name).parts)
     totals = _sums_first(map(Total.of, parts))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
-    wanted += [f"value_of_{row.name}" for row in metrics if row.over != "G"]
+    wanted += [f"value_of_{row.name}" for row in metrics if row.over != "group"]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
     columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(

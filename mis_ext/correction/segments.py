@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, sum_over_ranks
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
+from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.passes import Streams
 from mis_ext.correction.plan import Plan
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.correction.whole_responses import WholeResponses
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
 _FAN_IN = 16
@@ -37,7 +37,7 @@ def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_gro
     """
     tokens = streams.token_ratios(layout)
     leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
-    of_token, valid_T = Values(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
+    of_token, valid_T = NamedValues(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
     response_R = streams.response_mask_R.bool()
     rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]
     rows_FR = whole_rows(torch.stack([valid_T.float(), *rows]), layout, cp_group=cp_group)
@@ -48,9 +48,9 @@ def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_gro
     return layout.local_part(torch.stack(found))
 
 
-def whole_rows(rows_FT: Tensor, layout: PackedLayout | WholeResponses, *, cp_group: Group | None) -> Tensor:
+def whole_rows(rows_FT: Tensor, layout: PackedLayout | GraphLayout, *, cp_group: Group | None) -> Tensor:
     """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
-    if isinstance(layout, WholeResponses) or layout.is_whole:
+    if isinstance(layout, GraphLayout) or layout.is_whole:
         return rows_FT
     position_T = layout.index.position_T
     assert position_T is not None
@@ -59,7 +59,7 @@ def whole_rows(rows_FT: Tensor, layout: PackedLayout | WholeResponses, *, cp_gro
     return sum_over_ranks(rows_FR.index_copy(-1, position_T, rows_FT), cp_group)
 
 
-def sum_over_segments(rows_FR: Tensor, mask_R: Tensor, layout: PackedLayout | WholeResponses) -> Tensor:
+def sum_over_segments(rows_FR: Tensor, mask_R: Tensor, layout: PackedLayout | GraphLayout) -> Tensor:
     """``[F, R]``: at each token of ``mask_R`` the sums over the run of tokens of the mask that it is in.
 
     Of rows that are 0 outside the mask; there a token is a run of its own.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, Values
+from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
@@ -150,7 +150,7 @@ def sums_of_sorted(
     """:func:`token_sums` of tokens that are sorted out; ``line`` are the sums of lines, if they are known."""
     difference_T, proximal_T, behavior_T, _, valid_T = tokens
     bounded_T, different_T, rest_T = _bounded(difference_T), difference_T != 0.0, found.rest_T
-    values = Values({"log_ratio": difference_T}, TOKEN_FORMULAS)
+    values = NamedValues({"log_ratio": difference_T}, TOKEN_FORMULAS)
     k3_T = values["k3"]
     sums = [
         torch.full((), layout.num_sequences, device=valid_T.device),

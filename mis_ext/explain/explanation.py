@@ -13,12 +13,12 @@ from mis_ext.explain.effect import Effect, effect_of
 from mis_ext.explain.method_effect import effect_of_method, method_notes
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
 from mis_ext.explain.words import SYMBOLS, Step, denominator_of, gradient_of, steps_of
+from mis_ext.jsonable import to_jsonable
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.first_update import equivalent_correction
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import SYMBOLS as METHOD_SYMBOLS
-from mis_ext.plain_data import to_plain
+from mis_ext.methods.published import SYMBOLS as METHOD_SYMBOLS
 
 FORMAT = 1
 """Version of the format of the JSON."""
@@ -78,7 +78,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON: NaN is None."""
         steps, traps = ([each._asdict() for each in rows] for rows in (self.steps, self.traps))
-        content: dict[str, Any] = to_plain(self)
+        content: dict[str, Any] = to_jsonable(self)
         return {"format": FORMAT} | content | {"steps": steps, "traps": traps}
 
 

@@ -12,8 +12,8 @@ from mis_ext.correction.statistics import OF_SEGMENTS
 from mis_ext.correction.weights import REDUCTIONS, Weight
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.method import Method
-from mis_ext.methods.presets import find_preset
 
 SYMBOLS = (
     "At token t, d_t = log pi_t - log mu_t and rho_t = pi_t / mu_t. mu is the policy that sampled, pi the trainer's "
@@ -66,7 +66,7 @@ def steps_of(config: CorrectionConfig, loss: LossSettings | None = None) -> tupl
     """What is done, in this order; gates look at the original mask, so their own order does not matter."""
     if loss is None or loss.method is None:
         return tuple(_steps(config))
-    row = find_preset(loss.method.name)
+    row = find_method(loss.method.name)
     chosen = " ".join(f"{name}={value}" for name, value in (row.defaults | dict(loss.method.parameters)).items())
     method = Step(
         f"method {row.name}", f"{row.formula}{f'; {chosen}' if chosen else ''}", "the policy gradient", _WHAT_IS_DROPPED
@@ -181,7 +181,7 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
 
 
 def _gradient_of_method(name: str, method: Method) -> Iterator[str]:
-    row = find_preset(name)
+    row = find_method(name)
     yield f"The whole loss (mis_ext.policy_loss), method {name}: loss_t = -({row.formula})."
     if method.surrogate.pairs:
         over = "a sequence or part of it" if method.surrogate.reduces != ("token",) else "the token"

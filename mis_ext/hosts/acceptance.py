@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mis_ext.checks import check_known, check_mapping, check_number
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.order_statistic import covering_value
 from mis_ext.correction.pipeline import Correction
@@ -82,14 +82,14 @@ class AcceptanceLoop:
             groups: Ranks that share the rollout; all of them take part.
         """
         tokens = streams.tokens
-        of_tokens = Values(
+        of_tokens = NamedValues(
             {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T},
             TOKEN_FORMULAS,
         )
         needed = []
         for gate in self._gates.values():
             is_of_tokens = gate.reduce == "token"
-            value = (of_tokens if is_of_tokens else correction.sequences).of(gate.value)
+            value = (of_tokens if is_of_tokens else correction.sequences).compute(gate.value)
             assert gate.target_accept is not None
             scale = covering_value(
                 _needed_scale(gate, value),
@@ -141,7 +141,7 @@ class AcceptanceLoop:
         self._on_device.clear()
 
 
-def _has_value(gate: Gate, sequences: Values) -> Tensor:
+def _has_value(gate: Gate, sequences: NamedValues) -> Tensor:
     """``[S]``: the sequences that pass at some scale; a veto that a token without a ratio fails, it fails at every."""
     usable_S: Tensor = sequences["usable"]
     return usable_S & (sequences["num_valid"] == sequences["num_response"]) if gate.is_veto else usable_S

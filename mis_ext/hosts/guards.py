@@ -17,8 +17,8 @@ from mis_ext.diagnosis.table import CAUSES, diagnose
 from mis_ext.diagnosis.token_sums import TokenSums, added, token_sums
 from mis_ext.explain.traps import hopeless_sequences, single_sequence
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.mailbox import Tally, is_capturing
 from mis_ext.hosts.packing import PackedStreams
+from mis_ext.hosts.readback import RunningReadback, is_capturing
 
 ENOUGH_TOKENS = MIN_TOKENS
 """A check that has seen so many tokens, or pairs of them, has judged and is done."""
@@ -48,7 +48,7 @@ class DataGuards:
         self._armed = {"degenerate_behavior", "shifted_log_probs"}
         if not config.metrics_only:
             self._armed |= {"single_sequence", "size"}
-        self._tally = Tally(added)
+        self._tally = RunningReadback(added)
 
     @property
     def are_armed(self) -> bool:
@@ -81,7 +81,7 @@ class DataGuards:
             found = [*findings]
             if any(each.guard is not None and self._config.stops(each.guard) for each in found):
                 # The next call is judged by itself: the same mistake stops it too.
-                self._tally = Tally(added)
+                self._tally = RunningReadback(added)
             elif found or has_seen_enough:
                 self._armed.discard(name)
             yield from found

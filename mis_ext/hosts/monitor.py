@@ -10,7 +10,7 @@ from torch import Tensor
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.status import failed_rank
 from mis_ext.hosts.guards import MismatchWarning
-from mis_ext.hosts.mailbox import Mailbox, is_capturing
+from mis_ext.hosts.readback import AsyncReadback, is_capturing
 
 _CALLS_PER_LOOK = 8
 _SLOTS = 64
@@ -24,7 +24,7 @@ class RejectionMonitor:
 
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
-        self._mailbox = Mailbox()
+        self._readback = AsyncReadback()
         self._names: tuple[str, ...] = ()
         self._warned = False
         self._num_calls = 0
@@ -34,12 +34,12 @@ class RejectionMonitor:
         if self._warned or is_capturing(correction.totals_A):
             return
         self._num_calls += 1
-        arrived = self._mailbox.receive()
+        arrived = self._readback.receive()
         if arrived is not None:
             self._warn_above(dict(zip(self._names, arrived[:-1], strict=True)))
-        if self._mailbox.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
+        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
             self._names = tuple(total.name for total in correction.plan.totals)
-            self._mailbox.send(correction.totals_A)
+            self._readback.send(correction.totals_A)
 
     def _warn_above(self, totals: dict[str, float]) -> None:
         for what, kept, original in (

@@ -143,7 +143,7 @@ class Session:
         """
         self.acceptance.load_state_dict(state)
 
-    def measure_nothing(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
+    def join_without_data(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
         """Take part in a call without data: no token of this rank counts anywhere.
 
         Raises:

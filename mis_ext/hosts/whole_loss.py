@@ -136,7 +136,7 @@ def _correct(
     layout, log_probs = tokens.layout, tokens.log_probs
     if "behavior" not in log_probs:
         mask_R = tokens.response_mask_R
-        session.measure_nothing(layout.response_lengths, groups=groups, device=mask_R.device)
+        session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
         not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
         return None, dict.fromkeys(session.config.metric_names, not_measured_T)
     trainer: Policy = "proximal" if settings.uses_proximal else "current"

@@ -107,7 +107,7 @@ def evaluate(
             # Without what the surrogate's own ratio has of the weight already.
             weight_T = weight_T / bounded_exp(log_ratio_T)
     cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
-    found = surrogate.of(batch)
+    found = surrogate.evaluate(batch)
     if settings.method is not None:
         clipped_T = found.is_clipped_T | stopped_T
     elif settings.ratios == "detached":
@@ -127,7 +127,7 @@ def evaluate(
         policy=Penalty(cost_T * found.value_T, cost_T * found.slope_T),
         is_of_sequences=surrogate.spread == "sequence",
         penalty=penalty,
-        kl=None if kl is None else kl.of(batch),
+        kl=None if kl is None else kl.evaluate(batch),
     )
 
 
@@ -136,7 +136,7 @@ def _own_penalty(method: Method, batch: Batch, kept_T: Tensor, corrected: Correc
     value_T: Tensor | None = None
     slope_T: Tensor | None = None
     for term in method.terms:
-        found = term.of(batch)
+        found = term.evaluate(batch)
         on_T = batch.valid_T if term.on == "valid" else kept_T
         if corrected is not None:
             on_T = on_T & corrected.kept_T

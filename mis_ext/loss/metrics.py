@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import sum_over_ranks
-from mis_ext.correction.formula import MAX_LOG_RATIO, Values, bounded_exp
+from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues, bounded_exp
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.loss.evaluation import Evaluation
@@ -82,7 +82,7 @@ def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *
     rows = [Row("train_rollout_logprob_abs_diff", gap_T, mask_T)]
     if with_kl:
         near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        k3_T = Values({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
+        k3_T = NamedValues({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
         rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
     return rows
 

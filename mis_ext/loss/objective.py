@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from mis_ext.loss.settings import KlPenalty, LossSettings
 from mis_ext.methods.batch import STALENESS, TOTAL, Pair
-from mis_ext.methods.factors import Factor, Keep, Weight
+from mis_ext.methods.factors import Factor, Keep, RatioWeight
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.surrogates import Ratio, Score
@@ -65,7 +65,7 @@ def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
     if settings.mode == "reinforce":
         surrogate = Score()
     elif settings.ratios == "detached":
-        surrogate, factors = Score(), (Weight(pair=pair, low=low, high=high),)
+        surrogate, factors = Score(), (RatioWeight(pair=pair, low=low, high=high),)
     else:
         is_whole = settings.ratios == "sequence"
         surrogate = Ratio(

@@ -121,7 +121,7 @@ def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings,
             f"mis_loss_compile: {settings.sums_sequences} sums over sequences or the batch, which ranks exchange "
             "inside of what would be compiled; remove mis_loss_compile"
         )
-    whole = layout.whole_responses
+    whole = layout.graph_layout
     if whole is None:
         # One sequence is far longer than the others: they are summed in a tree, whose depth differs.
         return replace(settings, compiled=False), Reductions(layout)
@@ -214,7 +214,7 @@ def _slopes(
     slope_T = policy_share_T * found.policy.slope_T
     if found.is_of_sequences:
         valid_T = found.batch.valid_T
-        slope_T = torch.where(valid_T, found.batch.reductions.of(slope_T, valid_T, "mean"), 0.0)
+        slope_T = torch.where(valid_T, found.batch.reductions.reduce(slope_T, valid_T, "mean"), 0.0)
     if found.penalty is not None:
         slope_T = slope_T + policy_share_T * found.penalty.slope_T
     if settings.kl is not None and found.kl is not None:

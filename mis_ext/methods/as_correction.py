@@ -48,7 +48,7 @@ def as_correction(method: Method) -> HookMethod:
     for factor in method.factors:
         if factor.pair != MISMATCH:
             raise ValueError(f"it compares {' with '.join(factor.pair)}: the hook sees proximal and behavior only")
-        if isinstance(factor, factors.Weight):
+        if isinstance(factor, factors.RatioWeight):
             weights.append(_weight(factor))
         elif isinstance(factor, factors.Keep):
             gates.append(_gate(factor))
@@ -77,7 +77,7 @@ def _clip(surrogate: Surrogate) -> tuple[float, float, float | None]:
     return 1.0 - low, high - 1.0, dual
 
 
-def _weight(factor: factors.Weight) -> Weight:
+def _weight(factor: factors.RatioWeight) -> Weight:
     if factor.level not in get_args(Level):
         raise ValueError(f"the hook has no weights of level {factor.level}")
     level = cast(Level, factor.level)

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import Values
-from mis_ext.methods.reductions import Reduce, Reductions
+from mis_ext.correction.formula import NamedValues
+from mis_ext.methods.reductions import MethodReduce, Reductions
 from mis_ext.methods.statistics import FORMULAS, METHOD_STATISTICS
 
 Policy = Literal["behavior", "proximal", "current", "reference"]
@@ -61,8 +61,8 @@ class Batch:
         self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
         self._is_complete_T: Tensor | None = None
-        self._statistics: dict[Pair, Values] = {}
-        self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
+        self._statistics: dict[Pair, NamedValues] = {}
+        self._reduced: dict[tuple[str, Pair, MethodReduce, When], Tensor] = {}
 
     def log_prob(self, policy: Policy) -> Tensor:
         """The log-probs ``[T]`` of a policy in nats, 0 where a token is not valid."""
@@ -74,17 +74,17 @@ class Batch:
         assert self._state_values_T is not None
         return self._state_values_T
 
-    def log_ratio(self, pair: Pair, reduce: Reduce = "token") -> Tensor:
+    def log_ratio(self, pair: Pair, reduce: MethodReduce = "token") -> Tensor:
         """``[T]`` log of numerator / denominator, or what a reduction makes of it."""
         return self.statistic("ratio", pair, reduce)
 
-    def statistic(self, name: str, pair: Pair, reduce: Reduce = "token", *, of: When = "always") -> Tensor:
+    def statistic(self, name: str, pair: Pair, reduce: MethodReduce = "token", *, of: When = "always") -> Tensor:
         """``[T]`` on the scale of its bounds (a ratio: its log), over the valid tokens that ``of`` means."""
         key = (name, pair, reduce, of)
         if key not in self._reduced:
             values_T = self._values(pair)[METHOD_STATISTICS[name].token]
             mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
-            self._reduced[key] = self.reductions.of(values_T, mask_T, reduce)
+            self._reduced[key] = self.reductions.reduce(values_T, mask_T, reduce)
         return self._reduced[key]
 
     def when(self, when: When, pair: Pair) -> Tensor:
@@ -112,15 +112,15 @@ class Batch:
 
     @property
     def position_T(self) -> Tensor:
-        """``[T]``: the how-manieth valid token of its response it is, from 1."""
+        """``[T]``: its place among the valid tokens of its response, from 1."""
         if self._position_T is None:
             position_T = self.reductions.position(self.valid_T).clamp_min(1)
             self._position_T = position_T.to(self.advantages_T.dtype)
         return self._position_T
 
-    def _values(self, pair: Pair) -> Values:
+    def _values(self, pair: Pair) -> NamedValues:
         if pair not in self._statistics:
             numerator_T, denominator_T = map(self.log_prob, pair)
             given = {"log_ratio": numerator_T - denominator_T, "proximal": numerator_T, "behavior": denominator_T}
-            self._statistics[pair] = Values(given, FORMULAS)
+            self._statistics[pair] = NamedValues(given, FORMULAS)
         return self._statistics[pair]

@@ -41,10 +41,10 @@ class ProbabilityBound:
         return ((1.0 + discriminant_T.sqrt()) * 0.5).clamp_max(self.cap).log()
 
 
-Bound = float | GrowingBound | ProbabilityBound
+RatioBound = float | GrowingBound | ProbabilityBound
 
 
-def log_edge(bound: Bound, batch: Batch, pair: Pair) -> Tensor | float:
+def log_edge(bound: RatioBound, batch: Batch, pair: Pair) -> Tensor | float:
     """The log of a bound, ``[T]`` where it differs from token to token."""
     if isinstance(bound, (GrowingBound, ProbabilityBound)):
         return bound.log_edge(batch, pair)

@@ -9,17 +9,17 @@ from itertools import chain
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.checks import check_bool, check_choice, check_known, check_list, check_mapping, check_number
-from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.catalogue import find_method
+from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import Preset
-from mis_ext.methods.presets import find_preset
+from mis_ext.methods.published import PublishedMethod
 from mis_ext.methods.statistics import METHOD_STATISTICS
 from mis_ext.methods.surrogates import Ratio
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenMethod:
-    """``name`` of a preset, the parameters that were given, and the method that they make."""
+    """``name`` of a published method, the parameters that were given, and the method that they make."""
 
     name: str
     parameters: tuple[tuple[str, Any], ...]
@@ -42,7 +42,7 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
         raise TypeError(f"{key} must be the name of a method, or a mapping with the key name, got {value!r}")
     name = given.pop("name")
     try:
-        row = find_preset(name)
+        row = find_method(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     where = f"{key}: {name}"
@@ -60,7 +60,7 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
     return ChosenMethod(row.name, tuple(parameters.items()), method)
 
 
-def _words(row: Preset) -> dict[str, tuple[str, ...]]:
+def _words(row: PublishedMethod) -> dict[str, tuple[str, ...]]:
     """The legal words of the parameters that take a word."""
     found: dict[str, tuple[str, ...]] = {}
     for name, hint in get_type_hints(row.make).items():
@@ -90,7 +90,7 @@ def _like_default(key: str, value: Any, default: Any) -> Any:
 def _check_bounds(where: str, method: Method) -> None:
     """Refuse bands that are empty, and bounds that no value of what they bound can have."""
     for part in (method.surrogate, *method.factors):
-        if not isinstance(part, (Ratio, Weight, Keep)):
+        if not isinstance(part, (Ratio, RatioWeight, Keep)):
             continue
         statistic = METHOD_STATISTICS[part.statistic if isinstance(part, Keep) else "ratio"]
         edges = [*_numbers(part)]
@@ -107,7 +107,7 @@ def _check_bounds(where: str, method: Method) -> None:
             )
 
 
-def _numbers(part: Ratio | Weight | Keep) -> Iterator[float]:
+def _numbers(part: Ratio | RatioWeight | Keep) -> Iterator[float]:
     for bound in (part.low, part.high):
         if isinstance(bound, (int, float)):
             yield bound

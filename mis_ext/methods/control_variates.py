@@ -9,8 +9,8 @@ from mis_ext.correction.formula import bounded_expm1
 from mis_ext.methods.batch import TOTAL, Batch, Pair
 from mis_ext.methods.kl_terms import Penalty
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.published import published
+from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Score
 
 
@@ -45,7 +45,7 @@ class DriftControl:
         return (self.pair,)
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """``token``: each token for itself."""
         return ("token",)
 
@@ -54,13 +54,13 @@ class DriftControl:
         """True: the drift of a token is weighed by the value of its state."""
         return True
 
-    def of(self, batch: Batch) -> Penalty:
+    def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token, not yet multiplied by ``scale``."""
         slope_T = bounded_expm1(batch.log_ratio(self.pair)) * batch.state_values_T
         return Penalty(slope_T * batch.log_prob("current"), slope_T)
 
 
-@preset(
+@published(
     formula="sg(A + (w - 1) V) log pi, V: mean of A in the token's state",
     paper="ours; the drift is that of Marek, Ryabinin, Score Centering, arXiv:2609.20807, which needs the vocabulary",
 )

@@ -13,8 +13,8 @@ from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import STALENESS, Batch, Pair
 from mis_ext.methods.kl_terms import Penalty
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.published import published
+from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.rejection_control import token_uniforms
 from mis_ext.methods.surrogates import Ratio
 
@@ -53,11 +53,11 @@ class DropCovariance:
         return "zero"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """Over the batch, for the means of log-prob and advantage."""
         return ("batch_mean",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True where the token stays."""
         covariance_T, num_valid = _covariance(batch, self.pair)
         log_ratio_T, advantages_T = batch.log_ratio(self.pair), batch.advantages_T
@@ -94,7 +94,7 @@ class CovarianceKl:
         return (self.pair,)
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """Over the batch, for the means of log-prob and advantage."""
         return ("batch_mean",)
 
@@ -103,7 +103,7 @@ class CovarianceKl:
         """False: it compares policies only."""
         return False
 
-    def of(self, batch: Batch) -> Penalty:
+    def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""
         covariance_T, num_valid = _covariance(batch, self.pair)
         chosen_T = _fewest(batch, -covariance_T, batch.valid_T, share=self.share, num_valid=num_valid)
@@ -127,7 +127,7 @@ def _fewest(batch: Batch, values_T: Tensor, mask_T: Tensor, *, share: float, num
     return mask_T & (values_T.float() <= edge)
 
 
-@preset(
+@published(
     formula=f"min(r A, clip(r, 1 - low, 1 + high) A), 0 at a share of the tokens, drawn among those with "
     f"cov_low < cov < cov_high; {_COVARIANCE}",
     paper=f"{_PAPER} (Clip-Cov); verl: clip_cov (code)",
@@ -154,7 +154,7 @@ def clip_cov(
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(drop,))
 
 
-@preset(
+@published(
     formula=f"r A - scale abs(log r) at the share of tokens with the largest cov; {_COVARIANCE}",
     paper=f"{_PAPER} (KL-Cov); verl: kl_cov (code)",
 )

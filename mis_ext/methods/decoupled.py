@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mis_ext.methods.batch import MISMATCH
-from mis_ext.methods.factors import Factor, Weight
-from mis_ext.methods.kernels import Mixture
+from mis_ext.methods.factors import Factor, RatioWeight
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
+from mis_ext.methods.smooth import Mixture
 from mis_ext.methods.surrogates import Ratio
 
 _MISMATCH_REPORT = "Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025"
@@ -21,7 +21,7 @@ def with_ppo(*factors: Factor) -> Method:
     return Method(surrogate=Ratio(low=0.8, high=1.2), factors=factors)
 
 
-@preset(
+@published(
     formula=f"sg(rho) {PPO_TEXT}",
     paper="Hilton, Cobbe, Schulman, Batch size-invariance for policy optimization, arXiv:2110.00641",
 )
@@ -32,10 +32,10 @@ def decoupled() -> Method:
     Claims: the batch size no longer sets how far a policy may move; AReaL (arXiv:2505.24298) trains on stale data.
     Counter-claims: one absurd ratio is one absurd gradient: bound it.
     """
-    return with_ppo(Weight(pair=MISMATCH))
+    return with_ppo(RatioWeight(pair=MISMATCH))
 
 
-@preset(formula=f"sg(min(rho, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
+@published(formula=f"sg(min(rho, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
 def decoupled_token_tis(*, high: float = 2.0) -> Method:
     """Token ratios, truncated.
 
@@ -44,10 +44,10 @@ def decoupled_token_tis(*, high: float = 2.0) -> Method:
     Counter-claims: right distribution of the next token, wrong distribution of states; plateaus where sequence weights
     go on. Fires only on heavy tails.
     """
-    return with_ppo(Weight(pair=MISMATCH, high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH, high=high))
 
 
-@preset(formula=f"sg(min(rho_1..T, high)) {PPO_TEXT}", paper=COLLAPSE_REPORT)
+@published(formula=f"sg(min(rho_1..T, high)) {PPO_TEXT}", paper=COLLAPSE_REPORT)
 def decoupled_sequence_tis(*, high: float = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
@@ -55,10 +55,10 @@ def decoupled_sequence_tis(*, high: float = 2.0) -> Method:
     Claims: unbiased as the bound grows; recovers runs that crash under token weights.
     Counter-claims: its effective sample size falls as ``exp(-2 T k3)``.
     """
-    return with_ppo(Weight(pair=MISMATCH, level="sequence", high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH, level="sequence", high=high))
 
 
-@preset(formula=f"sg(clip(rho, low, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
+@published(formula=f"sg(clip(rho, low, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
 def decoupled_token_clip(*, low: float = 0.5, high: float = 2.0) -> Method:
     """Token ratios, clamped on both sides.
 
@@ -66,10 +66,10 @@ def decoupled_token_clip(*, low: float = 0.5, high: float = 2.0) -> Method:
     Claims: more effective samples than truncation.
     Counter-claims: a raised weight adds the bias that truncation from above was said to avoid.
     """
-    return with_ppo(Weight(pair=MISMATCH, low=low, high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH, low=low, high=high))
 
 
-@preset(
+@published(
     formula=f"sg(rho^power) {PPO_TEXT}",
     paper="Ionides, Truncated Importance Sampling, 2008 (bias against variance); tempering is not published for LLM RL",
 )
@@ -80,10 +80,10 @@ def decoupled_tempered(*, power: float = 0.5) -> Method:
     Claims: order is kept and no weight is lost, unlike with bounds.
     Counter-claims: biased for every power below 1, also where nothing is absurd.
     """
-    return with_ppo(Weight(pair=MISMATCH, power=power))
+    return with_ppo(RatioWeight(pair=MISMATCH, power=power))
 
 
-@preset(
+@published(
     formula=f"sg(1 + mix (rho - 1)) {PPO_TEXT}",
     paper="AIS: Adaptive Importance Sampling for Quantized RL, arXiv:2605.13907 (read as an abstract only)",
 )

@@ -17,12 +17,12 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.gates import Action
 from mis_ext.correction.weights import REDUCTIONS
 from mis_ext.methods.batch import Batch, Pair, When
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.statistics import METHOD_STATISTICS
 
-Level = Literal["token", "prefix", "segment", "geometric", "sequence"]
+RatioLevel = Literal["token", "prefix", "segment", "geometric", "sequence"]
 
-REDUCE_OF_LEVEL: Mapping[str, Reduce] = {**REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
+REDUCE_OF_LEVEL: Mapping[str, MethodReduce] = {**REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
 """How a level reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
 
 
@@ -34,14 +34,14 @@ class Factor(Protocol):
         """Numerator and denominator of the ratio, each a policy."""
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
 
     @property
     def action(self) -> Action | None:
         """What becomes of a token that it drops; None of a weight, which drops none."""
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]``: a weight, or bool: whether to keep."""
 
 
@@ -57,25 +57,25 @@ class WeightFactor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight(WeightFactor):
+class RatioWeight(WeightFactor):
     """The ratio of ``pair`` at ``level``, to a ``power``, clamped into ``[low, high]``; 1 where ``when`` does not hold.
 
     Without gradient: a bound truncates, it does not stop a token's gradient.
     """
 
     pair: Pair
-    level: Level = "token"
+    level: RatioLevel = "token"
     low: float | None = None
     high: float | None = None
     power: float = 1.0
     when: When = "always"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (REDUCE_OF_LEVEL[self.level],)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
         log_weight_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level]) * self.power
         weight_T = (
@@ -108,7 +108,7 @@ class Keep:
 
     pair: Pair
     statistic: str = "ratio"
-    reduce: Reduce = "token"
+    reduce: MethodReduce = "token"
     low: float | None = None
     high: float | None = None
     when: When = "always"
@@ -116,11 +116,11 @@ class Keep:
     action: Action = "reject"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (self.reduce,)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True where the token stays."""
         value_T = batch.statistic(self.statistic, self.pair, self.reduce, of=self.of_tokens)
         edge = METHOD_STATISTICS[self.statistic].edge

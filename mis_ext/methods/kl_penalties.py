@@ -5,7 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import TOTAL, Pair
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio
 
 _PPO = "min(r A, clip(r, 0.8, 1.2) A)"
@@ -16,7 +16,7 @@ def _with_kl(estimator: Estimator, beta: float, importance: Pair | None = None) 
     return Method(surrogate=Ratio(low=0.8, high=1.2), terms=(term,))
 
 
-@preset(
+@published(
     formula=f"{_PPO} - beta (exp(-d) - 1 + d), d = log(current / reference)",
     paper="Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; k3 of Schulman, Approximating KL Divergence, 2020",
 )
@@ -31,7 +31,7 @@ def grpo_k3(*, beta: float = 1e-3) -> Method:
     return _with_kl("k3", beta)
 
 
-@preset(
+@published(
     formula=f"{_PPO} - beta d^2 / 2, d = log(current / reference)",
     paper="Schulman, Approximating KL Divergence, 2020",
 )
@@ -45,7 +45,7 @@ def grpo_k2(*, beta: float = 1e-3) -> Method:
     return _with_kl("k2", beta)
 
 
-@preset(
+@published(
     formula=f"{_PPO} - beta w (exp(-d) - 1 + d), d = log(current / reference), gradient through w too",
     paper="DeepSeek-AI, DeepSeek-V3.2 (unbiased KL estimate), arXiv:2512.02556",
 )

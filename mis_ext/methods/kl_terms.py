@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.reductions import MethodReduce
 
 Estimator = Literal["k1", "k2", "k3", "squared"]
 
@@ -38,14 +38,14 @@ class Term(Protocol):
         """The pairs of policies that it compares."""
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """What it looks at besides the token itself."""
 
     @property
     def needs_state_values(self) -> bool:
         """Whether it looks at the value of the token's state."""
 
-    def of(self, batch: Batch) -> Penalty:
+    def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope, without ``scale``."""
 
 
@@ -91,7 +91,7 @@ class KlTerm:
         return (self.pair,) if self.importance is None else (self.pair, self.importance)
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """``token``: each token for itself."""
         return ("token",)
 
@@ -100,7 +100,7 @@ class KlTerm:
         """False: a KL term compares policies only."""
         return False
 
-    def of(self, batch: Batch) -> Penalty:
+    def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""
         log_ratio_T = batch.log_ratio(self.pair)
         value_T, slope_T = self._estimate(log_ratio_T)

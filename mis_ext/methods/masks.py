@@ -6,13 +6,13 @@ import dataclasses
 
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.decoupled import COLLAPSE_REPORT, PPO_TEXT, with_ppo
-from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.method import Method, NormalizeOver
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio
 
 
-@preset(
+@published(
     formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}",
     paper="Ling Team, Every Step Evolves (IcePop), arXiv:2510.18855",
 )
@@ -26,11 +26,11 @@ def icepop(*, low: float = 0.5, high: float = 5.0, normalize_over: NormalizeOver
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
-    method = with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
+    method = with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
     return dataclasses.replace(method, normalize_over=normalize_over)
 
 
-@preset(
+@published(
     formula="sg(rho 1[1 / beta <= rho <= beta]) min(r A, clip(r, 1 - low, 1 + high) A)",
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equation 1",
 )
@@ -42,10 +42,10 @@ def glm_5_reasoning(*, beta: float = 2.0, low: float = 0.2, high: float = 0.28) 
     Counter-claims: as ``icepop``.
     """
     band = Keep(pair=MISMATCH, low=1.0 / beta, high=beta, action="zero")
-    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(Weight(pair=MISMATCH), band))
+    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(RatioWeight(pair=MISMATCH), band))
 
 
-@preset(
+@published(
     formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}, rejected tokens leave the denominator", paper=COLLAPSE_REPORT
 )
 def token_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
@@ -55,10 +55,10 @@ def token_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
     Claims: as IcePop.
     Counter-claims: crashed in the report's own runs, where sequence masking did not.
     """
-    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high))
 
 
-@preset(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
+@published(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
 def sequence_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
     """Sequences whose product of ratios lies outside the band are rejected; the others carry it.
 
@@ -66,10 +66,10 @@ def sequence_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
     Claims: better than truncation: a huge weight means out of distribution, not important.
     Counter-claims: at k3 1e-3 and 16,384 tokens 2 of 1,000 responses are left.
     """
-    return with_ppo(Weight(pair=MISMATCH, level="sequence"), Keep(pair=MISMATCH, reduce="sum", low=low, high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH, level="sequence"), Keep(pair=MISMATCH, reduce="sum", low=low, high=high))
 
 
-@preset(formula=f"1[low <= exp(mean log rho) <= high] {PPO_TEXT}", paper="Liu, Li et al., RL Collapse Part 3, 2025")
+@published(formula=f"1[low <= exp(mean log rho) <= high] {PPO_TEXT}", paper="Liu, Li et al., RL Collapse Part 3, 2025")
 def geometric_rs(*, low: float = 0.999, high: float = 1.001) -> Method:
     """Sequences whose geometric mean of ratios lies outside the band are rejected; no weight.
 
@@ -81,7 +81,7 @@ def geometric_rs(*, low: float = 0.999, high: float = 1.001) -> Method:
     return with_ppo(Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
 
 
-@preset(
+@published(
     formula=f"1[low <= exp(mean over the segment of log rho) <= high] {PPO_TEXT}",
     paper="ROLL: train_infer_corrections, granularity segment (code)",
 )
@@ -95,7 +95,7 @@ def segment_rs(*, low: float = 0.8, high: float = 1.2) -> Method:
     return with_ppo(Keep(pair=MISMATCH, reduce="segment_mean", low=low, high=high))
 
 
-@preset(
+@published(
     formula=f"sg(min(rho, bound)) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}",
     paper="Liu, Li et al., RL Collapse Part 3, 2025",
 )
@@ -106,10 +106,10 @@ def geometric_rs_token_tis(*, low: float = 0.999, high: float = 1.001, bound: fl
     Claims: both kinds of outliers are handled at their own level.
     Counter-claims: as ``geometric_rs``.
     """
-    return with_ppo(Weight(pair=MISMATCH, high=bound), Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
+    return with_ppo(RatioWeight(pair=MISMATCH, high=bound), Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
 
 
-@preset(
+@published(
     formula=f"sg(rho) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}, zeroed sequences stay in the denominator",
     paper="NeMo RL, seq-mask-tis (code)",
 )
@@ -120,10 +120,10 @@ def sequence_mask_tis(*, low: float = 0.999, high: float = 1.002) -> Method:
     Claims: default of two frameworks' combined mode.
     Counter-claims: the token ratio has no bound, whatever the name says.
     """
-    return with_ppo(Weight(pair=MISMATCH), Keep(pair=MISMATCH, reduce="mean", low=low, high=high, action="zero"))
+    return with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, reduce="mean", low=low, high=high, action="zero"))
 
 
-@preset(formula=f"1[min over the sequence of rho >= low] {PPO_TEXT}", paper=COLLAPSE_REPORT)
+@published(formula=f"1[min over the sequence of rho >= low] {PPO_TEXT}", paper=COLLAPSE_REPORT)
 def veto(*, low: float = 1e-4) -> Method:
     """One catastrophic token rejects its sequence.
 
@@ -134,7 +134,7 @@ def veto(*, low: float = 1e-4) -> Method:
     return with_ppo(Keep(pair=MISMATCH, reduce="min", low=low))
 
 
-@preset(
+@published(
     formula=f"1[max (log rho)^2 / 2 <= high_max] 1[mean (rho - 1 - log rho) <= high_mean] {PPO_TEXT}",
     paper="Li et al., Trust Region Masking for Long-Horizon LLM Reinforcement Learning, arXiv:2512.23075",
 )
@@ -152,7 +152,7 @@ def trm(*, high_max: float = 0.05, high_mean: float = 1e-3) -> Method:
     )
 
 
-@preset(
+@published(
     formula=f"1[mean exp(abs(log rho)) <= high] {PPO_TEXT}",
     paper="NVIDIA, Nemotron-3 Super, arXiv:2604.12374",
 )

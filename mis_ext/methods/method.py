@@ -18,7 +18,7 @@ from mis_ext.methods.denominators import Over, terms_of
 from mis_ext.methods.factors import Factor
 from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.kl_terms import Term
-from mis_ext.methods.reductions import WHOLE_SEQUENCE, Reduce, Reductions
+from mis_ext.methods.reductions import WHOLE_SEQUENCE, MethodReduce, Reductions
 from mis_ext.methods.surrogates import Surrogate
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
@@ -84,7 +84,7 @@ class Method:
         return tuple(policy for policy in _POLICIES if policy in used)
 
     @property
-    def _all_reduces(self) -> frozenset[Reduce]:
+    def _all_reduces(self) -> frozenset[MethodReduce]:
         return self.reduces.union(*(term.reduces for term in self.terms))
 
     @property
@@ -127,7 +127,7 @@ class Method:
         return any(term.needs_state_values for term in self.terms)
 
     @property
-    def reduces(self) -> frozenset[Reduce]:
+    def reduces(self) -> frozenset[MethodReduce]:
         """How surrogate and factors reduce over a sequence."""
         return frozenset(chain(self.surrogate.reduces, *(factor.reduces for factor in self.factors)))
 
@@ -187,7 +187,7 @@ class Method:
                 raise ValueError(
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )
-        whole = layout.whole_responses if compiled else None
+        whole = layout.graph_layout if compiled else None
         if compiled and (cp_group is not None or dp_group is not None):
             raise ValueError("compiled: ranks exchange numbers inside of the method; pass no cp_group and no dp_group")
         arguments: dict[str, Any] = {
@@ -231,11 +231,11 @@ class Method:
         weight_T: Tensor | None = None
         for factor in self.factors:
             if factor.action is not None:
-                is_kept_T = factor.of(batch)
+                is_kept_T = factor.evaluate(batch)
                 live_T = live_T & is_kept_T
                 kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T
             else:
-                factor_T = factor.of(batch)
+                factor_T = factor.evaluate(batch)
                 weight_T = factor_T if weight_T is None else weight_T * factor_T
         if weight_T is None:
             weight_T = torch.ones_like(batch.advantages_T)
@@ -251,12 +251,12 @@ class Method:
         valid_T = batch.valid_T
         weight_T, live_T, kept_T = self.weigh(batch)
         weight_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
-        found = self.surrogate.of(batch)
+        found = self.surrogate.evaluate(batch)
         value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
         if self.surrogate.spread == "sequence":
-            coefficient_T = torch.where(valid_T, batch.reductions.of(coefficient_T, valid_T, "mean"), 0.0)
+            coefficient_T = torch.where(valid_T, batch.reductions.reduce(coefficient_T, valid_T, "mean"), 0.0)
         for term in self.terms:
-            penalty = term.of(batch)
+            penalty = term.evaluate(batch)
             scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)
             value_T, coefficient_T = value_T - scale_T * penalty.value_T, coefficient_T - scale_T * penalty.slope_T
         num_invalid = (batch.response_T != valid_T).sum()

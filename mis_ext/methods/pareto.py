@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import Batch, Pair
 from mis_ext.methods.factors import WeightFactor
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.reductions import MethodReduce
 
 _MIN_TAIL = 5
 _GRID = 30
@@ -101,11 +101,11 @@ class ParetoWeight(WeightFactor):
     high: float | None = None
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient; the same for all tokens of a sequence."""
         reductions = batch.reductions
         if reductions.has_other_sequences:

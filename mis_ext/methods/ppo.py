@@ -6,11 +6,11 @@ from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.bounds import ProbabilityBound
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio
 
 
-@preset(
+@published(
     formula="min(r A, clip(r, 1 - low, 1 + high) A)",
     paper="Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 )
@@ -24,7 +24,7 @@ def ppo(*, low: float = 0.2, high: float = 0.2) -> Method:
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
 
-@preset(
+@published(
     formula="min(r A, clip(r, 1 - low, 1 + high) A), high above low",
     paper="Yu et al., DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv:2503.14476",
 )
@@ -38,7 +38,7 @@ def dapo(*, low: float = 0.2, high: float = 0.28) -> Method:
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
 
-@preset(
+@published(
     formula="A > 0: as ppo; A < 0: max(as ppo, dual A)",
     paper="Ye et al., Mastering Complex Control in MOBA Games with Deep Reinforcement Learning, arXiv:1912.09729",
 )
@@ -52,7 +52,7 @@ def dual_clip(*, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Meth
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high, dual=dual))
 
 
-@preset(
+@published(
     formula="min(w A, clip(w, 1 - low, 1 + high) A)",
     paper="Liu, Li et al., When Speed Kills Stability, 2025",
 )
@@ -66,7 +66,7 @@ def bypass(*, low: float = 0.2, high: float = 0.2) -> Method:
     return Method(surrogate=Ratio(pair=TOTAL, low=1.0 - low, high=1.0 + high))
 
 
-@preset(
+@published(
     formula="clip(w, low, high) A - tau (log w)^2",
     paper="Kimi Team, Kimi K2.5, arXiv:2602.02276",
 )
@@ -84,7 +84,7 @@ def kimi_k2_5(*, low: float = 0.5, high: float = 2.0, tau: float = 1e-3) -> Meth
     )
 
 
-@preset(
+@published(
     formula="min(r A, clip(r, b(-low), b(high)) A), b(e) = (1 + sqrt(max(1 + 4 e / proximal, 0))) / 2, at most cap",
     paper="Yang et al., DCPO: Dynamic Clipping Policy Optimization, arXiv:2509.02333",
 )

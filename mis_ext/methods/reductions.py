@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
+from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.order_statistic import covering_value
 from mis_ext.correction.segments import running_sums, sum_over_segments, whole_rows
 from mis_ext.correction.token_index import to_device
-from mis_ext.correction.whole_responses import WholeResponses
 
-Reduce = Literal[
+MethodReduce = Literal[
     "token", "sum", "mean", "max", "min", "prefix", "segment_sum", "segment_mean", "batch_mean", "batch_rank_mean"
 ]
 """What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum up to itself; the
@@ -30,14 +30,14 @@ class Reductions:
     """Reductions over the tokens of a mask. Each gathers one small row, if ranks share the data.
 
     Args:
-        layout: Where the local tokens lie, or :class:`WholeResponses` for a graph of ``torch.compile``.
+        layout: Where the local tokens lie, or :class:`GraphLayout` for a graph of ``torch.compile``.
         cp_group: Ranks that hold other parts of the same sequences.
         dp_group: Ranks that hold other sequences, without context parallelism.
     """
 
     def __init__(
         self,
-        layout: PackedLayout | WholeResponses,
+        layout: PackedLayout | GraphLayout,
         *,
         cp_group: Group | None = None,
         dp_group: Group | None = None,
@@ -46,7 +46,7 @@ class Reductions:
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
 
-    def of(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
+    def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: MethodReduce) -> Tensor:
         """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
         if reduce == "token":
             return values_T
@@ -91,7 +91,7 @@ class Reductions:
         return self._over_sequence(mask_T.float(), is_sum=True)
 
     def position(self, mask_T: Tensor) -> Tensor:
-        """``[T]``: the how-manieth token of the mask it is in its sequence, from 1."""
+        """``[T]``: its place among the tokens of the mask in its sequence, from 1."""
         return self._prefix_sum(mask_T.long())
 
     def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Reductions:
         rows_FR = whole_rows(rows_FT, layout, cp_group=self._cp_group)
         total_R, count_R = sum_over_segments(rows_FR, rows_FR[1] > 0.0, layout)
         found_R = total_R / count_R.clamp_min(1.0) if is_mean else total_R
-        return found_R if isinstance(layout, WholeResponses) else layout.local_part(found_R)
+        return found_R if isinstance(layout, GraphLayout) else layout.local_part(found_R)
 
     def _sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
@@ -132,11 +132,11 @@ class Reductions:
         total_R = running_sums(torch.where(ranked_R, values_R[order_R], 0.0).double(), place_R, len(order_R))
         running_R = total_R / ranked_R.cumsum(0).clamp_min(1)
         found_R = torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype))
-        return found_R if isinstance(layout, WholeResponses) else layout.local_part(found_R)
+        return found_R if isinstance(layout, GraphLayout) else layout.local_part(found_R)
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
-        if isinstance(layout, WholeResponses) or layout.is_whole:
+        if isinstance(layout, GraphLayout) or layout.is_whole:
             return running_sums(values_T, layout.offset_T, layout.longest)
         pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)

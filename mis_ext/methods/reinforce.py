@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from mis_ext.methods.batch import STALENESS, TOTAL, Pair
 from mis_ext.methods.bounds import GrowingBound
-from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.pareto import ParetoWeight
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio, Score
 
 _INVERSE: Pair = ("proximal", "current")
 
 
-@preset(
+@published(
     formula="A log pi",
     paper="Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning, 1992",
 )
@@ -28,7 +28,7 @@ def reinforce() -> Method:
     return Method(surrogate=Score())
 
 
-@preset(
+@published(
     formula="sg(w) A log pi",
     paper="Thinking Machines, Tinker: importance_sampling loss (documentation), 2025",
 )
@@ -39,10 +39,10 @@ def reinforce_token_is() -> Method:
     Claims: simplest correction there is.
     Counter-claims: no bound; wrong distribution of states, see ``reinforce_sequence_tis``.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL),))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL),))
 
 
-@preset(
+@published(
     formula="A log pi - beta / 2 (log w)^2",
     paper="Richemond et al., Offline Regularised Reinforcement Learning for Large Language Models Alignment (DRO), "
     "arXiv:2405.19107; per token: Thinking Machines, Tinker: dro loss (documentation)",
@@ -58,7 +58,7 @@ def dro(*, beta: float = 0.05) -> Method:
     return Method(surrogate=Score(), terms=(KlTerm(estimator="k2", scale=beta, pair=TOTAL),))
 
 
-@preset(
+@published(
     formula="sg(min(w, high)) A log pi",
     paper="Wu et al., LlamaRL (AIPO), arXiv:2505.24034",
 )
@@ -69,10 +69,10 @@ def aipo(*, high: float = 4.0) -> Method:
     Claims: removes the sudden drops of asynchronous training on hard data.
     Counter-claims: truncation says nothing about tokens that the policy has left (ratio near 0).
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=high),))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=high),))
 
 
-@preset(
+@published(
     formula="sg(min(w_1..T, high)) A log pi",
     paper="Liu, Li et al., When Speed Kills Stability, 2025",
 )
@@ -83,10 +83,10 @@ def reinforce_sequence_tis(*, high: float = 2.0) -> Method:
     Claims: unbiased as the bound grows.
     Counter-claims: at 2,048 tokens and k3 1e-3 two of 100 samples count.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high),))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="sequence", high=high),))
 
 
-@preset(
+@published(
     formula="sg(w_1..T / mean over sequences of w_1..T) A log pi",
     paper="Hesterberg, Weighted Average Importance Sampling and Defensive Mixture Distributions, 1995",
 )
@@ -97,11 +97,11 @@ def reinforce_sequence_snis() -> Method:
     Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
     Counter-claims: biased by 1 / n, and one sequence alone is not corrected at all: take the mean over all ranks.
     """
-    weight = Weight(pair=TOTAL, level="sequence")
+    weight = RatioWeight(pair=TOTAL, level="sequence")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
 
 
-@preset(
+@published(
     formula="sg(min(smoothed w_1..T, high)) A log pi, the largest replaced by quantiles of a fitted Pareto tail",
     paper="Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646",
 )
@@ -115,7 +115,7 @@ def reinforce_sequence_psis(*, high: float = 10.0) -> Method:
     return Method(surrogate=Score(), factors=(ParetoWeight(pair=TOTAL, high=high),))
 
 
-@preset(
+@published(
     formula="sg(clip(r, low, high)) A log pi",
     paper="MiniMax, MiniMax-M1, arXiv:2506.13585; bound of Khatri et al., ScaleRL, arXiv:2510.13786",
 )
@@ -126,10 +126,10 @@ def cispo(*, low: float = 0.0, high: float = 5.0) -> Method:
     Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=STALENESS, low=low, high=high),))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=STALENESS, low=low, high=high),))
 
 
-@preset(
+@published(
     formula="A > 0: sg(clip(r, positive)) A log pi; A < 0: sg(clip(r, negative)) A log pi",
     paper="Karaman et al., DISPO, arXiv:2602.00983 (read as an abstract only)",
 )
@@ -145,13 +145,13 @@ def dispo(*, positive: tuple[float, float] = (0.5, 2.0), negative: tuple[float, 
     return Method(
         surrogate=Score(),
         factors=(
-            Weight(pair=STALENESS, low=positive[0], high=positive[1], when="positive"),
-            Weight(pair=STALENESS, low=negative[0], high=negative[1], when="negative"),
+            RatioWeight(pair=STALENESS, low=positive[0], high=positive[1], when="positive"),
+            RatioWeight(pair=STALENESS, low=negative[0], high=negative[1], when="negative"),
         ),
     )
 
 
-@preset(
+@published(
     formula="sg(min(w, cap)) 1[not (A > 0, r > 1 + high or A < 0, r < 1 - low)] A log pi",
     paper="Zheng et al., Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv:2512.01374",
 )
@@ -163,10 +163,10 @@ def minirl(*, low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Method:
     Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
     clip = Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), clip))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), clip))
 
 
-@preset(
+@published(
     formula="A > 0: A log pi; A < 0: sg(min(w_1..T, high)) A log pi",
     paper="Le Roux et al., Tapered Off-Policy REINFORCE, arXiv:2503.14286",
 )
@@ -177,10 +177,10 @@ def topr(*, high: float = 1.0) -> Method:
     Claims: stable without a KL term; negative examples help instead of destroying.
     Counter-claims: positive sequences are learnt as in supervised training, with its bias.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high, when="negative"),))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="sequence", high=high, when="negative"),))
 
 
-@preset(
+@published(
     formula="A > 0: sg(min(1 / r, cap)) A log pi; A < 0: sg(r) A log pi; both 0 where ppo clips",
     paper="Wang et al., ASPO: Asymmetric Importance Sampling Policy Optimization, arXiv:2510.06062",
 )
@@ -194,14 +194,14 @@ def aspo(*, low: float = 0.2, high: float = 0.28, cap: float = 3.0) -> Method:
     return Method(
         surrogate=Score(),
         factors=(
-            Weight(pair=_INVERSE, high=cap, when="positive"),
-            Weight(pair=STALENESS, when="negative"),
+            RatioWeight(pair=_INVERSE, high=cap, when="positive"),
+            RatioWeight(pair=STALENESS, when="negative"),
             Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
         ),
     )
 
 
-@preset(
+@published(
     formula="R = sg(r_1..t-1) r: min(R A, clip(R, exp(-low t^power), exp(high t^power)) A), "
     "A < 0: at least exp(dual t^power) A",
     paper="Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv:2605.07331",

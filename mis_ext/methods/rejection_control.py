@@ -10,7 +10,7 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.reductions import MethodReduce
 
 _MASK = 0x7FFFFFFF
 _PRIME = 2654435761
@@ -21,8 +21,8 @@ _DIGITS = 1 << 31
 class Accept:
     """Keep a sequence with probability ``min(1, W / bound)``, ``W`` its product of ratios.
 
-    With ``Weight(level="sequence", low=bound)``, which is ``max(W, bound)``, every expectation stays what it is under
-    ``W``, and no survivor weighs less than ``bound``.
+    With ``RatioWeight(level="sequence", low=bound)``, which is ``max(W, bound)``, every expectation stays what it is
+    under ``W``, and no survivor weighs less than ``bound``.
 
     The random number of a sequence is a hash of its behavior log-probs and the seed: so it is the same on every rank,
     for any split into micro-batches and in a recomputed forward pass.
@@ -46,11 +46,11 @@ class Accept:
         return "reject"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True for all tokens of an accepted sequence."""
         log_probs_T = batch.log_prob(self.pair[1]).float()
         uniform_T = sequence_uniforms(batch, log_probs_T, self.seed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.factors import Keep
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio
 
 
-@preset(
+@published(
     formula="w A; of the tokens that the update moves away from w = 1, the largest (log w)^2 lose their gradient until "
     "the mean over the others is at most budget",
     paper="Zheng et al., Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?, "
@@ -35,7 +35,7 @@ def m2po(*, budget: float = 0.04) -> Method:
     return Method(surrogate=Ratio(pair=TOTAL), factors=(outliers,))
 
 
-@preset(
+@published(
     formula="w A; if the batch's mean of abs(w - 1) / 2 exceeds delta, 0 where the update moves w away from 1",
     paper="Honari et al., Align and Filter, arXiv:2603.01365 (after open-instruct's description of it)",
 )

@@ -10,8 +10,8 @@ import torch
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import STALENESS, Batch, Pair
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.published import published
+from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Ratio, Slope, Spread
 
 
@@ -29,7 +29,7 @@ class ClippedMean:
         return "token"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("mean",)
 
@@ -38,18 +38,18 @@ class ClippedMean:
         """The one ratio that it needs: numerator and denominator, each a policy."""
         return (self.pair,)
 
-    def of(self, batch: Batch) -> Slope:
+    def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair)
         is_above_T = (log_ratio_T > math.log(self.high)) & (batch.advantages_T > 0.0)
         is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)
         bounded_T = log_ratio_T.clamp(math.log(self.low), math.log(self.high))
         clipped_T = torch.where(is_above_T | is_below_T, bounded_T, log_ratio_T)
-        ratio_T = bounded_exp(batch.reductions.of(clipped_T, batch.valid_T, "mean"))
+        ratio_T = bounded_exp(batch.reductions.reduce(clipped_T, batch.valid_T, "mean"))
         return Slope(ratio_T, torch.where(is_above_T | is_below_T, 0.0, ratio_T), is_above_T | is_below_T)
 
 
-@preset(
+@published(
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
@@ -63,7 +63,7 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Method:
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
 
-@preset(
+@published(
     formula="s = sg(exp(mean log r)) pi / sg(pi): min(s A, clip(s, 1 - low, 1 + high) A)",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
@@ -77,7 +77,7 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Method:
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
 
 
-@preset(
+@published(
     formula="exp(mean of log r, each clipped to [log low, log high] where ppo would) A",
     paper="Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673",
 )
@@ -91,7 +91,7 @@ def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
     return Method(surrogate=ClippedMean(low=low, high=high))
 
 
-@preset(
+@published(
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), sum over tokens, then mean over sequences",
     paper="Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261 (formula of TRL's luspo loss)",
 )

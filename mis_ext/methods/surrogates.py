@@ -1,7 +1,7 @@
 """Surrogates: what carries the gradient. Each gives the objective per unit of advantage, and its slope in log pi.
 
 A bound here stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
-:class:`~mis_ext.methods.factors.Weight` does not.
+:class:`~mis_ext.methods.factors.RatioWeight` does not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import STALENESS, Batch, Pair
-from mis_ext.methods.bounds import Bound, log_edge
-from mis_ext.methods.factors import REDUCE_OF_LEVEL, Level
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.bounds import RatioBound, log_edge
+from mis_ext.methods.factors import REDUCE_OF_LEVEL, RatioLevel
+from mis_ext.methods.reductions import MethodReduce
 
 Spread = Literal["token", "sequence"]
 
@@ -37,14 +37,14 @@ class Surrogate(Protocol):
         """``sequence``: each token's gradient is the mean over its sequence. ``token``: its own."""
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """Numerator and denominator of each of its ratios."""
 
-    def of(self, batch: Batch) -> Slope:
+    def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
 
 
@@ -58,7 +58,7 @@ class Score:
         return "token"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ()
 
@@ -67,7 +67,7 @@ class Score:
         """Empty: the score function has no ratio."""
         return ()
 
-    def of(self, batch: Batch) -> Slope:
+    def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_prob_T = batch.log_prob("current")
         return Slope(log_prob_T, torch.ones_like(log_prob_T), torch.zeros_like(batch.valid_T))
@@ -91,15 +91,15 @@ class Ratio:
     """
 
     pair: Pair = STALENESS
-    level: Level = "token"
-    low: Bound | None = None
-    high: Bound | None = None
+    level: RatioLevel = "token"
+    low: RatioBound | None = None
+    high: RatioBound | None = None
     sides: Literal["outward", "both"] = "outward"
-    dual: Bound | None = None
+    dual: RatioBound | None = None
     spread: Spread = "token"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return (REDUCE_OF_LEVEL[self.level],)
 
@@ -108,7 +108,7 @@ class Ratio:
         """Numerator and denominator of each of its ratios."""
         return (self.pair,)
 
-    def of(self, batch: Batch) -> Slope:
+    def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
         bounded_T = log_ratio_T

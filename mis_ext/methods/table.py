@@ -1,27 +1,27 @@
-"""The presets as a table, for the documentation, and one preset as text, for the command line."""
+"""The methods as a table, for the documentation, and one as text, for the command line."""
 
 from __future__ import annotations
 
 from mis_ext.correction.tables import Table
 from mis_ext.methods.as_correction import as_correction
-from mis_ext.methods.preset import SYMBOLS, Preset
-from mis_ext.methods.presets import PRESETS
+from mis_ext.methods.catalogue import METHODS
+from mis_ext.methods.published import SYMBOLS, PublishedMethod
 
 
 def methods_table() -> Table:
-    """Every preset with its family, objective and source."""
+    """Every method with its family, objective and source."""
     return Table(
         ("family", "method", "objective of a token", "source"),
-        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in PRESETS.values()),
+        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in METHODS.values()),
     )
 
 
 def list_methods() -> str:
-    """Every preset's name and objective, family after family."""
-    width = max(map(len, PRESETS))
+    """Every method's name and objective, family after family."""
+    width = max(map(len, METHODS))
     lines: list[str] = []
     family = None
-    for row in PRESETS.values():
+    for row in METHODS.values():
         if row.family != family:
             family = row.family
             lines += ["", family]
@@ -29,8 +29,8 @@ def list_methods() -> str:
     return "\n".join([*lines[1:], "", SYMBOLS])
 
 
-def describe_method(row: Preset) -> str:
-    """When to use a preset, its objective, parameters, log-probs and source, as text."""
+def describe_method(row: PublishedMethod) -> str:
+    """When to use a method, its objective, parameters, log-probs and source, as text."""
     method = row.method
     defaults = ", ".join(
         f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.defaults.items()

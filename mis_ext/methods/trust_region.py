@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mis_ext.methods.batch import STALENESS, TOTAL
-from mis_ext.methods.factors import Keep, Weight
+from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
+from mis_ext.methods.published import published
 from mis_ext.methods.surrogates import Ratio, Score
 
 _W = Ratio(pair=TOTAL)
@@ -20,7 +20,7 @@ def _region(*, low: float, high: float) -> tuple[Keep, Keep]:
     )
 
 
-@preset(
+@published(
     formula="w A 1[KL(p, q) <= phi] 1[KL(q, p) <= phi], KL of this token against all others",
     paper="Ling Team, KPop (report), 2026",
 )
@@ -35,7 +35,7 @@ def kpop(*, phi: float = 0.1) -> Method:
     return Method(surrogate=_W, factors=tuple(gates))
 
 
-@preset(
+@published(
     formula="w A 1[low <= w <= high] 1[min over the sequence of w >= veto]",
     paper="Prime Intellect, INTELLECT-3, arXiv:2512.16144",
 )
@@ -51,7 +51,7 @@ def intellect_3(*, low: float = 0.5, high: float = 5.0, veto: float = 1e-5) -> M
     )
 
 
-@preset(
+@published(
     formula="A log pi 1[low <= w <= high] 1[low_sequence <= exp(mean log w) <= high_sequence]",
     paper="StepFun, Step-3.5-Flash (MIS-PO), arXiv:2602.10604",
 )
@@ -67,7 +67,7 @@ def mis_po(*, low: float = 0.5, high: float = 2.0, low_sequence: float = 0.996, 
     return Method(surrogate=Score(), factors=(Keep(pair=TOTAL, low=low, high=high), sequences))
 
 
-@preset(
+@published(
     formula="sg(min(w, cap)) A log pi, 0 where A > 0, p - q > delta or A < 0, p - q < -delta",
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
@@ -78,10 +78,10 @@ def dppo_tv(*, delta: float = 0.15, cap: float = 20.0) -> Method:
     Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
 
-@preset(
+@published(
     formula="sg(min(w, cap)) A log pi, 0 where KL(q, p) > delta and the update moves w away from 1",
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
@@ -93,10 +93,10 @@ def dppo_kl(*, delta: float = 0.05, cap: float = 20.0) -> Method:
     Counter-claims: one sampled token says little about a distribution.
     """
     gate = Keep(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), gate))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), gate))
 
 
-@preset(
+@published(
     formula="w A, 0 where A > 0, p - q > high or A < 0, p - q < -low; - tau (log w)^2 on all valid tokens",
     paper="Prime Intellect, prime-rl: default loss (code)",
 )
@@ -111,7 +111,7 @@ def prime_rl(*, low: float = 0.2, high: float = 0.2, tau: float = 1e-3) -> Metho
     return Method(surrogate=_W, factors=_region(low=low, high=high), terms=(penalty,))
 
 
-@preset(
+@published(
     formula="w A 1[abs(p - q) <= delta] - tau (log w)^2",
     paper="Prime Intellect, prime-rl: ipo loss (code)",
 )
@@ -126,7 +126,7 @@ def ipo(*, delta: float = 0.1, tau: float = 1e-3) -> Method:
     return Method(surrogate=_W, factors=(gate,), terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
 
 
-@preset(
+@published(
     formula="sg(w 1[1 - low < w < 1 + high]) A log pi",
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equations 3 to 5",
 )
@@ -139,10 +139,10 @@ def glm_5(*, low: float = 0.2, high: float = 0.28) -> Method:
     numbers for agents; these are its numbers for reasoning.
     """
     band = Keep(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL), band))
+    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL), band))
 
 
-@preset(
+@published(
     formula="sg(w 1[low <= w <= high]) A log pi, A = sg(log(teacher / current)) (+ the outcome's advantage)",
     paper="Xiaomi, MiMo-V2-Flash (MOPD), arXiv:2601.02780, equations 7 and 8",
 )
@@ -153,10 +153,12 @@ def mimo_mopd(*, low: float = 0.5, high: float = 2.0) -> Method:
     Claims: inherits nearly all of each teacher.
     Counter-claims: the report gives the band no numbers: these are ours.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL), Keep(pair=TOTAL, low=low, high=high, action="zero")))
+    return Method(
+        surrogate=Score(), factors=(RatioWeight(pair=TOTAL), Keep(pair=TOTAL, low=low, high=high, action="zero"))
+    )
 
 
-@preset(
+@published(
     formula="min(r A, clip(r, 0.8, 1.2) A), 0 where A < 0 and mean log(behavior / current) > delta",
     paper="DeepSeek-AI, DeepSeek-V3.2 (off-policy sequence masking), arXiv:2512.02556",
 )

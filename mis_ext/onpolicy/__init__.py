@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mis_ext.onpolicy.audit.audit_report import AuditReport
     from mis_ext.onpolicy.audit.findings import Evidence, Verdict
     from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-    from mis_ext.onpolicy.audit.report import AuditReport
     from mis_ext.onpolicy.batch_invariant import (
         attention,
         batch_invariant_forward,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         is_batch_invariant,
     )
     from mis_ext.onpolicy.invariance.batch import check_batch_invariance
-    from mis_ext.onpolicy.invariance.report import InvarianceReport
+    from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
     from mis_ext.onpolicy.invariance.sequence import check_sequence_invariance
     from mis_ext.onpolicy.recording.comparison import compare
     from mis_ext.onpolicy.recording.comparison_result import Comparison
@@ -38,10 +38,10 @@ else:
         {
             "audit.log_probs": ("audit_logprobs",),
             "audit.findings": ("Evidence", "Verdict"),
-            "audit.report": ("AuditReport",),
+            "audit.audit_report": ("AuditReport",),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
             "invariance.batch": ("check_batch_invariance",),
-            "invariance.report": ("InvarianceReport",),
+            "invariance.invariance_report": ("InvarianceReport",),
             "invariance.sequence": ("check_sequence_invariance",),
             "recording.comparison": ("compare",),
             "recording.comparison_result": ("Comparison",),

@@ -13,8 +13,8 @@ from mis_ext.report.offenders import WorstToken
 from mis_ext.report.plots import Picture, drawn, pictures
 from mis_ext.report.recommendation import Recommendation
 from mis_ext.report.references import MEANING, REFERENCES
-from mis_ext.report.report import Report
 from mis_ext.report.summary import Group, Mismatch
+from mis_ext.report.whole_report import Report
 
 _LONG = 20
 """Characters from which on a cell of a table is wrapped."""

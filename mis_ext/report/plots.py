@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
-from mis_ext.report.report import Report
 from mis_ext.report.sequences import BANDS
 from mis_ext.report.summary import Group, Mismatch
+from mis_ext.report.whole_report import Report
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
 SIZE = 5.2, 3.4

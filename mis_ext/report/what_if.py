@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import Values
+from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.normalization import SCALE_FORMULAS
 from mis_ext.correction.pipeline import Correction
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
@@ -247,8 +247,8 @@ class WhatIf:
         for step in self._steps.values():
             scale = 1.0
             if used:
-                totals = Values({name: torch.tensor(value) for name, value in step.items()}, {})
-                found = {name: float(totals.of(SCALE_FORMULAS[name])) for name in used}
+                totals = NamedValues({name: torch.tensor(value) for name, value in step.items()}, {})
+                found = {name: float(totals.compute(SCALE_FORMULAS[name])) for name in used}
                 scale = found.get("denominator_factor", 1.0) / found.get("mean_weight", 1.0)
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2

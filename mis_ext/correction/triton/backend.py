@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, Values
+from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import Outputs, Sequences, Streams, named_band_scales
@@ -33,13 +33,13 @@ class FusedSequences:
         self.totals_A, self.band_scales_N = totals_A, band_scales_N
 
     @property
-    def values(self) -> Values:
+    def values(self) -> NamedValues:
         """See :class:`~mis_ext.correction.passes.Sequences`."""
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
         masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "keep_sequence")}
         bands = named_band_scales(self.plan, self.band_scales_N)
-        return Values(given | bands, {**self.plan.sequence, **masks})
+        return NamedValues(given | bands, {**self.plan.sequence, **masks})
 
 
 def _nonzero(row_S: Tensor) -> Formula:
@@ -213,7 +213,7 @@ class TritonBackend:
 
 
 class _Weigh(torch.autograd.Function):
-    """Values times weights, in one kernel each way; 0 where the weight is 0, whatever the value."""
+    """NamedValues times weights, in one kernel each way; 0 where the weight is 0, whatever the value."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weights: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def _store_metrics(plan: Plan) -> str:
     of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), {})
     lines = []
     for index, row in enumerate(plan.metrics):
-        value = of_group.of(row.formula) if row.over == "G" else of_sequences[row.spread_name]
+        value = of_group.compute(row.formula) if row.over == "group" else of_sequences[row.spread_name]
         lines.append(
             f"tl.store(metrics + {index} * num_tokens, "
             f"tl.where(response, ({value.text}).to(tl.float32), 0.0), mask=is_token)"

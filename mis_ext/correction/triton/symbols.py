@@ -180,12 +180,12 @@ class Program:
     def __getitem__(self, name: str) -> Symbol:
         for needed in needed_names([name], self._formulas):
             if needed not in self._known:
-                value = self.of(self._formulas[needed])
+                value = self.compute(self._formulas[needed])
                 self.lines.append(f"{needed} = {value.text}")
                 self._known[needed] = Symbol(needed, value.type)
         return self._known[name]
 
-    def of(self, formula: Formula) -> Symbol:
+    def compute(self, formula: Formula) -> Symbol:
         """The expression of a formula; lines for what it needs."""
         symbols = cast(list[Tensor], [self[name] for name in formula.needs])
         return cast(Symbol, formula.function(*symbols))

@@ -78,7 +78,7 @@ def compute_mis_weights_with_cp(
             behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)
             streams = PackedStreams(proximal_T, behavior_T, mask_R, layout)
     if streams is None:
-        session.measure_nothing(response_lengths, groups=groups, device=device)
+        session.join_without_data(response_lengths, groups=groups, device=device)
         not_measured_T = torch.where(layout.index.local_part(mask_R) != 0, torch.nan, 0.0)
         return pg_loss, loss_masks, dict.fromkeys(session.config.metric_names, not_measured_T)
     correction = session.correct(streams, groups=groups, token_metrics=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from mis_ext.dumps import DumpedSample, Dumps
+from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.checks import Sample
 from mis_ext.onpolicy.audit.evidence import EngineRecords, judge_control, problem_of_record
 from mis_ext.onpolicy.audit.findings import Evidence, Problem, Provenance
 from mis_ext.onpolicy.audit.log_probs import Version, report_of
 from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
-from mis_ext.onpolicy.audit.report import AuditReport
 
 
 def audit_dumps(

@@ -14,11 +14,11 @@ from mis_ext.correction.collectives import gather_objects
 from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.diagnosis.measuring import Measuring
 from mis_ext.diagnosis.table import diagnose
+from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.cautions import cautions
 from mis_ext.onpolicy.audit.checks import Sample
 from mis_ext.onpolicy.audit.findings import PROVENANCES, DecileRow, Evidence, Problem, Provenance, Verdict
 from mis_ext.onpolicy.audit.parts import Part, examine_rows, join
-from mis_ext.onpolicy.audit.report import AuditReport
 from mis_ext.onpolicy.audit.sample import NUM_DECILES, Facts
 
 Version = str | int

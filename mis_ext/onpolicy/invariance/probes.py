@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
 from mis_ext.onpolicy.invariance.in_float64 import InFloat64
-from mis_ext.onpolicy.invariance.report import InvarianceReport, Judge, Outcome, Probe
+from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport, Judge, Outcome, Probe
 
 _REPEATS = 3
 _EPS_64 = torch.finfo(torch.float64).eps

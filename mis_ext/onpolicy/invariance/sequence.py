@@ -8,8 +8,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
 from mis_ext.onpolicy.invariance.probes import Body, Piece, Probing, call_rows
-from mis_ext.onpolicy.invariance.report import InvarianceReport
 
 _CHUNK_SIZES = (2, 3, 16, 64, 256, 1024)
 # Odd, so that blocks of a kernel that starts counting at the padding never line up with those of the reference.

@@ -30,7 +30,7 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class WholeResponses:
+class GraphLayout:
     """A layout of whole responses without tensors of their sizes: a graph of ``torch.compile`` makes those itself.
 
     Attributes:

@@ -13,10 +13,10 @@ from typing import Any
 from mis_ext.diagnosis.cause import Diagnosis, percent
 from mis_ext.diagnosis.limits import KERNEL_K3
 from mis_ext.dumps import Dumps
+from mis_ext.jsonable import to_jsonable
 from mis_ext.loss.objective import objective_of
+from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction
-from mis_ext.methods.presets import find_preset
-from mis_ext.plain_data import to_plain
 from mis_ext.preset_files import list_presets, preset_path
 from mis_ext.presets import Spelt, method_yaml, read_file, read_method
 from mis_ext.report.collector import NUM_WORST, Collector
@@ -63,11 +63,11 @@ class Report:
             "format": FORMAT,
             "sources": self.sources,
             "skipped": self.skipped,
-            "recommendation": to_plain(self.recommendation),
-            "diagnoses": to_plain(self.diagnoses),
-            "unexplained": to_plain(self.unexplained),
-            "indicators": to_plain(self.indicators),
-            "summary": to_plain(self.summary),
+            "recommendation": to_jsonable(self.recommendation),
+            "diagnoses": to_jsonable(self.diagnoses),
+            "unexplained": to_jsonable(self.unexplained),
+            "indicators": to_jsonable(self.indicators),
+            "summary": to_jsonable(self.summary),
         }
         return content
 
@@ -155,7 +155,7 @@ def method_candidate(name: str) -> Candidate:
     Raises:
         ValueError: There is no such method, or a dump does not hold what it looks at.
     """
-    row = find_preset(name)
+    row = find_method(name)
     return _candidate(f"method {name}", read_method(row), method_yaml(row))
 
 

@@ -12,8 +12,8 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
 from mis_ext.methods.factors import WeightFactor
 from mis_ext.methods.method import Method
-from mis_ext.methods.preset import preset
-from mis_ext.methods.reductions import Reduce
+from mis_ext.methods.published import published
+from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Ratio, Score, Slope, Spread
 
 _TRUST = (0.1, 10.0)
@@ -39,7 +39,7 @@ class Sigmoid:
         return "token"
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("token",)
 
@@ -48,7 +48,7 @@ class Sigmoid:
         """The one ratio that it needs: numerator and denominator, each a policy."""
         return (self.pair,)
 
-    def of(self, batch: Batch) -> Slope:
+    def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         ratio_T = bounded_exp(batch.log_ratio(self.pair))
         tau_T = batch.by_sign(self.positive, self.negative)
@@ -74,11 +74,11 @@ class Gamma(WeightFactor):
     negative: tuple[float, float]
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("sum",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
         shape_T, scale_T = map(batch.by_sign, self.positive, self.negative)
@@ -93,11 +93,11 @@ class Mixture(WeightFactor):
     mix: float
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
         return ("token",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
         return 1.0 + self.mix * (bounded_exp(batch.log_ratio(self.pair)) - 1.0)
 
@@ -127,11 +127,11 @@ class GaussianGate(WeightFactor):
     pair: Pair = STALENESS
 
     @property
-    def reduces(self) -> tuple[Reduce, ...]:
+    def reduces(self) -> tuple[MethodReduce, ...]:
         """``token``: it needs nothing of the sequence."""
         return ("token",)
 
-    def of(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""
         # In the log, where no power of a tiny probability overflows.
         widening_T = (-self.power * batch.log_prob(self.pair[1])).clamp(0.0, math.log(self.high / self.scale))
@@ -144,9 +144,9 @@ class GaussianGate(WeightFactor):
         return torch.where(batch.when("outward", self.pair), gate_T, 1.0)
 
 
-@preset(
+@published(
     formula="sg(phi(w_1..T)) A log pi, phi(W) = exp(scale) W^shape exp(-scale W)",
-    paper="Shen et al., VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693",
+    paper="Shen et al., VESPO: Variational Sequence-RatioLevel Soft Policy Optimization, arXiv:2602.10693",
 )
 def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Method:
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
@@ -158,7 +158,7 @@ def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, 
     return Method(surrogate=Score(), factors=(Gamma(pair=TOTAL, positive=positive, negative=negative),))
 
 
-@preset(
+@published(
     formula="4 / tau sigmoid(tau (r - 1)) A",
     paper="Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347",
 )
@@ -172,7 +172,7 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
     return Method(surrogate=Sigmoid(positive=positive, negative=negative))
 
 
-@preset(
+@published(
     formula="r A sg(exp(-(r - 1)^2 / (2 sigma^2)) where the update moves r away from 1), sigma = clip(scale / "
     "proximal^power, scale, high) clip(A > 0: 1 + positive A; A < 0: 1 / (1 - negative A), 0.1, 10)",
     paper="Fu et al., MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability, arXiv:2602.17550 "

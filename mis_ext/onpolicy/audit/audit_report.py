@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.jsonable import to_jsonable
 from mis_ext.onpolicy.audit.findings import DecileRow, Divergence, Evidence, Problem, Provenance, Verdict
-from mis_ext.plain_data import to_plain
 
 MAX_LISTED = 8
 
@@ -86,7 +86,7 @@ class AuditReport:
             "verdict": self.verdict.value,
             "passed": self.passed,
             "hint": self.hint,
-            "diagnoses": to_plain(self.diagnoses),
+            "diagnoses": to_jsonable(self.diagnoses),
             "first_divergence": None if self.first_divergence is None else self.first_divergence._asdict(),
             "deciles": [row._asdict() for row in self.deciles],
             "problems": [problem._asdict() for problem in self.problems],

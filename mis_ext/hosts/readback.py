@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Mailbox:
+class AsyncReadback:
     """One tensor on its way from the device to the host, which the host takes without waiting once it has arrived."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Mailbox:
         return numbers
 
 
-class Tally:
+class RunningReadback:
     """What several calls have counted together. The first look waits for the device, later ones read what is there."""
 
     def __init__(self, merge: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._merge = merge
         self._counted: Tensor | None = None
-        self._mailbox = Mailbox()
+        self._readback = AsyncReadback()
 
     def add(self, counted: Tensor) -> list[float] | None:
         """Everything that was counted until now, or on a device until a while ago; None while nothing has arrived."""
@@ -57,9 +57,9 @@ class Tally:
         if is_first or not counted.is_cuda:
             numbers: list[float] = self._counted.tolist()
             return numbers
-        arrived = self._mailbox.receive()
-        if self._mailbox.is_empty:
-            self._mailbox.send(self._counted)
+        arrived = self._readback.receive()
+        if self._readback.is_empty:
+            self._readback.send(self._counted)
         return arrived
 
 

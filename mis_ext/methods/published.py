@@ -1,4 +1,4 @@
-"""A preset: a published method by name, with its formula, its source and what is said about it."""
+"""A published method: its name, with its formula, its source and what is said about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYMBOLS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class PublishedMethod:
     """Called with its parameters, it gives a :class:`~mis_ext.methods.method.Method`.
 
     Attributes:
@@ -52,13 +52,13 @@ class Preset:
         return {name: parameter.default for name, parameter in inspect.signature(self.make).parameters.items()}
 
 
-def preset(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], Preset]:
-    """Make a :class:`Preset` of a function that builds a method; its docstring is the preset's text."""
+def published(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], PublishedMethod]:
+    """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text."""
 
-    def decorate(make: Callable[..., Method]) -> Preset:
+    def decorate(make: Callable[..., Method]) -> PublishedMethod:
         text = inspect.getdoc(make)
         assert text is not None
         family = make.__module__.rpartition(".")[2]
-        return Preset(make.__name__, family, formula, paper, make, text)
+        return PublishedMethod(make.__name__, family, formula, paper, make, text)
 
     return decorate
