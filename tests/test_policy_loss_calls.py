@@ -256,6 +256,10 @@ MODES = {
     "bypass": {"mis_loss_mode": "bypass", **BEHAVIOR},
     "reinforce": {"mis_loss_mode": "reinforce", **BEHAVIOR},
     "kept": {"mis_loss_denominator": "kept"},
+} | {
+    # Of tokens, of segments, with an order statistic of the batch, and with a penalty of its own.
+    name: {"mis_loss_method": name, "eps_clip": 0.2, "eps_clip_high": None}
+    for name in ("dispo", "segment_rs", "kl_cov")
 }
 
 
