@@ -97,7 +97,7 @@ def evaluate(
     surrogate = method.surrogate
     log_ratio_T = batch.log_ratio(pair, objective.reduce)
     weight_T, live_T, kept_T = method.weigh(batch)
-    stopped_T = batch.valid_T & ~live_T
+    live_of_method_T = live_T
     penalty = _own_penalty(method, batch, kept_T, corrected)
     if corrected is not None:
         kept_T = kept_T & corrected.kept_T
@@ -109,7 +109,7 @@ def evaluate(
     cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
     found = surrogate.evaluate(batch)
     if settings.method is not None:
-        clipped_T = found.is_clipped_T | stopped_T
+        clipped_T = found.is_clipped_T | (batch.valid_T & ~live_of_method_T)
     elif settings.ratios == "detached":
         low, high = bounds_of(settings)
         edge = STATISTICS["ratio"].edge
