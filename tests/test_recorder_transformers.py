@@ -38,7 +38,7 @@ def assert_aligned(whole: Recording, pieces: Recording, *, num_rows: int, last_o
     assert {module.num_rows for name, module in compared.items() if name not in ("lm_head", "(model)")} == {num_rows}
     assert compared["model.embed_tokens"].num_differing == 0
     assert compared["model.embed_tokens"].inputs_equal
-    # NamedValues are of size 1, and sums of 16 numbers.
+    # Values are of size 1, and sums of 16 numbers.
     assert max(module.max_abs for module in result.modules) < 1e-5
 
 

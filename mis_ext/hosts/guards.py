@@ -48,7 +48,7 @@ class DataGuards:
         self._armed = {"degenerate_behavior", "shifted_log_probs"}
         if not config.metrics_only:
             self._armed |= {"single_sequence", "size"}
-        self._tally = RunningReadback(added)
+        self._readback = RunningReadback(added)
 
     @property
     def are_armed(self) -> bool:
@@ -59,7 +59,7 @@ class DataGuards:
         """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
         if not self._armed or is_capturing(streams.response_mask_R):
             return []
-        counted = self._tally.add(
+        counted = self._readback.add(
             token_sums(streams.tokens, response_mask_R=streams.response_mask_R, layout=streams.layout)
         )
         findings = [] if counted is None else [*self._judge(TokenSums(*counted), streams, groups)]
@@ -81,7 +81,7 @@ class DataGuards:
             found = [*findings]
             if any(each.guard is not None and self._config.stops(each.guard) for each in found):
                 # The next call is judged by itself: the same mistake stops it too.
-                self._tally = RunningReadback(added)
+                self._readback = RunningReadback(added)
             elif found or has_seen_enough:
                 self._armed.discard(name)
             yield from found

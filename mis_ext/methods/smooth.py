@@ -146,7 +146,7 @@ class GaussianGate(WeightFactor):
 
 @published(
     formula="sg(phi(w_1..T)) A log pi, phi(W) = exp(scale) W^shape exp(-scale W)",
-    paper="Shen et al., VESPO: Variational Sequence-RatioLevel Soft Policy Optimization, arXiv:2602.10693",
+    paper="Shen et al., VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693",
 )
 def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Method:
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.

@@ -213,7 +213,7 @@ class TritonBackend:
 
 
 class _Weigh(torch.autograd.Function):
-    """NamedValues times weights, in one kernel each way; 0 where the weight is 0, whatever the value."""
+    """Values times weights, in one kernel each way; 0 where the weight is 0, whatever the value."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weights: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def whole_mask_kernel(
 
 
 def weigh_kernel(values, weights, weighed, num_tokens, BLOCK: tl.constexpr):
-    """NamedValues times weights, 0 where the weight is 0, whatever the value."""
+    """Values times weights, 0 where the weight is 0, whatever the value."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     weight = tl.load(weights + token, mask=mask, other=0.0)
