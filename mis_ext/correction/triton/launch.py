@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,3 +53,8 @@ class BoundKernel:
 def dtypes_of(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.dtype, ...]:
     """The dtypes that tell compiled kernels apart."""
     return tuple([tensor.dtype for tensor in tensors])
+
+
+def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """The context in which a kernel runs on the device of ``tensor``; Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

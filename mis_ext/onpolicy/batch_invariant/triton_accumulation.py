@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mis_ext.correction.triton.launch import launching_on
 from mis_ext.onpolicy.batch_invariant.triton_accumulation_kernel import accumulate_kernel
-from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors, launching_on
+from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors
 
 _MOST_COLUMNS = 512
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mis_ext.correction.triton.launch import launching_on
 from mis_ext.onpolicy.batch_invariant.packing import Packing, runs_of, seen_keys
 from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
     key_gradient_kernel,
@@ -19,7 +20,6 @@ from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     IS_HIP,
     check_products,
     check_tensors,
-    launching_on,
 )
 from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 

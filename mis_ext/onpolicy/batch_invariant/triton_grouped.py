@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mis_ext.correction.triton.launch import launching_on
 from mis_ext.onpolicy.batch_invariant.triton_grouped_kernels import rows_kernel, sums_kernel
 from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     FLOAT32_PRODUCTS,
     check_products,
     check_tensors,
-    launching_on,
 )
 from mis_ext.onpolicy.batch_invariant.triton_matmul import TILES
 

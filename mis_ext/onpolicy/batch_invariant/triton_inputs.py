@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -52,8 +51,3 @@ def check_products(dtype: torch.dtype, device: torch.device) -> None:
     """
     if dtype == torch.bfloat16 and device.type == "cpu":
         raise TypeError("Triton's interpreter has no products of bfloat16; take float16 or float32 on a CPU")
-
-
-def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
-    """The context in which a kernel runs on the device of ``tensor``; Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
