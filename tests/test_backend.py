@@ -22,9 +22,9 @@ needs_triton = pytest.mark.skipif(triton_support.OBSTACLE is not None, reason=st
 @pytest.fixture(autouse=True)
 def choose_anew(monkeypatch):
     monkeypatch.delenv("MIS_EXT_BACKEND", raising=False)
-    backend._triton_backend.cache_clear()
+    backend._can_run_triton.cache_clear()
     yield
-    backend._triton_backend.cache_clear()
+    backend._can_run_triton.cache_clear()
 
 
 @needs_triton

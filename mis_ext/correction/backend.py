@@ -31,25 +31,37 @@ def choose_backend(device: torch.device) -> MakeBackend:
     Raises:
         ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
     """
+    return _triton_backend() if wants_triton(device) else EagerBackend
+
+
+def wants_triton(device: torch.device) -> bool:
+    """Whether Triton kernels compute for tensors on ``device``.
+
+    Raises:
+        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
+    """
     wanted = os.environ.get(VARIABLE)
     if wanted is not None:
         check_choice(VARIABLE, wanted, BACKENDS)
     if wanted == "eager" or (wanted is None and (device.type != "cuda" or torch.compiler.is_compiling())):
-        return EagerBackend
-    return _triton_backend(device.type, is_wanted=wanted == "triton")
+        return False
+    return _can_run_triton(device.type, is_wanted=wanted == "triton")
 
 
 @functools.cache
-def _triton_backend(device_type: str, *, is_wanted: bool) -> MakeBackend:
+def _can_run_triton(device_type: str, *, is_wanted: bool) -> bool:
     obstacle = triton_obstacle(device_type)
-    if obstacle is None:
-        # Imported when needed: importing mis_ext must not import Triton.
-        from mis_ext.correction.triton.backend import TritonBackend
-
-        return TritonBackend
-    if is_wanted:
+    if obstacle is not None and is_wanted:
         raise ValueError(f"{VARIABLE}=triton: {obstacle}")
-    return EagerBackend
+    return obstacle is None
+
+
+@functools.cache
+def _triton_backend() -> MakeBackend:
+    # Imported when needed: importing mis_ext must not import Triton.
+    from mis_ext.correction.triton.backend import TritonBackend
+
+    return TritonBackend
 
 
 def triton_obstacle(device_type: str) -> str | None:
