@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.sessions import session_for
     from mis_ext.preset_files import list_presets
     from mis_ext.presets import load_config, preset
+    from mis_ext.scoring.kept import KeptColumns
+    from mis_ext.scoring.scores import score_tokens
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -62,6 +64,8 @@ else:
             "hosts.slime_miles.sessions": ("session_for",),
             "preset_files": ("list_presets",),
             "presets": ("load_config", "preset"),
+            "scoring.kept": ("KeptColumns",),
+            "scoring.scores": ("score_tokens",),
         },
     )
 
@@ -73,6 +77,7 @@ __all__ = [
     "Gate",
     "GroupNumber",
     "Groups",
+    "KeptColumns",
     "Mean",
     "MismatchWarning",
     "PackedLayout",
@@ -93,5 +98,6 @@ __all__ = [
     "policy_loss_from_log_probs",
     "prepare_rollout",
     "preset",
+    "score_tokens",
     "session_for",
 ]

@@ -296,7 +296,7 @@ def test_the_hosts_own_log_probs_are_used_where_a_host_is_running(monkeypatch) -
         layout = mis_ext.PackedLayout.whole(given["response_lengths"])
         found = hosts.plain_scores(run_of(given["args"], whole_loss=True).config, batch, logits, layout, Groups())
         return {
-            "log_probs": list(found.current_T.split(given["response_lengths"])),
+            "log_probs": list(found.log_prob_T.split(given["response_lengths"])),
             "entropy": list(found.entropy_T.split(given["response_lengths"])),
         }
 

@@ -34,7 +34,7 @@ def computed(args: Namespace, batch: dict) -> tuple:
     scores = given_scores(None, batch, None, None, None)
     host = HOST._replace(score=lambda *_: scores)
     found = policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
-    return found, torch.autograd.grad(found.loss, [scores.current_T, scores.entropy_T])
+    return found, torch.autograd.grad(found.loss, [scores.log_prob_T, scores.entropy_T])
 
 
 @pytest.mark.parametrize("name", MODES)

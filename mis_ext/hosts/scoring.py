@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,8 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, initialized_megatron
-from mis_ext.loss.log_probs import response_places, score_tokens
-
-
-class Scores(NamedTuple):
-    """``[T]``, this rank's response tokens, nats: log-probs with gradient, and entropy; None where nobody wants it."""
-
-    current_T: Tensor
-    entropy_T: Tensor | None
+from mis_ext.scoring import EntropyUse, Scores, score_tokens
+from mis_ext.scoring.places import response_places
 
 
 def tensor_parallel_place() -> tuple[Group | None, int]:
@@ -37,6 +31,8 @@ def score_logits(
     groups: Groups,
     is_padded: bool = False,
     temperature: float = 1.0,
+    entropy: EntropyUse = "gradient",
+    inplace: bool = False,
 ) -> Scores:
     """Log-probs and entropy of the response tokens.
 
@@ -47,6 +43,8 @@ def score_logits(
         groups: The ranks that share sequences.
         is_padded: Whether the logits are ``[B, L, V]``.
         temperature: Of the rollout, by which the logits are divided.
+        entropy: Whether the entropy is wanted, and with gradient.
+        inplace: The gradient takes the place of the logits.
     """
     padded_lengths = None
     if is_padded:
@@ -59,9 +57,13 @@ def score_logits(
         cp_size=groups.cp_size,
     )
     tp_group, tp_rank = tensor_parallel_place()
-    token_T = torch.cat([*batch["unconcat_tokens"]]).to(logits.device).index_select(0, places.token_T)
-    chosen_TV = logits.reshape(-1, logits.shape[-1]).index_select(0, places.row_T)
-    chosen_TV = chosen_TV.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        chosen_TV = chosen_TV / temperature
-    return Scores(*score_tokens(chosen_TV, token_T, tp_group=tp_group, tp_rank=tp_rank))
+    return score_tokens(
+        logits,
+        torch.cat([*batch["unconcat_tokens"]]).to(logits.device).index_select(0, places.token_T),
+        row_T=places.row_T,
+        temperature=temperature,
+        entropy=entropy,
+        inplace=inplace,
+        tp_group=tp_group,
+        tp_rank=tp_rank,
+    )

@@ -12,10 +12,11 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import pack
-from mis_ext.hosts.scoring import Scores, score_logits
+from mis_ext.hosts.scoring import score_logits
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
+from mis_ext.scoring import Scores
 
 SLIME = "slime.backends.megatron_utils.loss"
 MILES = "miles.backends.training_utils.loss_hub.logit_processors"

@@ -14,13 +14,13 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.packing import pack, unpack
-from mis_ext.hosts.scoring import Scores
 from mis_ext.hosts.slime_miles.host import Host, find_host
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
 from mis_ext.hosts.slime_miles.run_config import WholeLoss
 from mis_ext.hosts.slime_miles.sessions import Run, run_of
 from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
 from mis_ext.loss.policy import PolicyLoss, Reducer
+from mis_ext.scoring import Scores
 
 
 def policy_loss(
@@ -104,18 +104,18 @@ _MISSING = Missing(
 
 
 def _packed(loss: WholeLoss, batch: Mapping[str, Any], scores: Scores, layout: PackedLayout) -> GivenTokens:
-    device = scores.current_T.device
+    device = scores.log_prob_T.device
 
     def packed(key: str) -> Tensor:
         return pack(key, batch[key], layout.local_lengths, device=device)
 
     def optional(key: str) -> Tensor | None:
         if layout.num_sequences == 0:
-            return scores.current_T.detach()
+            return scores.log_prob_T.detach()
         return None if is_absent(batch.get(key)) else packed(key)
 
     return GivenTokens(
-        current_T=scores.current_T,
+        current_T=scores.log_prob_T,
         advantages_T=packed("advantages"),
         response_mask_R=pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device),
         behavior_T=optional("rollout_log_probs"),

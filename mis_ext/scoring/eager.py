@@ -1,0 +1,142 @@
+"""Both passes in PyTorch operations, a few rows at a time: the memory on top does not grow with the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mis_ext.scoring.kept import unpacked
+from mis_ext.scoring.passes import Coefficients, Normalizer, RowSums, Targets
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Logits at a time."""
+
+
+class EagerBackend:
+    """See :class:`~mis_ext.scoring.passes.Backend`."""
+
+    def row_sums(
+        self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
+    ) -> RowSums:
+        """Read the rows of the tokens, chunk by chunk."""
+        chunks: list[RowSums] = []
+        column_T = _columns(targets)
+        for part in _parts(len(targets.token_T), logits_NV):
+            rows_TV = logits_NV[part] if targets.row_T is None else logits_NV.index_select(0, targets.row_T[part])
+            rows_TV = rows_TV[:, : targets.num_columns].to(_accumulated(logits_NV))
+            kept_TV = None
+            if bits_TC is not None:
+                kept_TV = _kept_with_target(bits_TC[part], column_T[part], targets.num_columns)
+            chunks.append(_sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product))
+        return RowSums(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)))  # type: ignore[arg-type]
+
+    def gradient(
+        self,
+        logits_NV: Tensor,
+        targets: Targets,
+        bits_TC: Tensor | None,
+        coefficients: Coefficients,
+        *,
+        scale: float,
+        out_NV: Tensor,
+    ) -> None:
+        """Write the gradient, chunk by chunk of all rows."""
+        if len(targets.token_T) == 0:
+            out_NV.zero_()
+            return
+        token_N = targets.token_of_rows(len(logits_NV))
+        column_of_T, num_columns = _columns(targets), targets.num_columns
+        for part in _parts(len(logits_NV), logits_NV):
+            token_T = token_N[part].clamp_min(0)
+            is_scored_T1 = (token_N[part] >= 0).unsqueeze(-1)
+            of_rows = coefficients.of_tokens(token_T)
+            column_T = column_of_T[token_T]
+            kept_TV = None
+            if bits_TC is not None:
+                kept_TV = _kept_with_target(bits_TC[token_T], column_T, num_columns)
+            rows_TV = logits_NV[part, :num_columns].to(_accumulated(logits_NV))
+            slope_TV, is_wanted_T1 = _slopes(rows_TV, column_T, kept_TV, of_rows, scale=scale)
+            out_NV[part, :num_columns] = torch.where(is_scored_T1 & is_wanted_T1, slope_TV * scale, 0.0)
+            out_NV[part, num_columns:] = 0.0
+
+
+def _sums(rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, *, scale: float, with_product: bool) -> RowSums:
+    highest_T, weight_TV, below_TV = _weights(rows_TV, scale)
+    product_T = kept_highest_T = kept_total_T = None
+    if with_product:
+        # A weight of 0 has a logit of -inf, or one so low that it makes no difference.
+        product_T = torch.where(weight_TV == 0.0, 0.0, weight_TV * below_TV).sum(-1)
+    if kept_TV is not None:
+        kept_highest_T, kept_weight_TV, _ = _weights(rows_TV.masked_fill(~kept_TV, -torch.inf), scale)
+        kept_total_T = kept_weight_TV.sum(-1)
+    target_T = torch.full_like(highest_T, -torch.inf)
+    if rows_TV.shape[-1] > 0:
+        own_T = rows_TV.gather(-1, column_T.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        target_T = torch.where(column_T >= 0, own_T, target_T)
+    return RowSums(highest_T, weight_TV.sum(-1), target_T, product_T, kept_highest_T, kept_total_T)
+
+
+def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest logit, what each contributes to the sum over it, and how far each lies below it."""
+    if rows_TV.shape[-1] == 0:
+        return rows_TV.new_full((len(rows_TV),), -torch.inf), rows_TV, rows_TV
+    highest_T = rows_TV.amax(-1)
+    # Without a finite logit there is nothing to measure from: a part of a vocabulary then adds 0.
+    below_TV = rows_TV - torch.where(highest_T == -torch.inf, 0.0, highest_T).unsqueeze(-1)
+    return highest_T, (below_TV * scale).exp(), below_TV
+
+
+def _slopes(
+    rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient by the scaled logits, and the rows ``[T, 1]`` where one comes in."""
+    slope_TV = torch.zeros_like(rows_TV)
+    is_wanted_T1 = torch.zeros(len(rows_TV), 1, dtype=torch.bool, device=rows_TV.device)
+    if of_rows.log_prob_T is not None:
+        grad_T1 = of_rows.log_prob_T.unsqueeze(-1)
+        is_wanted_T1 = is_wanted_T1 | (grad_T1 != 0.0)
+        share_TV = _log_shares(rows_TV, of_rows.among, scale).exp()
+        if kept_TV is not None:
+            share_TV = torch.where(kept_TV, share_TV, 0.0)
+        slope_TV -= grad_T1 * share_TV
+        if rows_TV.shape[-1] > 0:
+            place_T1 = column_T.clamp_min(0).unsqueeze(-1)
+            own_T1 = slope_TV.gather(-1, place_T1) + torch.where(column_T.unsqueeze(-1) >= 0, grad_T1, 0.0)
+            # Not scatter_add_, which deterministic mode forbids on a GPU.
+            slope_TV.scatter_(-1, place_T1, own_T1)
+    if of_rows.of_entropy_T is not None:
+        assert of_rows.entropy_T is not None
+        grad_T1 = of_rows.of_entropy_T.unsqueeze(-1)
+        is_wanted_T1 = is_wanted_T1 | (grad_T1 != 0.0)
+        log_share_TV = _log_shares(rows_TV, of_rows.whole, scale)
+        share_TV = log_share_TV.exp()
+        surplus_TV = share_TV * (log_share_TV + of_rows.entropy_T.unsqueeze(-1))
+        slope_TV -= grad_T1 * torch.where(share_TV == 0.0, 0.0, surplus_TV)
+    return slope_TV, is_wanted_T1
+
+
+def _log_shares(rows_TV: Tensor, normalizer: Normalizer, scale: float) -> Tensor:
+    return (rows_TV - normalizer.highest_T.unsqueeze(-1)) * scale - normalizer.log_total_T.unsqueeze(-1)
+
+
+def _kept_with_target(bits_TC: Tensor, column_T: Tensor, num_columns: int) -> Tensor:
+    kept_TV = unpacked(bits_TC, num_columns)
+    return kept_TV | (torch.arange(num_columns, device=bits_TC.device) == column_T.unsqueeze(-1))
+
+
+def _columns(targets: Targets) -> Tensor:
+    """``[T]``: this rank's column of each token, -1 where it has none."""
+    column_T = targets.token_T - targets.first
+    return torch.where((column_T >= 0) & (column_T < targets.num_columns), column_T, -1)
+
+
+def _accumulated(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _parts(num_rows: int, logits_NV: Tensor) -> Iterator[slice]:
+    """The rows, so many at a time; at least one part, of none."""
+    size = max(CHUNK.get(logits_NV.device.type, CHUNK["cuda"]) // max(logits_NV.shape[1], 1), 1)
+    return (slice(begin, min(begin + size, num_rows)) for begin in range(0, max(num_rows, 1), size))

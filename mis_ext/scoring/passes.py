@@ -1,0 +1,98 @@
+"""What a backend computes: sums over rows of logits, and the gradient from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Targets(NamedTuple):
+    """Which logits are looked at.
+
+    ``token_T``: ids in the whole vocabulary. ``row_T``: the row of each; None for every row in order. ``first``: the id
+    of this rank's first column. ``num_columns``: how many of its columns are no padding.
+    """
+
+    token_T: Tensor
+    row_T: Tensor | None
+    first: int
+    num_columns: int
+
+    def token_of_rows(self, num_rows: int) -> Tensor:
+        """``[N]``: which token each row scores, -1 for none."""
+        token_T = torch.arange(len(self.token_T), device=self.token_T.device)
+        if self.row_T is None:
+            return token_T
+        return token_T.new_full((num_rows,), -1).scatter_(0, self.row_T.long(), token_T)
+
+
+class RowSums(NamedTuple):
+    """``[T]`` each, of the row of a token, over this rank's columns ``v``. ``s`` is the inverse temperature.
+
+    ``highest_T``: the largest logit ``m``, -inf without columns. ``total_T``: the sum of ``exp(s (x_v - m))``.
+    ``target_T``: the token's own logit, -inf where another rank has it. ``product_T``: the sum of
+    ``exp(s (x_v - m)) (x_v - m)``. ``kept_highest_T``, ``kept_total_T``: the first two of the kept columns alone.
+    """
+
+    highest_T: Tensor
+    total_T: Tensor
+    target_T: Tensor
+    product_T: Tensor | None = None
+    kept_highest_T: Tensor | None = None
+    kept_total_T: Tensor | None = None
+
+
+class Normalizer(NamedTuple):
+    """``[T]`` each: the log of a probability is ``s (x - highest_T) - log_total_T``."""
+
+    highest_T: Tensor
+    log_total_T: Tensor
+
+
+class Coefficients(NamedTuple):
+    """``[T]`` each: how the distributions are normalised, their entropy, and the gradients that come in.
+
+    ``whole``: over all columns. ``among``: over the kept ones, the same where all are kept. A gradient that is None
+    is 0.
+    """
+
+    whole: Normalizer
+    among: Normalizer
+    entropy_T: Tensor | None
+    log_prob_T: Tensor | None
+    of_entropy_T: Tensor | None
+
+    def of_tokens(self, token_T: Tensor) -> Coefficients:
+        """Those of some tokens."""
+
+        def chosen(x_T: Tensor | None) -> Tensor | None:
+            return None if x_T is None else x_T[token_T]
+
+        return Coefficients(
+            Normalizer(*(x_T[token_T] for x_T in self.whole)),
+            Normalizer(*(x_T[token_T] for x_T in self.among)),
+            *map(chosen, self[2:]),
+        )
+
+
+class Backend(Protocol):
+    """Two passes over logits ``[N, V]`` whose columns lie side by side."""
+
+    def row_sums(
+        self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
+    ) -> RowSums:
+        """Read the rows of the tokens once. ``bits_TC`` are the kept columns, 32 a word; None for all."""
+
+    def gradient(
+        self,
+        logits_NV: Tensor,
+        targets: Targets,
+        bits_TC: Tensor | None,
+        coefficients: Coefficients,
+        *,
+        scale: float,
+        out_NV: Tensor,
+    ) -> None:
+        """Write the gradient of the logits, every row of it; ``out_NV`` may be the logits themselves."""

@@ -1,0 +1,199 @@
+"""Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
+
+A token's log-prob is ``x_t - log sum exp x`` and the entropy ``log sum exp x - sum p x``. Three sums over a row of
+logits ``x`` say both, and with them the gradient ``g (1[v = t] - p_v) - h p_v (log p_v + H)``. So the forward pass
+reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mis_ext.checks import check_choice, check_number
+from mis_ext.correction.collectives import Group, gather_rows
+from mis_ext.scoring.backend import choose_backend
+from mis_ext.scoring.kept import KeptColumns
+from mis_ext.scoring.passes import Backend, Coefficients, Normalizer, RowSums, Targets
+
+EntropyUse = Literal["gradient", "value", "none"]
+
+
+class Scores(NamedTuple):
+    """``[T]``, nats: log-probs with gradient, and entropy; None where nobody wants it."""
+
+    log_prob_T: Tensor
+    entropy_T: Tensor | None
+
+
+def score_tokens(
+    logits: Tensor,
+    token_T: Tensor,
+    *,
+    row_T: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: EntropyUse = "gradient",
+    kept: KeptColumns | None = None,
+    vocab_size: int | None = None,
+    inplace: bool = False,
+    tp_group: Group | None = None,
+    tp_rank: int = 0,
+) -> Scores:
+    """Log-probs of tokens, and the entropy of the distributions that they were drawn from.
+
+    Sums are float32 whatever the logits are (float64 of float64). A token whose incoming gradients are both 0 gets
+    exactly 0, whatever its logits are. Over tensor-parallel ranks there is one all-gather of a few numbers per token,
+    none in the backward pass, and every rank has the same bits.
+
+    Args:
+        logits: ``[..., V]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
+        token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
+        row_T: ``[T]``, which row of the logits scores each token, all rows counted through; no row twice. None: every
+            row, in order. The gradient of all other rows is 0, and they are not read.
+        temperature: What the logits are divided by.
+        entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
+        kept: The columns among which each token was drawn (top-p); its log-prob is normalised over them and itself, the
+            entropy over all.
+        vocab_size: Columns from here on are padding: no token, and no part of any sum. None: there are none.
+        inplace: The backward pass writes the gradient over the logits. Nobody may read them afterwards; autograd says
+            so where it notices.
+        tp_group: The tensor-parallel ranks; None for one.
+        tp_rank: This rank among them.
+
+    Raises:
+        ValueError: A setting is out of range, or shapes do not fit.
+        TypeError: The logits are no floats, or ``token_T`` and ``row_T`` no integers.
+
+    References:
+        Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
+    """
+    check_choice("entropy", entropy, get_args(EntropyUse))
+    check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
+    if vocab_size is not None:
+        check_number("vocab_size", vocab_size, low=1, high=math.inf)
+    logits_NV = logits.reshape(-1, logits.shape[-1])
+    _check_shapes(logits_NV, token_T, row_T)
+    first = tp_rank * logits_NV.shape[1]
+    num_columns = logits_NV.shape[1] if vocab_size is None else min(max(vocab_size - first, 0), logits_NV.shape[1])
+    targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
+    bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns)
+    if logits_NV.stride(-1) != 1:
+        logits_NV = logits_NV.contiguous()
+    use = _Use(1.0 / temperature, entropy, inplace, tp_group, choose_backend(logits_NV))
+    log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
+    return Scores(log_prob_T, entropy_T)
+
+
+class _Use(NamedTuple):
+    inverse_temperature: float
+    entropy: EntropyUse
+    inplace: bool
+    tp_group: Group | None
+    backend: Backend
+
+
+def _check_shapes(logits_NV: Tensor, token_T: Tensor, row_T: Tensor | None) -> None:
+    if not logits_NV.is_floating_point():
+        raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
+    for name, values in (("token_T", token_T), ("row_T", row_T)):
+        if values is None:
+            continue
+        if values.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
+        if values.device != logits_NV.device:
+            raise ValueError(f"{name} is on {values.device}, the logits on {logits_NV.device}")
+    num_rows = logits_NV.shape[0]
+    if row_T is None and token_T.shape != (num_rows,):
+        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} rows of logits")
+    if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
+        raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
+
+
+class _Scored(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
+    ) -> tuple[Tensor, Tensor | None]:
+        sums = use.backend.row_sums(
+            logits_NV, targets, bits_TC, scale=use.inverse_temperature, with_product=use.entropy != "none"
+        )
+        sums = _merged(sums, use)
+        whole = Normalizer(sums.highest_T, sums.total_T.log())
+        among = whole
+        if sums.kept_highest_T is not None and sums.kept_total_T is not None:
+            among = Normalizer(sums.kept_highest_T, sums.kept_total_T.log())
+        log_prob_T = (sums.target_T - among.highest_T) * use.inverse_temperature - among.log_total_T
+        entropy_T = None
+        if sums.product_T is not None:
+            entropy_T = whole.log_total_T - sums.product_T * use.inverse_temperature / sums.total_T
+        ctx.save_for_backward(logits_NV, targets.token_T, targets.row_T, bits_TC, *whole, *among, entropy_T)
+        ctx.use, ctx.columns = use, (targets.first, targets.num_columns)
+        ctx.set_materialize_grads(False)
+        if use.entropy == "value":
+            ctx.mark_non_differentiable(entropy_T)
+        return log_prob_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        if grad_T is None and entropy_grad_T is None:
+            return None, None, None, None
+        use: _Use = ctx.use
+        logits_NV, token_T, row_T, bits_TC, *numbers, entropy_T = ctx.saved_tensors
+        slopes = Coefficients(
+            whole=Normalizer(*numbers[:2]),
+            among=Normalizer(*numbers[2:]),
+            entropy_T=entropy_T,
+            log_prob_T=grad_T,
+            of_entropy_T=entropy_grad_T,
+        )
+        out_NV = logits_NV if use.inplace else torch.empty_like(logits_NV)
+        use.backend.gradient(
+            logits_NV,
+            Targets(token_T, row_T, *ctx.columns),
+            bits_TC,
+            slopes,
+            scale=use.inverse_temperature,
+            out_NV=out_NV,
+        )
+        if use.inplace:
+            torch.autograd.graph.increment_version(logits_NV)
+        return out_NV, None, None, None
+
+
+def _merged(sums: RowSums, use: _Use) -> RowSums:
+    """The sums over the whole vocabulary, from those over each rank's part."""
+    if use.tp_group is None:
+        return sums
+    gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), use.tp_group).unbind(1))
+    parts = RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
+    highest_T, shift_WT, share_WT = _shares(parts.highest_T, use)
+    product_T = kept_highest_T = kept_total_T = None
+    if parts.product_T is not None:
+        # A rank without a finite logit adds nothing: 0 times infinity is not asked for.
+        moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
+        product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
+    if parts.kept_highest_T is not None and parts.kept_total_T is not None:
+        kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, use)
+        kept_total_T = (parts.kept_total_T * kept_share_WT).sum(0)
+    return RowSums(
+        highest_T=highest_T,
+        total_T=(parts.total_T * share_WT).sum(0),
+        target_T=parts.target_T.amax(0),
+        product_T=product_T,
+        kept_highest_T=kept_highest_T,
+        kept_total_T=kept_total_T,
+    )
+
+
+def _shares(highest_WT: Tensor, use: _Use) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest logit of all ranks, how far below it each rank's own lies, and what that multiplies its sums by."""
+    highest_T = highest_WT.amax(0)
+    shift_WT = highest_WT - highest_T
+    return highest_T, shift_WT, (shift_WT * use.inverse_temperature).exp()
