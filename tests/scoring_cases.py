@@ -27,8 +27,8 @@ class Case(NamedTuple):
                 return KeptColumns(*map(moved, x))
             return x.to(device) if isinstance(x, Tensor) else x
 
-        keys = {name: moved(value) for name, value in self.keys.items()}
-        return self._replace(**{name: moved(x) for name, x in self._asdict().items()}, keys=keys)
+        on_device = Case(*map(moved, self))
+        return on_device._replace(keys={name: moved(value) for name, value in self.keys.items()})
 
 
 class Answer(NamedTuple):
