@@ -144,6 +144,10 @@ def test_in_place_takes_the_memory_of_the_logits(backend) -> None:
         logits.register_hook(lambda gradient: places.append(gradient.data_ptr()))
         score_tokens(logits, torch.arange(6), inplace=inplace).log_prob_T.sum().backward()
         assert (places[-1] == logits.data_ptr()) is inplace
+        logits = leaf * 1
+        scores = score_tokens(logits, torch.arange(6), inplace=inplace)
+        (gradient,) = torch.autograd.grad(scores.log_prob_T.sum(), logits)
+        assert not gradient.requires_grad
 
 
 def test_who_reads_the_logits_after_them_is_told(backend) -> None:
@@ -177,6 +181,19 @@ def test_a_loss_that_is_computed_again_for_its_backward_pass_has_the_same_gradie
 
 
 # --- how it computes
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_it_is_as_exact_as_a_softmax_of_divided_logits(backend, temperature) -> None:
+    """As the hosts have it: float32 logits are divided first, and their highest is taken off afterwards."""
+    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(8)) * 8.0
+    token_T = torch.arange(400) % 50
+    case = Case(logits, token_T, {"temperature": temperature}, torch.ones(400))
+    exact = judged(case).log_prob_T
+    usual = (logits / temperature).log_softmax(-1).gather(-1, token_T.unsqueeze(-1)).squeeze(-1)
+    error, usual_error = ((x.detach() - exact).abs() for x in (answered(case).log_prob_T, usual))
+    assert error.mean() <= usual_error.mean()
+    assert error.max() <= usual_error.max()
 
 
 def test_gradients_of_float64_are_those_of_finite_differences() -> None:

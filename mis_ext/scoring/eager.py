@@ -30,7 +30,8 @@ class EagerBackend:
             if bits_TC is not None:
                 kept_TV = _kept_with_target(bits_TC[part], column_T[part], targets.num_columns)
             chunks.append(_sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product))
-        return RowSums(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)))  # type: ignore[arg-type]
+        columns = (None if parts[0] is None else torch.cat(parts).double() for parts in zip(*chunks, strict=True))
+        return RowSums(*columns)  # type: ignore[arg-type]
 
     def gradient(
         self,
@@ -51,7 +52,7 @@ class EagerBackend:
         for part in _parts(len(logits_NV), logits_NV):
             token_T = token_N[part].clamp_min(0)
             is_scored_T1 = (token_N[part] >= 0).unsqueeze(-1)
-            of_rows = coefficients.of_tokens(token_T)
+            of_rows = coefficients.of_tokens(token_T, _accumulated(logits_NV))
             column_T = column_of_T[token_T]
             kept_TV = None
             if bits_TC is not None:

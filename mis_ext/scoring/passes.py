@@ -29,11 +29,12 @@ class Targets(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """``[T]`` each, of the row of a token, over this rank's columns ``v``. ``s`` is the inverse temperature.
+    """``[T]`` each, of the row of a token, over this rank's columns ``v``.
 
-    ``highest_T``: the largest logit ``m``, -inf without columns. ``total_T``: the sum of ``exp(s (x_v - m))``.
-    ``target_T``: the token's own logit, -inf where another rank has it. ``product_T``: the sum of
-    ``exp(s (x_v - m)) (x_v - m)``. ``kept_highest_T``, ``kept_total_T``: the first two of the kept columns alone.
+    In float64, so that what follows is rounded once. With the inverse temperature ``s``: ``highest_T``: the largest
+    logit ``m``, -inf without columns. ``total_T``: the sum of ``exp(s (x_v - m))``. ``target_T``: the token's own
+    logit, -inf where another rank has it. ``product_T``: the sum of ``exp(s (x_v - m)) (x_v - m)``.
+    ``kept_highest_T``, ``kept_total_T``: the first two of the kept columns alone.
     """
 
     highest_T: Tensor
@@ -64,15 +65,15 @@ class Coefficients(NamedTuple):
     log_prob_T: Tensor | None
     of_entropy_T: Tensor | None
 
-    def of_tokens(self, token_T: Tensor) -> Coefficients:
+    def of_tokens(self, token_T: Tensor, dtype: torch.dtype) -> Coefficients:
         """Those of some tokens."""
 
         def chosen(x_T: Tensor | None) -> Tensor | None:
-            return None if x_T is None else x_T[token_T]
+            return None if x_T is None else x_T[token_T].to(dtype)
 
         return Coefficients(
-            Normalizer(*(x_T[token_T] for x_T in self.whole)),
-            Normalizer(*(x_T[token_T] for x_T in self.among)),
+            Normalizer(*(x_T[token_T].to(dtype) for x_T in self.whole)),
+            Normalizer(*(x_T[token_T].to(dtype) for x_T in self.among)),
             *map(chosen, self[2:]),
         )
 

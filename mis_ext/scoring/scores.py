@@ -83,13 +83,13 @@ def score_tokens(
     bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns)
     if logits_NV.stride(-1) != 1:
         logits_NV = logits_NV.contiguous()
-    use = _Use(1.0 / temperature, entropy, inplace, tp_group, choose_backend(logits_NV))
+    use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
     log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 
 class _Use(NamedTuple):
-    inverse_temperature: float
+    temperature: float
     entropy: EntropyUse
     inplace: bool
     tp_group: Group | None
@@ -119,17 +119,19 @@ class _Scored(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
     ) -> tuple[Tensor, Tensor | None]:
         sums = use.backend.row_sums(
-            logits_NV, targets, bits_TC, scale=use.inverse_temperature, with_product=use.entropy != "none"
+            logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
         )
         sums = _merged(sums, use)
         whole = Normalizer(sums.highest_T, sums.total_T.log())
         among = whole
         if sums.kept_highest_T is not None and sums.kept_total_T is not None:
             among = Normalizer(sums.kept_highest_T, sums.kept_total_T.log())
-        log_prob_T = (sums.target_T - among.highest_T) * use.inverse_temperature - among.log_total_T
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        log_prob_T = (sums.target_T - among.highest_T) / use.temperature - among.log_total_T
         entropy_T = None
         if sums.product_T is not None:
-            entropy_T = whole.log_total_T - sums.product_T * use.inverse_temperature / sums.total_T
+            entropy_T = whole.log_total_T - sums.product_T / use.temperature / sums.total_T
+        log_prob_T, entropy_T = log_prob_T.to(dtype), None if entropy_T is None else entropy_T.to(dtype)
         ctx.save_for_backward(logits_NV, targets.token_T, targets.row_T, bits_TC, *whole, *among, entropy_T)
         ctx.use, ctx.columns = use, (targets.first, targets.num_columns)
         ctx.set_materialize_grads(False)
@@ -153,13 +155,13 @@ class _Scored(torch.autograd.Function):
             log_prob_T=grad_T,
             of_entropy_T=entropy_grad_T,
         )
-        out_NV = logits_NV if use.inplace else torch.empty_like(logits_NV)
+        out_NV = logits_NV.detach() if use.inplace else torch.empty_like(logits_NV)
         use.backend.gradient(
             logits_NV,
             Targets(token_T, row_T, *ctx.columns),
             bits_TC,
             slopes,
-            scale=use.inverse_temperature,
+            scale=1.0 / use.temperature,
             out_NV=out_NV,
         )
         if use.inplace:
@@ -196,4 +198,4 @@ def _shares(highest_WT: Tensor, use: _Use) -> tuple[Tensor, Tensor, Tensor]:
     """The highest logit of all ranks, how far below it each rank's own lies, and what that multiplies its sums by."""
     highest_T = highest_WT.amax(0)
     shift_WT = highest_WT - highest_T
-    return highest_T, shift_WT, (shift_WT * use.inverse_temperature).exp()
+    return highest_T, shift_WT, (shift_WT / use.temperature).exp()

@@ -20,7 +20,7 @@ class TritonBackend:
     ) -> RowSums:
         """One launch, a program per token."""
         token_T, row_T, first, num_columns = targets
-        sums = torch.empty(6, len(token_T), device=logits_NV.device)
+        sums = torch.empty(6, len(token_T), dtype=torch.float64, device=logits_NV.device)
         if len(token_T) > 0:
             with launching_on(logits_NV):
                 row_sums_kernel[(len(token_T),)](
@@ -73,7 +73,7 @@ class TritonBackend:
                 token_T if row_T is None else targets.token_of_rows(num_rows),
                 token_T,
                 token_T if bits_TC is None else bits_TC,
-                torch.stack([coefficients.whole.highest_T if x_T is None else x_T for x_T in numbers]),
+                torch.stack([coefficients.whole.highest_T if x_T is None else x_T for x_T in numbers]).float(),
                 len(token_T),
                 logits_NV.stride(0),
                 out_NV.stride(0),
