@@ -14,6 +14,9 @@ the tables of such a file.
 - **C**: errors against float64, on ordinary and on extreme logits.
 - **D**: one function's log-probs against the other's, as a first optimizer step sees them.
 
+Part A over two ranks: ``torchrun --standalone --nproc-per-node 2 benchmarks/bench_scoring.py --parts A --tp 2``, or
+``--cp 2``. One process with half the vocabulary, or half as long samples, is one rank's share.
+
 Times are from the call until the device is idle, medians. The peak is ``torch.cuda.max_memory_allocated`` minus what
 was allocated before the call, logits and micro-batch included: everything that the call needs, with the gradient of
 the logits. Launches and synchronisations are of the profiler, on a CPU ATen operations and reads of a value.
@@ -60,6 +63,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default="A,B,C,D", help="which parts, with commas")
     parser.add_argument("--problems", nargs="+", metavar="SxL:V:DTYPE", help=f"of part A; on a GPU {' '.join(ON_GPU)}")
     parser.add_argument("--alone", metavar="T:V", help="tokens and vocabulary of part B; on a GPU 16384:151936")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; start as many with torchrun")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks, likewise")
     parser.add_argument("--metrics", choices=["core", "all"], default="all", help="what mis_ext emits in part A")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls per row at most")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per row; at least 5 calls")
@@ -75,6 +80,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     unknown = [each for each in options.parts if each not in PARTS]
     if unknown:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(PARTS)}")
+    if (options.tp, options.cp) != (1, 1) and options.parts != ["A"]:
+        parser.error("--tp and --cp are for --parts A")
+    options.among = "" if (options.tp, options.cp) == (1, 1) else f":tp{options.tp}:cp{options.cp}"
     return options
 
 
@@ -106,6 +114,15 @@ class Record:
         return f"\n## {name}. {title}\n\n{markdown(self.parts[name])}"
 
 
+def _header(world: World, options: argparse.Namespace) -> dict[str, str]:
+    """Hardware, versions and command, with the last part of each path."""
+    header = reporting.header(world, options.seed)
+    for path in (options.miles, options.slime, options.flash_attn, options.json):
+        if path is not None:
+            header["command"] = header["command"].replace(str(path), path.name)
+    return header
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check, measure, print; the exit code."""
     options = parsed(arguments)
@@ -115,21 +132,28 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(record.parts["headers"][name].values()), record.markdown(name), sep="\n")
         return 0
     warnings.simplefilter("ignore")
-    world = World.join(options.device, 1)
+    world = World.join(options.device, options.cp)
+    if world.size != options.tp * options.cp:
+        raise SystemExit(
+            f"--tp {options.tp} --cp {options.cp} are not {world.size} processes; start them with torchrun"
+        )
     folders = {name: getattr(options, name) for name in ("miles", "slime") if getattr(options, name) is not None}
-    hosts = scoring_hosts.load_hosts(folders, world) if folders else {}
-    header = reporting.header(world, options.seed) | {"hosts": f"hosts: {', '.join(hosts) or 'none given'}"}
-    for each in header.values():
-        print(each)
-    record, is_wrong = Record(options.json), False
+    hosts = scoring_hosts.load_hosts(folders, world, tp_size=options.tp, cp_size=options.cp) if folders else {}
+    header = _header(world, options) | {"hosts": f"hosts: {', '.join(hosts) or 'none given'}"}
+    if world.rank == 0:
+        print(*header.values(), sep="\n")
+    record, is_wrong = Record(options.json if world.rank == 0 else None), False
     for name in options.parts:
         title, part, _ = PARTS[name]
         say(f"part {name}: {title}")
-        record.begin(name, header, options.problems)
+        record.begin(name, header, [f"{each}{options.among}" for each in options.problems])
         for row in part(hosts, world, options):
             record.add(name, row)
             is_wrong |= bool(row.get("is_wrong"))
-        print(record.markdown(name), flush=True)
+        if world.rank == 0:
+            print(record.markdown(name), flush=True)
+    if world.size > 1:
+        torch.distributed.destroy_process_group()
     return int(is_wrong)
 
 

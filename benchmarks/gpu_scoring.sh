@@ -5,8 +5,13 @@
 #
 # HOSTS holds checkouts miles/ and slime/, flash_attn/cross_entropy.py (flash_attn/ops/triton/cross_entropy.py of
 # flash-attention), and, where the network cannot be reached, wheels/ with what is not installed. Steps are exact,
-# alone, and problems of part A, such as 8x2048:151936:float32; without any, all of them. SECONDS_IN_ALL bounds the whole
-# (default 570), BUDGET the timed calls of a row (default 1), DEVICE is cuda unless it is set.
+# alone, problems of part A, such as 8x2048:151936:float32, and such a problem with :tp2 or :cp2, which needs two GPUs.
+# Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), BUDGET the timed calls of a row (default 1),
+# DEVICE is cuda unless it is set. On two GPUs, beside what each of them has to do:
+#
+#   benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR 8x2048:151936:float32:tp2 8x2048:75968:float32 \
+#       8x2048:151936:float32:cp2 8x1024:151936:float32
+#
 # Every step adds to OUTPUT_DIR/scoring.json; OUTPUT_DIR/scoring.md has the tables, OUTPUT_DIR/scoring.log what was said.
 set -uo pipefail
 hosts="$(cd -- "$1" && pwd)"
@@ -38,13 +43,19 @@ for step in "${steps[@]}"; do
         status=1
         continue
     fi
+    launch=(python3)
     case "${step}" in
         exact) chosen=(--parts C,D) ;;
         alone) chosen=(--parts B) ;;
+        *:tp2 | *:cp2)
+            launch=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
+            by="${step##*:}"
+            chosen=(--parts A --problems "${step%:*}" "--${by%2}" 2)
+            ;;
         *) chosen=(--parts A --problems "${step}") ;;
     esac
     echo "== ${step}, ${left} s left" | tee -a "${output}/scoring.log"
-    timeout "${left}" python3 benchmarks/bench_scoring.py --device "${DEVICE:-cuda}" --miles "${hosts}/miles" \
+    timeout "${left}" "${launch[@]}" benchmarks/bench_scoring.py --device "${DEVICE:-cuda}" --miles "${hosts}/miles" \
         --slime "${hosts}/slime" --flash-attn "${hosts}/flash_attn/cross_entropy.py" --budget "${BUDGET:-1}" --keep-going \
         --json "${output}/scoring.json" ${EXTRA:-} "${chosen[@]}" 2>&1 | tee -a "${output}/scoring.log" || status=1
     python3 benchmarks/bench_scoring.py --show "${output}/scoring.json" > "${output}/scoring.md" || status=1

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from scoring_work import Part
 from torch import Tensor
 from workload import World
+
+from mis_ext.hosts.groups import initialized_megatron
 
 MODULES = {"slime": "slime.backends.megatron_utils.loss", "miles": "miles.backends.training_utils.loss"}
 SEEN_BY_MIS_EXT = {
@@ -106,7 +109,7 @@ def load_hosts(folders: dict[str, Path], world: World, *, tp_size: int = 1, cp_s
     hosts = {}
     for name, folder in folders.items():
         sys.path.insert(0, str(folder.resolve()))
-        hosts[name] = makers[name](importlib.import_module(_needed(name)), world, tp_size, cp_size)
+        hosts[name] = makers[name](importlib.import_module(_needed(name)))
         hosts[name] = hosts[name]._replace(example=_example(name, folder))
     return hosts
 
@@ -127,7 +130,16 @@ def _initialize_megatron(tp_size: int, cp_size: int) -> None:
         )
 
 
-def _slime(module: Any, world: World, tp_size: int, cp_size: int) -> Host:
+def vocabulary_part() -> Part:
+    """This rank among Megatron-Core's tensor-parallel ones, where it is initialised."""
+    megatron = initialized_megatron()
+    if megatron is None or megatron.get_tensor_model_parallel_world_size() == 1:
+        return Part()
+    rank, size = megatron.get_tensor_model_parallel_rank(), megatron.get_tensor_model_parallel_world_size()
+    return Part(rank, size, megatron.get_tensor_model_parallel_group())
+
+
+def _slime(module: Any) -> Host:
     from megatron.core import mpu
 
     functions = importlib.import_module("slime.utils.ppo_utils")
@@ -146,7 +158,7 @@ def _slime(module: Any, world: World, tp_size: int, cp_size: int) -> Host:
     return Host("slime", loss, scores, None)
 
 
-def _miles(module: Any, world: World, tp_size: int, cp_size: int) -> Host:
+def _miles(module: Any) -> Host:
     from megatron.core import mpu
 
     parallel = importlib.import_module("miles.backends.training_utils.parallel")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
+from host_baseline import response_pieces
 from torch import Tensor
-from workload import QUANTUM, Responses, Shape, draw
+from workload import QUANTUM, Responses, Shape, World, draw, local_part
 
 from mis_ext.scoring import score_tokens
 
@@ -20,23 +21,43 @@ LOG_RATIO_STEP, LOG_RATIO_STEPS = 0.01, 15.0
 Item = dict[str, Any]
 
 
+class Part(NamedTuple):
+    """This rank's columns of the vocabulary."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+
+WHOLE = Part()
+
+
 class Logits:
     """One buffer for logits of every length: nothing of this size is allocated between calls."""
 
-    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.buffer = torch.empty(rows, columns, dtype=dtype, device=device)
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self._seed = seed
+    def __init__(
+        self, rows: int, vocabulary: int, *, dtype: torch.dtype, device: torch.device, seed: int, part: Part = WHOLE
+    ) -> None:
+        self.vocabulary, self._part, self._seed = vocabulary, part, seed
+        self.buffer = torch.empty(rows, vocabulary // part.size, dtype=dtype, device=device)
+        # Every rank has other noise, and the same likely columns.
+        self._generators = [torch.Generator(device) for _ in range(2)]
         self.fill()
 
     def fill(self) -> None:
         """The same numbers every time: noise, and one likely column a row."""
-        self._generator.manual_seed(self._seed)
-        self.buffer.normal_(0.0, SPREAD, generator=self._generator)
+        noise, shared = self._generators
+        noise.manual_seed(1000 * self._seed + self._part.rank)
+        shared.manual_seed(self._seed)
+        self.buffer.normal_(0.0, SPREAD, generator=noise)
         rows, columns = self.buffer.shape
         device = self.buffer.device
-        self.likely = torch.randint(columns, (rows,), device=device, generator=self._generator)
-        self.buffer[torch.arange(rows, device=device), self.likely] += PEAK
+        self.likely = torch.randint(self.vocabulary, (rows,), device=device, generator=shared)
+        column = self.likely - self._part.rank * columns
+        is_here = (column >= 0) & (column < columns)
+        self.buffer[torch.arange(rows, device=device), column.clamp(0, columns - 1)] += PEAK * is_here.to(
+            self.buffer.dtype
+        )
 
     def first(self, rows: int) -> Tensor:
         """``[1, rows, V]`` with gradient and no leaf: a view, so that nothing beside it takes memory."""
@@ -44,43 +65,58 @@ class Logits:
 
     def tokens(self, rows: int, generator: torch.Generator) -> Tensor:
         """``[rows]``: what each row predicts."""
-        device, columns = self.buffer.device, self.buffer.shape[1]
-        others = torch.randint(columns, (rows,), generator=generator).to(device)
+        device = self.buffer.device
+        others = torch.randint(self.vocabulary, (rows,), generator=generator).to(device)
         is_likely = (torch.rand(rows, generator=generator) < LIKELY).to(device)
         return torch.where(is_likely, self.likely[:rows], others)
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Responses of one micro-batch and their prompts."""
+def drawn(shape: Shape, *, seed: int) -> Responses:
+    """Log-normal responses as in ``workload``, and prompts of two tokens to a tenth of the mean response."""
+    responses = draw(shape, seed=seed)
+    longest = max(int(PROMPT_SHARE * shape.mean_length), 3)
+    prompts = torch.randint(2, longest, (shape.samples,), generator=torch.Generator().manual_seed(seed)).tolist()
+    totals = [p + r for p, r in zip(prompts, responses.response_lengths, strict=True)]
+    return Responses(**{**vars(responses), "total_lengths": totals})
 
-    responses: Responses
+
+class Rows(NamedTuple):
+    """How many rows of logits a rank has, and ``[T]``, which of them predict its response tokens."""
+
+    count: int
+    at_T: Tensor
 
     @classmethod
-    def drawn(cls, shape: Shape, *, seed: int) -> Lengths:
-        """Log-normal responses as in ``workload``, and prompts of two tokens to a tenth of the mean response."""
-        responses = draw(shape, seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        longest = max(int(PROMPT_SHARE * shape.mean_length), 3)
-        prompts = torch.randint(2, longest, (shape.samples,), generator=generator).tolist()
-        totals = [p + r for p, r in zip(prompts, responses.response_lengths, strict=True)]
-        fields = {**vars(responses), "total_lengths": totals}
-        return cls(Responses(**fields))
-
-    @property
-    def rows(self) -> int:
-        """Prompts and responses."""
-        return sum(self.responses.total_lengths)
+    def of(cls, total_lengths: list[int], response_lengths: list[int], *, cp_rank: int = 0, cp_size: int = 1) -> Rows:
+        """Packed; over context-parallel ranks each sample in chunks r and 2n - 1 - r, padded to a whole number."""
+        found, end = [], 0
+        for total, response in zip(total_lengths, response_lengths, strict=True):
+            first = total - response - 1
+            if cp_size == 1:
+                found.append(torch.arange(end + first, end + total - 1))
+                end += total
+                continue
+            chunk = math.ceil(total / (2 * cp_size))
+            pieces = response_pieces(total, response, padded_length=None, cp_rank=cp_rank, cp_size=cp_size)
+            for number, (begin, stop) in zip((cp_rank, 2 * cp_size - 1 - cp_rank), pieces, strict=True):
+                found.append(torch.arange(begin, stop) + (end + first - number * chunk))
+                end += chunk
+        return cls(end, torch.cat(found))
 
 
 class Batches:
-    """Micro-batches of one shape over one buffer of logits."""
+    """Micro-batches of one shape over one buffer of logits; on every rank the same samples."""
 
-    def __init__(self, shape: Shape, columns: int, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        lengths = Lengths.drawn(shape, seed=seed)
-        self.logits = Logits(lengths.rows, columns, dtype=dtype, device=device, seed=seed)
-        self.device = device
-        self._responses = lengths.responses.to(device)
+    def __init__(
+        self, shape: Shape, vocabulary: int, *, dtype: torch.dtype, world: World, seed: int, part: Part = WHOLE
+    ) -> None:
+        responses = drawn(shape, seed=seed)
+        self.world, self._part = world, part
+        # Padding to chunks adds at most this to what the longest micro-batch has.
+        rows = self._rows(responses).count + 2 * world.cp_size * shape.samples * (world.cp_size > 1)
+        seed_of_rows = seed + world.cp_rank
+        self.logits = Logits(rows, vocabulary, dtype=dtype, device=world.device, seed=seed_of_rows, part=part)
+        self._responses = responses.to(world.device)
         self._generator = torch.Generator().manual_seed(seed + 1)
         self._turn = 0
 
@@ -98,21 +134,42 @@ class Batches:
         self.logits.fill()
         return self.new()
 
+    def _rows(self, responses: Responses) -> Rows:
+        world = self.world
+        totals, lengths = responses.total_lengths, responses.response_lengths
+        return Rows.of(totals, lengths, cp_rank=world.cp_rank, cp_size=world.cp_size)
+
+    def _tokens(self, responses: Responses) -> Tensor:
+        """``[sum of total lengths]``."""
+        size = sum(responses.total_lengths)
+        if self.world.cp_size > 1:
+            # What is likely is known to the rank that has the row.
+            return torch.randint(self.logits.vocabulary, (size,), generator=self._generator).to(self.world.device)
+        # A row predicts the next token; what the last row of a sample predicts is not in the sample.
+        return self.logits.tokens(size, self._generator).roll(1)
+
     def _batch(self, responses: Responses) -> Item:
         totals, lengths = responses.total_lengths, responses.response_lengths
-        rows = sum(totals)
-        logits = self.logits.first(rows)
-        predicted = self.logits.tokens(rows, self._generator)
-        # A row predicts the next token; what the last row of a sample predicts is not in the sample.
-        tokens = predicted.roll(1)
-        at = response_rows(totals, lengths).to(self.device)
-        with torch.no_grad():
-            current = score_tokens(logits, predicted[at], row_T=at, entropy="none").log_prob_T
-        size = len(current)
+        rows = self._rows(responses)
+        logits, tokens = self.logits.first(rows.count), self._tokens(responses)
+        is_response = torch.cat([torch.arange(t) >= t - r for t, r in zip(totals, lengths, strict=True)])
+
+        def local(values_R: Tensor) -> Tensor:
+            return torch.cat(local_part(responses, values_R, self.world))
 
         def noise(scale: float) -> Tensor:
-            return (torch.randn(size, generator=self._generator) * scale).to(self.device)
+            drawn_R = torch.randn(sum(lengths), generator=self._generator) * scale
+            return local(drawn_R.to(self.world.device))
 
+        with torch.no_grad():
+            current = score_tokens(
+                logits,
+                local(tokens[is_response.to(tokens.device)]),
+                row_T=rows.at_T.to(logits.device),
+                entropy="none",
+                tp_group=self._part.group,
+                tp_rank=self._part.rank,
+            ).log_prob_T
         steps = noise(LOG_RATIO_STEPS).round() * LOG_RATIO_STEP
         # No log-prob is above 0.
         steps = torch.where(current - steps > 0.0, steps.abs(), steps)
@@ -120,24 +177,17 @@ class Batches:
         columns = {
             "advantages": noise(1.0),
             "log_probs": old,
-            "rollout_log_probs": (old - (responses.train - responses.rollout)).clamp(max=0.0),
+            "rollout_log_probs": (old - local(responses.train - responses.rollout)).clamp(max=0.0),
             "ref_log_probs": (current + noise(0.1)).clamp(max=0.0),
-            "loss_masks": responses.mask,
         }
-        item: Item = {name: [*map(Tensor.clone, x.split(lengths))] for name, x in columns.items()}
+        local_lengths = [len(x) for x in local_part(responses, responses.train, self.world)]
+        item: Item = {name: [*map(Tensor.clone, x.split(local_lengths))] for name, x in columns.items()}
+        masks = [*map(Tensor.clone, responses.split(responses.mask))]
         return item | {
             "logits": logits,
+            "loss_masks": masks,
             "unconcat_tokens": [*tokens.split(totals)],
             "total_lengths": totals,
             "response_lengths": lengths,
-            "rollout_mask_sums": torch.stack([mask.sum() for mask in item["loss_masks"]]).float(),
+            "rollout_mask_sums": torch.stack([mask.sum() for mask in masks]).float(),
         }
-
-
-def response_rows(total_lengths: list[int], response_lengths: list[int]) -> Tensor:
-    """``[R]``: the packed rows that predict response tokens."""
-    starts, end = [], 0
-    for total, response in zip(total_lengths, response_lengths, strict=True):
-        end += total
-        starts.append(torch.arange(end - response - 1, end - 1))
-    return torch.cat(starts)

@@ -18,8 +18,8 @@ import bench_scoring
 import scoring_exact
 import scoring_hosts
 import scoring_whole
-from scoring_work import Batches, Logits, response_rows
-from workload import Shape
+from scoring_work import Batches, Logits, Rows
+from workload import Shape, World
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ QUICK = ["--device", "cpu", "--repeats", "1", "--budget", "0"]
 
 
 def batches(dtype=torch.float32) -> Batches:
-    return Batches(Shape(3, 40), 11, dtype=dtype, device=CPU, seed=0)
+    return Batches(Shape(3, 40), 11, dtype=dtype, world=World(CPU), seed=0)
 
 
 def test_every_micro_batch_has_lengths_that_none_has_had() -> None:
@@ -77,7 +77,14 @@ def test_old_log_probs_are_those_of_the_tokens_and_no_ratio_is_at_a_clip_bound()
 
 
 def test_a_row_predicts_the_token_after_it() -> None:
-    assert response_rows([5, 4], [2, 3]).tolist() == [2, 3, 5, 6, 7]
+    assert Rows.of([5, 4], [2, 3]).at_T.tolist() == [2, 3, 5, 6, 7]
+
+
+def test_a_context_parallel_rank_has_the_rows_of_its_two_chunks() -> None:
+    # Positions 0 1 | 2 3 | 4 . | . .; positions 1, 2 and 3 predict the response.
+    found = [Rows.of([5], [3], cp_rank=rank, cp_size=2) for rank in (0, 1)]
+    assert [rows.count for rows in found] == [4, 4]
+    assert [rows.at_T.tolist() for rows in found] == [[1], [0, 1]]
 
 
 def test_the_exact_gradient_is_that_of_autograd() -> None:
@@ -171,26 +178,43 @@ def test_a_problem_that_is_measured_anew_replaces_its_own_rows_alone(tmp_path) -
     ]
 
 
-@pytest.mark.whole_run
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_in_the_code_of_a_host_every_loss_is_equal_and_measured(host, tmp_path) -> None:
+def run_in_host(host: str, file: Path, *more: str, ranks: int = 1) -> dict:
     if HOSTS[host] is None:
         pytest.skip(f"MIS_EXT_{host.upper()} names no checkout of the host")
     pytest.importorskip("megatron.core")
     pytest.importorskip("httpx")
-    file = tmp_path / "scoring.json"
-    command = [sys.executable, "benchmarks/bench_scoring.py", *QUICK, f"--{host}", HOSTS[host], "--json", str(file)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, "benchmarks/bench_scoring.py", *QUICK, f"--{host}", HOSTS[host]]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # A CPU has no use for compiled functions, and may have no compiler.
     environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--json", str(file), *more], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(file.read_text())
     assert not [row for row in found["A"] if "missing" in row]
-    assert len(found["A"]) == 18
     assert all(row["median_s"] > 0.0 for row in found["A"])
+    return found
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_in_the_code_of_a_host_every_loss_is_equal_and_measured(host, tmp_path) -> None:
+    found = run_in_host(host, tmp_path / "scoring.json")
+    assert len(found["A"]) == 18
     who = {row["contender"] for row in found["B"] if "missing" not in row}
     assert {f"{host}'s function", "Megatron-Core's fused cross entropy", "mis_ext"} <= who
+
+
+@pytest.mark.whole_run
+@pytest.mark.distributed
+@pytest.mark.parametrize("by", ["tp", "cp"])
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_over_two_ranks_every_loss_is_equal_and_measured(host, by, tmp_path) -> None:
+    more = ["--parts", "A", f"--{by}", "2", "--problems", "3x24:32:float32"]
+    found = run_in_host(host, tmp_path / "scoring.json", *more, ranks=2)
+    assert len(found["A"]) == 9
 
 
 def test_two_contenders_of_one_name_do_not_exist() -> None:
