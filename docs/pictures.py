@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "examples
 import matplotlib.pyplot as plt  # noqa: E402
 from evidence.pictures import save  # noqa: E402
 from picture_of_engines import draw_engines  # noqa: E402
+from picture_of_scoring import draw_scoring  # noqa: E402
 from picture_of_tokens import draw_tokens  # noqa: E402
 
 from mis_ext import BOUNDS  # noqa: E402
@@ -45,3 +46,4 @@ if __name__ == "__main__":
     draw_bounds(images / "bounds.png")
     draw_engines(ROOT / "benchmarks" / "RESULTS.md", images / "true_on_policy.png")
     draw_tokens(images / "on_policy_tokens.png")
+    draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", images / "scoring.png")

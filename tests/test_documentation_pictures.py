@@ -1,5 +1,6 @@
 """The pictures of the pages show what was measured, and what the code does."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ for needed in ("matplotlib", "tokenizers", "transformers"):
     pytest.importorskip(needed)
 
 import picture_of_engines  # noqa: E402
+import picture_of_scoring  # noqa: E402
 import picture_of_tokens  # noqa: E402
 from picture_of_tokens import EXACT, NEVER, PROMPT, SHIFTED  # noqa: E402
 from pictures import draw_bounds  # noqa: E402
@@ -49,3 +51,36 @@ def test_of_the_tokens_one_written_again_makes_the_rest_of_its_turn_another_cont
     # With mis_ext all that was sampled is trained, as it was sampled.
     assert first == sampled == [sampled[0], *(box for box in sampled[1:] if box.kind is EXACT)]
     assert [box.kind for box in second] == [PROMPT, *[EXACT] * 6]
+
+
+def record_of_scoring(path: Path, **changes: object) -> Path:
+    """As `benchmarks/bench_scoring.py` writes it; the memory and time of a loss are its place."""
+    rows = [
+        {"problem": panel.problem, "host": host, "contender": loss, "median_s": place * 1e-3, "peak_bytes": place << 30}
+        for panel in picture_of_scoring.PANELS[1:]
+        for host in ("miles", "slime")
+        for place, loss in enumerate([*picture_of_scoring.LOSSES, "policy_loss, the host's scoring"], start=1)
+    ]
+    rows[0] |= changes
+    path.write_text(json.dumps({"A": rows}))
+    return path
+
+
+def test_of_the_scoring_every_loss_has_its_own_number_in_every_panel(tmp_path: Path) -> None:
+    record = record_of_scoring(tmp_path / "scoring.json")
+    for panel in picture_of_scoring.PANELS:
+        found = picture_of_scoring.read_bars(record, panel)
+        assert [(bar.host, bar.loss) for bar in found] == [
+            (host, loss) for host in ("miles", "slime") for loss in picture_of_scoring.LOSSES.values()
+        ]
+        assert [round(bar.value, 9) for bar in found] == 2 * [1.0, 2.0, 3.0, 4.0, 5.0]
+    picture = tmp_path / "scoring.png"
+    picture_of_scoring.draw_scoring(record, picture)
+    assert picture.read_bytes()[25] == PALETTE
+    assert picture.stat().st_size < MOST_BYTES
+
+
+def test_a_record_of_a_cpu_is_not_drawn(tmp_path: Path) -> None:
+    record = record_of_scoring(tmp_path / "scoring.json", peak_bytes=None)
+    with pytest.raises(ValueError, match=r"no peak_bytes of 8x2048:151936:float32 for its own loss, no correction"):
+        picture_of_scoring.draw_scoring(record, tmp_path / "scoring.png")
