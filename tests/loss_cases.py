@@ -64,9 +64,22 @@ OPTIONS = {
     "reducer, gates": GATES | KL | {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
     "temperature": {"rollout_temperature": 0.7, "entropy_coef": 0.1},
 }
-OF_SLIME_ONLY = ("cispo", "cispo, low bound", "cispo, gates")
+OF_SLIME_ONLY = ("cispo", "cispo, low bound", "cispo, gates", "top-p", "top-p, gates, hot")
+OF_MILES_ONLY = ("unseen entropy", "true on-policy")
 CONTEXT_PARALLEL = ("gates, entropy, kl", "gspo, dual clip, gates", "sequences, opsm, gspo", "tokens")
 """Those that are also recorded with two ranks."""
+TOP_P = {"rollout_top_p": 0.9, "entropy_coef": 0.1}
+NOT_RECORDED = {
+    "top-p": TOP_P,
+    "top-p, gates, hot": GATES | TOP_P | {"rollout_temperature": 1.7},
+    "hot": GATES | {"rollout_temperature": 1.7, "entropy_coef": 0.1},
+    "unseen entropy": {"observe_training_entropy": False},
+    "true on-policy": {"true_on_policy_mode": True, "entropy_coef": 0.1},
+    "all-gather": {"allgather_cp": True, "entropy_coef": 0.1},
+}
+"""How the hosts score, which `tests/data/host_losses/record.py --check` compares while they run."""
+KEPT = ("true on-policy", "all-gather")
+"""Where the hosts' own function is kept."""
 NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
 """Where Miles fails with padded sequences and two ranks: it gathers responses as if they were packed."""
 DIFFERENT = {("miles", "rollout log-probs"): ("train_rollout_logprob_abs_diff", "train_rollout_kl")}
@@ -175,6 +188,33 @@ def whole_batch(*, dtype=torch.float32) -> dict:
 PER_TOKEN = ("advantages", "log_probs", "rollout_log_probs", "ref_log_probs", "opd_reverse_kl")
 
 
+def without_sample(batch: dict, index: int) -> dict:
+    """All samples but one."""
+    kept = [number for number in range(len(batch["response_lengths"])) if number != index]
+    return {
+        key: values[kept] if isinstance(values, torch.Tensor) else [values[number] for number in kept]
+        for key, values in batch.items()
+    }
+
+
+def with_top_p(batch: dict, *, unrecorded: int = 0) -> dict:
+    """With two to five kept ids of each response token, or none; of the first sample's end nothing is recorded."""
+    generator = torch.Generator().manual_seed(5)
+    ids_S, offsets_S = [], []
+    for response in batch["response_lengths"]:
+        counts = torch.randint(2, 6, (response,), generator=generator)
+        counts[::4] = 0
+        ids = [torch.randperm(VOCABULARY, generator=generator)[: int(count)] for count in counts]
+        ids_S.append(torch.cat([*ids, torch.zeros(0, dtype=torch.int64)]).int())
+        offsets_S.append(torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int32))
+    if unrecorded:
+        offsets_S[0] = offsets_S[0][:-unrecorded]
+        ids_S[0] = ids_S[0][: int(offsets_S[0][-1])]
+    # The hosts' rollouts hold lists too.
+    ids_S[1], offsets_S[1] = ids_S[1].tolist(), offsets_S[1].tolist()
+    return batch | {"rollout_top_p_token_ids": ids_S, "rollout_top_p_token_offsets": offsets_S}
+
+
 def local_batch(batch: dict, *, cp_rank: int = 0, cp_size: int = 1, is_padded: bool = False) -> dict:
     """This rank's part, with its logits ``[1, T, V]``, or ``[B, L, V]`` where sequences are padded."""
     totals = batch["total_lengths"]
@@ -199,6 +239,12 @@ def local_rows(logits: torch.Tensor, *, cp_rank: int, cp_size: int, length: int)
     chunk = math.ceil(length / (2 * cp_size))
     chunks = torch.nn.functional.pad(logits, (0, 0, 0, 2 * cp_size * chunk - len(logits))).split(chunk)
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+def contiguous_rows(batch: dict, *, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """``[1, T, V]``: the rank's part of the rows of all samples, where one gathers them all to attend."""
+    rows = torch.cat(batch["logits"])
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % cp_size)).chunk(cp_size)[cp_rank].unsqueeze(0)
 
 
 def with_options(batch: dict, args: Namespace) -> dict:

@@ -1,11 +1,10 @@
 """The whole loss as it is called: what it refuses, recomputation, synchronisations, and a plain Megatron-Core loop."""
 
 import re
-import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import loss_cases
 import pytest
@@ -277,57 +276,6 @@ def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(
             policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
         counts.append(len(recorder.names))
     assert counts[1] == counts[2]
-
-
-# --- in the hosts' processes
-
-
-def test_the_hosts_own_log_probs_are_used_where_a_host_is_running(monkeypatch) -> None:
-    """Of `tests/data/host_losses/record.py --check` what can be seen without the hosts: whom the loss asks, and how."""
-    asked = []
-
-    def scores(logits, **given):
-        asked.append(given)
-        batch = {
-            key: given[key]
-            for key in ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
-            if key in given
-        }
-        layout = mis_ext.PackedLayout.whole(given["response_lengths"])
-        found = hosts.plain_scores(run_of(given["args"], whole_loss=True).config, batch, logits, layout, Groups())
-        return {
-            "log_probs": list(found.log_prob_T.split(given["response_lengths"])),
-            "entropy": list(found.entropy_T.split(given["response_lengths"])),
-        }
-
-    keys = GATES | {"entropy_coef": 0.1}
-    plain = called(keys)
-    captured = []
-    slime = ModuleType(hosts.SLIME)
-    slime.get_log_probs_and_entropy = lambda logits, **given: (torch.empty(0), scores(logits, **given))
-    slime.get_rollout_top_p_logprob_kwargs = lambda args, batch: {"top_p_token_ids": "those of the batch"}
-    slime._maybe_capture_log_probs = lambda batch, log_probs: captured.append(log_probs)
-    monkeypatch.setitem(sys.modules, hosts.SLIME, slime)
-    found = called(keys)
-    assert torch.equal(found[2], plain[2])
-    assert [*found[1]] == [*plain[1]]
-    assert asked[-1]["top_p_token_ids"] == "those of the batch"
-    assert asked[-1]["with_entropy"] is True
-    assert len(captured[0]) == len(loss_cases.RESPONSES)
-    monkeypatch.delitem(sys.modules, hosts.SLIME)
-
-    miles, parallel = ModuleType(hosts.MILES), ModuleType(hosts.MILES_PARALLEL)
-    miles.get_log_probs_and_entropy = scores
-    alone = SimpleNamespace(rank=0, size=1, group=None)
-    parallel.get_parallel_state = lambda: SimpleNamespace(cp=alone, intra_dp=alone)
-    monkeypatch.setitem(sys.modules, hosts.MILES, miles)
-    monkeypatch.setitem(sys.modules, hosts.MILES_PARALLEL, parallel)
-    found = called(keys)
-    assert torch.equal(found[2], plain[2])
-    assert {*found[1]} - {*plain[1]} == MILES_METRICS
-    assert (asked[-1]["with_entropy"], asked[-1]["entropy_requires_grad"]) == (True, True)
-    called({"observe_training_entropy": False})
-    assert (asked[-1]["with_entropy"], asked[-1]["entropy_requires_grad"]) == (False, False)
 
 
 # --- a plain Megatron-Core loop

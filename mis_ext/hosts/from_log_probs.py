@@ -84,6 +84,8 @@ def policy_loss_from_log_probs(
         raise ValueError(
             "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
         )
+    if loss.scoring.said is not None or loss.scoring.inplace:
+        raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
     lengths = () if layout is None else layout.response_lengths
     with run.session.local_work(lengths, groups=groups, device=response_mask.device):
         whole = _padded_layout(current_logprobs, response_mask) if layout is None else layout

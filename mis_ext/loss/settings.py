@@ -25,8 +25,10 @@ LOSS_KEYS = (
     "mis_loss_entropy_tokens",
     "mis_loss_unbiased_kl",
     "mis_loss_compile",
+    "mis_loss_scoring",
+    "mis_loss_inplace",
 )
-"""Flat keys of the loss; what else it reads are flags of the hosts."""
+"""Flat keys of the loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

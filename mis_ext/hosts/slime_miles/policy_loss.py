@@ -34,7 +34,8 @@ def policy_loss(
     Args:
         args: The host's arguments with our keys among them.
         batch: The micro-batch as the host has it; lists per sample, under context parallelism this rank's parts.
-        logits: ``[1, T, V / TP]`` packed, or padded ``[B, L, V / TP]``.
+        logits: ``[1, T, V / TP]`` packed, or padded ``[B, L, V / TP]``. With ``mis_loss_inplace`` the backward pass
+            writes their gradient over them.
         sum_of_sample_mean: The host's reducer. Not called: all its sums are taken together, with the same denominators.
 
     Returns:
@@ -46,7 +47,8 @@ def policy_loss(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    found = policy_loss_of(run_of(args, whole_loss=True), find_host(args), batch, logits)
+    run = run_of(args, whole_loss=True)
+    found = policy_loss_of(run, find_host(args, run.config), batch, logits)
     return found.loss, on_host(found.metrics)
 
 
@@ -88,9 +90,10 @@ def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tenso
         make_reducer=partial(_reducer, loss, batch, layout),
         extra_metrics=host.metrics,
     )
-    if layout.num_local_tokens > 0:
+    if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
         return found
-    # The backward pass of context parallelism has collectives, in which a rank without tokens must take part.
+    # The backward pass of context parallelism has collectives, in which a rank without tokens must take part. Log-probs
+    # of no tokens need not come from the logits.
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 

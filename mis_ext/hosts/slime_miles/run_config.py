@@ -11,12 +11,13 @@ from mis_ext.checks import check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.hosts.slime_miles.flat_keys import READ_KEYS, config_from_mapping
 from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
+from mis_ext.hosts.slime_miles.scoring_choice import SCORING_FACTS, ScoringChoice, scoring_choice
 from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 _FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_only", "train_backend")
 
-ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS)))
+ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS)))
 """Every argument that is read; the names of all others are only compared with ours."""
 
 
@@ -28,13 +29,16 @@ class WholeLoss:
         settings: What it computes.
         has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
         skips_scoring: The host has no scoring pass of its own (``skip_actor_forward_only``): its log-probs are stale.
-        temperature: Of the rollout, by which logits are divided (``rollout_temperature``).
+        scoring: Who turns logits into log-probs.
+        temperature: Of the rollout, by which logits are divided (``rollout_temperature``); 0 is greedy sampling, for
+            which Miles does not divide.
         reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
     """
 
     settings: LossSettings
     has_correction: bool
     skips_scoring: bool
+    scoring: ScoringChoice
     temperature: float
     reducer_path: str | None
 
@@ -87,14 +91,15 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
 
 def _whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    temperature = given.get("rollout_temperature")
+    settings, temperature = loss_settings(given), given.get("rollout_temperature")
     return WholeLoss(
-        settings=loss_settings(given),
+        settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
+        scoring=scoring_choice(given, compares_with_stored=settings.uses_proximal),
         temperature=1.0
         if temperature is None
-        else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True),
+        else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_high=True),
         reducer_path=given.get("custom_pg_loss_reducer_function_path"),
     )
 
