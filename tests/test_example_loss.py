@@ -39,6 +39,19 @@ def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_host
         assert row["train/mis_k3_kl"] > 0
 
 
+@pytest.mark.whole_run
+@pytest.mark.parametrize("inplace", [False, True])
+def test_with_one_step_per_rollout_no_pass_scores_and_the_ratio_is_one(tmp_path: Path, inplace: bool):
+    config = tmp_path / "current.yaml"
+    config.write_text(yaml.safe_dump(TOKEN_TIS | {"mis_loss_proximal": "current", "mis_loss_inplace": inplace}))
+    flags = ["--use-rollout-logprobs", "--num-steps-per-rollout", "1", "--entropy-coef", "0.01", "--num-rollout", "1"]
+    (row,) = train(tmp_path / "run", *WHOLE_LOSS, *flags, "--custom-config-path", str(config))
+    assert "perf/score_seconds" not in row
+    assert row["train/ppo_kl"] == row["train/pg_clipfrac"] == 0.0
+    assert row["train/mis_k3_kl"] > 0
+    assert row["train/grad_norm"] > 0
+
+
 CHOSEN = {
     "gspo": {},
     "dispo": {"positive": [0.7, 1.5]},

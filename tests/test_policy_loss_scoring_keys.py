@@ -47,6 +47,7 @@ def test_the_hosts_function_is_kept_where_only_it_gives_its_numbers(flags, reaso
 def test_where_miles_rounds_what_is_stored_its_function_is_kept_unless_nobody_compares() -> None:
     assert who(QUOTIENTS) == "host"
     assert who(QUOTIENTS | {"mis_loss_scoring": "fused"}) == "fused"
+    assert who(QUOTIENTS | {"mis_loss_proximal": "current"}) == "fused"
     assert who(QUOTIENTS | {"mis_loss_mode": "bypass"}) == "fused"
     for other in ({"train_backend": "megatron"}, {"rollout_temperature": 1.0}, {"rollout_temperature": 0.0}):
         assert who(QUOTIENTS | other) == "fused"

@@ -98,8 +98,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default="mis_ext.policy_loss",
         help="module.function(args, batch, logits, sum_of_sample_mean), with custom_loss only. Of mis_ext.policy_loss "
         "the mode comes from the YAML, mis_loss_mode: baseline, decoupled, bypass or reinforce, or mis_loss_method "
-        "names a published method. decoupled and reinforce need --use-tis; with bypass, reinforce and methods that do "
-        "not look at the proximal policy --use-rollout-logprobs skips the trainer's scoring pass",
+        "names a published method. decoupled and reinforce need --use-tis; with bypass, reinforce, methods that do not "
+        "look at the proximal policy, and mis_loss_proximal: current, --use-rollout-logprobs skips the trainer's pass",
     )
 
 

@@ -169,6 +169,10 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
         # Without a weight the ratio of the token stays, which a weight takes the place of.
         text = _MODES[loss.mode] if config.weight is not None else _MODES[loss.mode].replace(" / sg(v_t)", "")
         lines.append(f"The whole loss (mis_ext.policy_loss), mode {loss.mode}: {text}.")
+    if loss is not None and loss.proximal == "current":
+        lines.append(
+            "With mis_loss_proximal: current pi is sg(current): the ratio current / pi is 1, and no clip acts."
+        )
     if not config.metrics_only:
         lines.append("Detached: both log-probs on entry, so also rho, w, m, and the mean that w is divided by.")
     lines += _without_gradient(config, loss)

@@ -63,7 +63,8 @@ def loss_tokens(
         raise ValueError(f"{missing.reference}, with which {needs_reference} compares")
     if given.state_values_T is None and settings.needs_state_values:
         raise ValueError(f"{missing.state_values}, by which {settings.chosen_by} weighs: the mean advantage in a state")
-    proximal_T = given.current_T.detach() if given.proximal_T is None else given.proximal_T
+    is_stored = given.proximal_T is not None and settings.proximal == "stored"
+    proximal_T = given.proximal_T if is_stored else given.current_T.detach()
     policies: dict[Policy, Tensor | None] = {
         "current": given.current_T,
         "behavior": given.behavior_T,

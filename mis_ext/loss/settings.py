@@ -15,6 +15,7 @@ KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 KlRatio = Literal["none", "old", "behavior"]
 LossDenominator = Literal["original", "kept", "sequence", "constant"]
 PenaltyTokens = Literal["kept", "all"]
+Proximal = Literal["stored", "current"]
 
 LOSS_KEYS = (
     "mis_loss_method",
@@ -25,6 +26,7 @@ LOSS_KEYS = (
     "mis_loss_entropy_tokens",
     "mis_loss_unbiased_kl",
     "mis_loss_compile",
+    "mis_loss_proximal",
     "mis_loss_scoring",
     "mis_loss_inplace",
 )
@@ -65,6 +67,8 @@ class LossSettings:
         method: A published method in place of ``mode``, ``ratios`` and the clips; None for these.
         ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
         use_behavior: ``baseline`` with the behavior policy as old policy, the hosts' ``use_rollout_logprobs``.
+        proximal: ``stored``: the proximal policy is what was scored before training, as far as it was. ``current``: it
+            is the current policy, without gradient, so that its ratio is 1: right for one optimizer step per rollout.
         eps_clip: The ratio's lower bound is ``1 - eps_clip``.
         eps_clip_high: Its upper bound is ``1 + eps_clip_high``; ``eps_clip`` by default.
         eps_clip_c: Dual clip: the largest ratio where the advantage is negative; None for none.
@@ -90,6 +94,7 @@ class LossSettings:
     method: ChosenMethod | None = None
     ratios: Ratios = "token"
     use_behavior: bool = False
+    proximal: Proximal = "stored"
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     eps_clip_c: float | None = None
@@ -105,6 +110,7 @@ class LossSettings:
     def __post_init__(self) -> None:
         check_choice("mis_loss_mode", self.mode, get_args(Mode))
         check_choice("ratios", self.ratios, get_args(Ratios))
+        check_choice("mis_loss_proximal", self.proximal, get_args(Proximal))
         check_choice("mis_loss_denominator", self.denominator, get_args(LossDenominator))
         check_choice("mis_loss_entropy_tokens", self.entropy_tokens, get_args(PenaltyTokens))
         check_bool("use_rollout_logprobs", self.use_behavior)
@@ -125,6 +131,8 @@ class LossSettings:
         else:
             check_instance("mis_loss_method", self.method, ChosenMethod)
             self._check_method(self.method)
+        if self.proximal == "current":
+            self._check_current()
         self._check_denominator()
 
     def _check_method(self, chosen: ChosenMethod) -> None:
@@ -146,7 +154,7 @@ class LossSettings:
         if self.use_behavior and self.uses_proximal:
             raise ValueError(
                 f"{self.chosen_by} compares with the proximal policy, --use-rollout-logprobs makes the host skip its "
-                "scoring: drop the flag"
+                "scoring: drop the flag, or with one optimizer step per rollout write mis_loss_proximal: current"
             )
         if self.needs_reference is not None and self.kl is not None and self.kl.coefficient != 0.0:
             raise ValueError(
@@ -168,6 +176,19 @@ class LossSettings:
         if self.eps_clip_c is not None and (self.mode == "reinforce" or self.ratios == "detached"):
             of = "mis_loss_mode: reinforce" if self.mode == "reinforce" else "--advantage-estimator cispo"
             raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
+
+    def _check_current(self) -> None:
+        if self.old_is_behavior:
+            of = self.chosen_by if not self.uses_proximal else "--use-rollout-logprobs"
+            raise ValueError(
+                f"mis_loss_proximal: current: no effect, because {of} does not compare with the proximal policy; "
+                "remove it"
+            )
+        if self.opsm_delta is not None:
+            raise ValueError(
+                "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of "
+                "them"
+            )
 
     def _check_denominator(self) -> None:
         if self.denominator == "constant":
@@ -200,6 +221,11 @@ class LossSettings:
     def chosen_by(self) -> str:
         """The key that says what the policy gradient is."""
         return f"mis_loss_mode: {self.mode}" if self.method is None else f"mis_loss_method: {self.method.name}"
+
+    @property
+    def reads_stored(self) -> bool:
+        """Whether the proximal policy's log-probs are those that were scored before training."""
+        return self.uses_proximal and self.proximal == "stored"
 
     @property
     def needs_behavior(self) -> str | None:

@@ -50,10 +50,12 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
     corrects = check_bool("use_tis", given.get("use_tis", False))
     if "mis_loss_method" in given and "mis_loss_mode" in given:
         raise ValueError("mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode")
+    skips_scoring = check_bool("use_rollout_logprobs", given.get("use_rollout_logprobs", False))
     settings = LossSettings(
         method=choose_method("mis_loss_method", given["mis_loss_method"]) if "mis_loss_method" in given else None,
         ratios=_RATIOS.get(given.get("advantage_estimator", ""), "token"),
-        use_behavior=given.get("use_rollout_logprobs", False),
+        # With a proximal policy that needs no scoring the flag says no more than that the host skips it.
+        use_behavior=skips_scoring and given.get("mis_loss_proximal") != "current",
         kl=_kl_penalty(given),
         opsm_delta=_opsm_delta(given),
         per_token_loss=given.get("calculate_per_token_loss", False),
@@ -65,6 +67,7 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
                 "constant": "mis_loss_constant",
                 "entropy_tokens": "mis_loss_entropy_tokens",
                 "compiled": "mis_loss_compile",
+                "proximal": "mis_loss_proximal",
                 "eps_clip": "eps_clip",
                 "eps_clip_high": "eps_clip_high",
                 "eps_clip_c": "eps_clip_c",

@@ -63,10 +63,11 @@ def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tenso
     config, loss, groups = run.config, run.config.whole_loss, host.groups
     assert loss is not None
     settings = loss.settings
-    if not (settings.uses_proximal or settings.use_behavior):
+    if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
+        reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
         warnings.warn(
-            f"{settings.chosen_by} does not use the trainer's own pass over the rollout: --use-rollout-logprobs makes "
-            "the host skip it",
+            f"{reason} does not use the trainer's own pass over the rollout: --use-rollout-logprobs makes the host "
+            "skip it",
             stacklevel=4,
         )
     with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):

@@ -16,8 +16,10 @@ from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 
 _FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_only", "train_backend")
+_BATCH_SIZES = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")
+_STEP_FACTS = ("num_steps_per_rollout", *_BATCH_SIZES, "use_dynamic_global_batch_size")
 
-ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS)))
+ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS, *_STEP_FACTS)))
 """Every argument that is read; the names of all others are only compared with ours."""
 
 
@@ -29,6 +31,7 @@ class WholeLoss:
         settings: What it computes.
         has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
         skips_scoring: The host has no scoring pass of its own (``skip_actor_forward_only``): its log-probs are stale.
+        is_told_to_skip: The host was told to skip that pass (``use_rollout_logprobs``).
         scoring: Who turns logits into log-probs.
         temperature: Of the rollout, by which logits are divided (``rollout_temperature``); 0 is greedy sampling, for
             which Miles does not divide.
@@ -38,6 +41,7 @@ class WholeLoss:
     settings: LossSettings
     has_correction: bool
     skips_scoring: bool
+    is_told_to_skip: bool
     scoring: ScoringChoice
     temperature: float
     reducer_path: str | None
@@ -92,11 +96,14 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
 def _whole_loss(given: Mapping[str, Any]) -> WholeLoss:
     settings, temperature = loss_settings(given), given.get("rollout_temperature")
+    if settings.proximal == "current":
+        _refuse_several_steps(given)
     return WholeLoss(
         settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
-        scoring=scoring_choice(given, compares_with_stored=settings.uses_proximal),
+        is_told_to_skip=bool(given.get("use_rollout_logprobs")),
+        scoring=scoring_choice(given, compares_with_stored=settings.reads_stored),
         temperature=1.0
         if temperature is None
         else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_high=True),
@@ -115,13 +122,28 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
             "--get-mismatch-metrics to measure only"
         )
     # The other modes of the whole loss do not count it twice, and say so where they are computed.
-    is_baseline = given.get("mis_loss_mode") in (None, "baseline")
+    is_baseline = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_proximal") != "current"
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return (
         "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs as PPO "
         "denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)"
     )
+
+
+def _refuse_several_steps(given: Mapping[str, Any]) -> None:
+    """From the second step on the current policy is no longer the one before the update."""
+    steps = given.get("num_steps_per_rollout")
+    sizes = [size for size in map(given.get, _BATCH_SIZES) if isinstance(size, int)]
+    if steps is None and len(sizes) == len(_BATCH_SIZES) and not given.get("use_dynamic_global_batch_size"):
+        prompts, samples, per_step = sizes
+        steps = prompts * samples // max(per_step, 1)
+    if isinstance(steps, int) and steps > 1:
+        raise ValueError(
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
+            "key"
+        )
 
 
 def _refuse_idle_loss_keys(given: Mapping[str, Any]) -> None:
