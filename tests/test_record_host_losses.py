@@ -21,7 +21,7 @@ def recorder(monkeypatch, tmp_path):
     copy = tmp_path / "losses.pt.xz"
     copy.write_bytes((DATA / "losses.pt.xz").read_bytes())
     monkeypatch.setattr(program, "FILE", copy)
-    program.found = {"host": read(copy), "mis_ext": read(copy)}
+    program.found = {"host": read(copy), "mis_ext": read(copy), "fused": exact(read(copy))}
     program.run_in_hosts = program.run_hosts
     monkeypatch.setattr(program, "run_hosts", lambda *_, **__: program.found)
     return program
@@ -34,13 +34,23 @@ def read(path: Path) -> dict:
     return record
 
 
+def exact(losses: dict) -> dict:
+    """With slime's gradients in Miles, whose own are rounded."""
+    for topology in [name for name in losses if name.startswith("miles") and name.endswith("thd")]:
+        for rank, of in losses[topology].items():
+            for name, loss in of.items():
+                loss["gradient"] = losses[topology.replace("miles", "slime")][rank][name]["gradient"].clone()
+    return losses
+
+
 def test_a_check_says_what_it_compared_and_writes_nothing(recorder, capsys) -> None:
     before = recorder.FILE.read_bytes()
     assert recorder.main([*CLONES, "--check"]) == 0
     printed = capsys.readouterr().out
     for topology, ranks in recorder.found["host"].items():
         for rank, losses in ranks.items():
-            assert printed.count(f"  {topology}, rank {rank}: {len(losses)} losses, 0 differ\n") == 2
+            assert printed.count(f"  {topology}, rank {rank}: {len(losses)} losses, 0 differ\n") == 3
+    assert "  miles-cp2-thd as slime, rank 1: 4 losses, 0 differ\n" in printed
     assert recorder.FILE.read_bytes() == before
 
 
@@ -59,6 +69,28 @@ def test_one_number_that_differs_is_named_and_fails_the_check(recorder, capsys, 
         in printed
     )
     assert recorder.FILE.read_bytes() == before
+
+
+@pytest.mark.parametrize("quantity", ["loss", "metrics", "gradient"])
+def test_fused_scoring_may_differ_by_a_share_of_the_largest_entry(recorder, capsys, quantity) -> None:
+    loss = recorder.found["fused"]["slime-cp2-thd"][1]["tokens"]
+    numbers = [*loss["metrics"].values()] if quantity == "metrics" else [*loss[quantity].reshape(-1).split(1)]
+    largest = max(float(number.abs()) for number in numbers)
+    for share, code in ((0.4, 0), (1.6, 1)):
+        numbers[0] += share * recorder.FUSED * largest
+        assert recorder.main([*CLONES, "--check"]) == code
+    printed = capsys.readouterr().out
+    assert f"    tokens: {quantity} by " in printed
+    assert "of its largest entry, 2.0e-06 is allowed\n" in printed
+
+
+def test_the_gradient_of_fused_scoring_in_miles_is_compared_with_one_that_is_not_rounded(recorder, capsys) -> None:
+    gradient = recorder.found["fused"]["miles-cp1-thd"][0]["ppo"]["gradient"]
+    gradient += 1e-5 * gradient.abs().max()
+    assert recorder.main([*CLONES, "--check"]) == 1
+    printed = capsys.readouterr().out
+    assert "  miles-cp1-thd, rank 0: 23 losses, 0 differ\n    largest share: " in printed
+    assert "  miles-cp1-thd as slime, rank 0: 23 losses, 1 differ\n    largest share: " in printed
 
 
 def test_what_is_missing_or_of_another_name_fails_the_check(recorder, capsys) -> None:

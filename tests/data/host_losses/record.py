@@ -8,7 +8,9 @@ Each host runs at one revision (``REVISIONS``, and in the file) on the micro-bat
 ``tests/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
 context-parallel ranks, in Miles packed and padded. ``--check`` writes nothing. It compares the hosts' own losses with
 the file, and ``mis_ext.policy_loss`` with them: that one runs in each host's process, where it takes the host's own
-groups and log-probs. With ``--compiled`` the hosts' small functions are compiled, as they are on a GPU.
+groups, once with the host's own log-probs and once with fused scoring. There are then more options, which are about
+scoring, and two tensor-parallel ranks. With ``--compiled`` the hosts' small functions are compiled, as they are on a
+GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ REVISIONS = {
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
 }
 RTOL, ATOL = 1e-5, 1e-6
+FUSED = 2e-6
+"""What fused scoring may change, as a share of the largest entry of loss, metrics and gradient."""
+WHOSE = ("host", "mis_ext", "fused")
+"""The host's own loss, and ours with the host's log-probs and with fused scoring."""
+ROUNDED = 2**-8
+"""The same for the gradient in Miles, which scores by a function of Megatron-Core that rounds it to bfloat16."""
+TOPOLOGIES = {False: ((1, 1), (2, 1)), True: ((1, 1), (2, 1), (1, 2))}
+"""Context- and tensor-parallel ranks, by whether it is checked."""
 NO_CACHED_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 """With them torch 2.13 takes a graph of other clip bounds from the disk (docs/errors.md): ``gspo`` is wrong then."""
 
@@ -54,37 +64,70 @@ def recorded(function: Callable, batch: dict, reducer: Callable, options: dict) 
     return {"loss": loss.detach(), "metrics": metrics, "gradient": logits.grad}
 
 
+def options_of(host: str, place: dict, *, check: bool) -> dict[str, dict]:
+    """The options that this host has on such ranks."""
+    chosen = loss_cases.OPTIONS | (loss_cases.NOT_RECORDED if check else {})
+    if host != "slime":
+        chosen = {name: keys for name, keys in chosen.items() if name not in loss_cases.OF_SLIME_ONLY}
+    if host != "miles":
+        chosen = {name: keys for name, keys in chosen.items() if name not in loss_cases.OF_MILES_ONLY}
+    if place["cp_size"] * place["tp_size"] > 1:
+        chosen = {
+            name: keys
+            for name, keys in chosen.items()
+            # Miles' own function fails with one token of a response on a rank.
+            if name in (*loss_cases.CONTEXT_PARALLEL, *loss_cases.NOT_RECORDED) and name != "true on-policy"
+        }
+    if place["is_padded"]:
+        chosen = {name: keys for name, keys in chosen.items() if name not in loss_cases.NOT_PADDED}
+    return chosen
+
+
+def local_batch(keys: dict, place: dict) -> dict:
+    """The micro-batch of this rank."""
+    whole = loss_cases.whole_batch()
+    if keys.get("true_on_policy_mode"):
+        # Or on all of it.
+        whole = loss_cases.without_sample(whole, loss_cases.RESPONSES.index(1))
+    if "rollout_top_p" in keys:
+        whole = loss_cases.with_top_p(whole, unrecorded=3)
+    of_cp = {"cp_rank": place["cp_rank"], "cp_size": place["cp_size"]}
+    batch = loss_cases.local_batch(whole, **of_cp, is_padded=place["is_padded"])
+    if keys.get("allgather_cp"):
+        batch["logits"] = loss_cases.contiguous_rows(whole, **of_cp)
+    batch["logits"] = batch["logits"].chunk(place["tp_size"], dim=-1)[place["tp_rank"]]
+    return batch
+
+
 def all_recorded(host: str, function: Callable, reducer: Callable, place: dict, *, check: bool) -> dict[str, dict]:
     """Every option on this rank, by whose loss it is."""
-    functions = {"host": function}
-    if check:
+    out: dict[str, dict] = {whose: {} for whose in (WHOSE if check else WHOSE[:1])}
+    for name, options in options_of(host, place, check=check).items():
+        options = options | {"qkv_format": "bshd" if place["is_padded"] else "thd"}
+        batch = local_batch(options, place)
+        out["host"][name] = recorded(function, dict(batch), reducer, options)
+        if not check:
+            continue
         import mis_ext
 
-        functions["mis_ext"] = mis_ext.policy_loss
-    out: dict[str, dict] = {each: {} for each in functions}
-    for name, options in loss_cases.OPTIONS.items():
-        if host != "slime" and name in loss_cases.OF_SLIME_ONLY:
-            continue
-        if place["cp_size"] > 1 and name not in loss_cases.CONTEXT_PARALLEL:
-            continue
-        if place.get("is_padded") and name in loss_cases.NOT_PADDED:
-            continue
-        options = options | {"qkv_format": "bshd" if place.get("is_padded") else "thd"}
-        batch = loss_cases.local_batch(loss_cases.whole_batch(), **place)
-        for whose, loss in functions.items():
-            out[whose][name] = recorded(loss, dict(batch), reducer, options)
+        # Unset where a host's function is kept: that must be found out.
+        by_host = {} if name in loss_cases.KEPT else {"mis_loss_scoring": "host"}
+        out["mis_ext"][name] = recorded(mis_ext.policy_loss, dict(batch), reducer, options | by_host)
+        if name not in loss_cases.KEPT:
+            fused = options | {"mis_loss_scoring": "fused"}
+            out["fused"][name] = recorded(mis_ext.policy_loss, dict(batch), reducer, fused)
     return out
 
 
-def slime_rank(rank: int, cp_size: int, store: str, folder: str, check: bool) -> None:
+def slime_rank(rank: int, cp_size: int, tp_size: int, store: str, folder: str, check: bool) -> None:
     """One rank of slime's trainer."""
     import torch.distributed as dist
     from megatron.core import mpu
     from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
     from slime.backends.megatron_utils.loss import policy_loss_function
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=cp_size)
-    mpu.initialize_model_parallel(context_parallel_size=cp_size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=cp_size * tp_size)
+    mpu.initialize_model_parallel(tensor_model_parallel_size=tp_size, context_parallel_size=cp_size)
 
     def reducer(args: Any, batch: dict) -> Callable:
         lengths = batch["total_lengths"], batch["response_lengths"]
@@ -92,14 +135,14 @@ def slime_rank(rank: int, cp_size: int, store: str, folder: str, check: bool) ->
             *lengths, batch["loss_masks"], batch["rollout_mask_sums"], args.calculate_per_token_loss
         )
 
-    place = {"cp_rank": rank, "cp_size": cp_size}
+    place = place_of(rank, cp_size, tp_size)
     found = all_recorded("slime", policy_loss_function, reducer, place, check=check)
-    torch.save(found, f"{folder}/cp{cp_size}-thd-{rank}.pt")
+    torch.save(found, f"{folder}/{topology_of(place)}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def miles_rank(rank: int, cp_size: int, store: str, folder: str, check: bool) -> None:
+def miles_rank(rank: int, cp_size: int, tp_size: int, store: str, folder: str, check: bool) -> None:
     """One rank of Miles' trainer."""
     import torch.distributed as dist
     from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
@@ -107,12 +150,13 @@ def miles_rank(rank: int, cp_size: int, store: str, folder: str, check: bool) ->
     from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=cp_size)
-    alone = [dist.new_group([other]) for other in range(cp_size)][rank]
-    names = ("tp", "intra_dp", "pp", "ep", "etp", "indep_dp")
-    groups = {name: GroupInfo(rank=0, size=1, group=alone) for name in names}
-    everyone = GroupInfo(rank=rank, size=cp_size, group=dist.group.WORLD)
-    set_parallel_state(ParallelState(**groups, cp=everyone, intra_dp_cp=everyone))
+    world_size = cp_size * tp_size
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    group = [dist.new_group([other]) for other in range(world_size)][rank]
+    alone, everyone = GroupInfo(rank=0, size=1, group=group), GroupInfo(rank, world_size, dist.group.WORLD)
+    groups = dict.fromkeys(("intra_dp", "pp", "ep", "etp", "indep_dp"), alone)
+    groups |= {"tp": everyone if tp_size > 1 else alone, "cp": everyone if cp_size > 1 else alone}
+    set_parallel_state(ParallelState(**groups, intra_dp_cp=groups["cp"]))
 
     def reducer(args: Any, batch: dict) -> Callable:
         return get_sum_of_sample_mean(
@@ -126,11 +170,23 @@ def miles_rank(rank: int, cp_size: int, store: str, folder: str, check: bool) ->
         )
 
     for is_padded in (False, True) if cp_size > 1 else (False,):
-        place = {"cp_rank": rank, "cp_size": cp_size, "is_padded": is_padded}
+        place = place_of(rank, cp_size, tp_size, is_padded=is_padded)
         found = all_recorded("miles", policy_loss_function, reducer, place, check=check)
-        torch.save(found, f"{folder}/cp{cp_size}-{'bshd' if is_padded else 'thd'}-{rank}.pt")
+        torch.save(found, f"{folder}/{topology_of(place)}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def place_of(rank: int, cp_size: int, tp_size: int, *, is_padded: bool = False) -> dict:
+    """Where a rank stands; of the two kinds of parallelism there is one at a time."""
+    of_cp = {"cp_rank": rank if cp_size > 1 else 0, "cp_size": cp_size}
+    return of_cp | {"tp_rank": rank if tp_size > 1 else 0, "tp_size": tp_size, "is_padded": is_padded}
+
+
+def topology_of(place: dict) -> str:
+    """As the file calls it."""
+    ranks = f"tp{place['tp_size']}" if place["tp_size"] > 1 else f"cp{place['cp_size']}"
+    return f"{ranks}-{'bshd' if place['is_padded'] else 'thd'}"
 
 
 class _Stub(types.ModuleType):
@@ -152,19 +208,19 @@ def run_host(host: str, folder: str, *, check: bool) -> None:
         import miles.backends.training_utils.loss_hub.losses  # noqa: F401
     else:
         import slime.backends.megatron_utils.loss  # noqa: F401
-    for cp_size in (1, 2):
+    for cp_size, tp_size in TOPOLOGIES[check]:
         # Forked, so that Megatron-Core is imported once.
         mp.start_processes(
             slime_rank if host == "slime" else miles_rank,
-            args=(cp_size, f"{folder}/store{cp_size}", folder, check),
-            nprocs=cp_size,
+            args=(cp_size, tp_size, f"{folder}/store{cp_size}{tp_size}", folder, check),
+            nprocs=cp_size * tp_size,
             start_method="fork",
         )
 
 
 def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[str, dict]:
     """What each rank of each topology gave, by whose loss it is."""
-    found: dict[str, dict] = {"host": {}, "mis_ext": {}}
+    found: dict[str, dict] = {whose: {} for whose in WHOSE}
     with tempfile.TemporaryDirectory() as temporary:
         for host, revision in REVISIONS.items():
             source, folder = Path(temporary) / f"{host}-source", Path(temporary) / host
@@ -190,7 +246,41 @@ def run_hosts(clones: dict[str, Path], *, check: bool, compiled: bool) -> dict[s
     return found
 
 
-def differences(host: str, found: dict[str, dict], wanted: dict[str, dict]) -> dict[str, str]:
+Judge = Callable[[str, dict, dict], str]
+"""From the host and two losses to how they differ; empty where they do not."""
+
+
+def differs(_host: str, found: dict, wanted: dict) -> str:
+    """Number by number."""
+    try:
+        torch.testing.assert_close(found, wanted, rtol=RTOL, atol=ATOL)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def share_of_largest(found: Any, wanted: Any) -> float:
+    """The largest difference as a share of the largest number; NaN is equal to NaN."""
+    if isinstance(wanted, dict) and not wanted:
+        return 0.0
+    pair = [torch.stack([*x.values()]) if isinstance(x, dict) else x for x in (found, wanted)]
+    found, wanted = (torch.where(pair[0].isnan() & pair[1].isnan(), 0.0, x).double() for x in pair)
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+
+
+def differs_by_share(host: str, found: dict, wanted: dict) -> str:
+    """By a share of the largest entry."""
+    out = []
+    for quantity, value in wanted.items():
+        share, limit = share_of_largest(found[quantity], value), FUSED
+        if host == "miles" and quantity == "gradient" and wanted["metrics"]:
+            limit = ROUNDED
+        if not share <= limit:
+            out.append(f"{quantity} by {share:.1e} of its largest entry, {limit:.1e} is allowed")
+    return "; ".join(out)
+
+
+def differences(host: str, found: dict[str, dict], wanted: dict[str, dict], judge: Judge) -> dict[str, str]:
     """How the losses of a rank differ, by the name of the option; those that do not are left out."""
     out = {}
     for name in found.keys() | wanted.keys():
@@ -198,12 +288,49 @@ def differences(host: str, found: dict[str, dict], wanted: dict[str, dict]) -> d
             out[name] = "it is not in both"
             continue
         both = [loss_cases.without_differences(host, name, of[name]) for of in (found, wanted)]
-        try:
-            assert [*both[0]["metrics"]] == [*both[1]["metrics"]], "other names of metrics, or another order"
-            torch.testing.assert_close(*both, rtol=RTOL, atol=ATOL)
-        except AssertionError as error:
-            out[name] = " ".join(str(error).split())
+        if [*both[0]["metrics"]] != [*both[1]["metrics"]]:
+            out[name] = "other names of metrics, or another order"
+        elif text := judge(host, *both):
+            out[name] = text
     return out
+
+
+def without(losses: dict[str, dict], *names: str) -> dict[str, dict]:
+    """The same without some options, and without ranks that then have none."""
+    kept = {
+        topology: {rank: {name: x for name, x in of.items() if name not in names} for rank, of in ranks.items()}
+        for topology, ranks in losses.items()
+    }
+    return {topology: ranks for topology, ranks in kept.items() if any(ranks.values())}
+
+
+def without_metrics(losses: dict[str, dict], names: Collection[str]) -> dict[str, dict]:
+    """Loss and gradient of some options, which do not depend on the host."""
+    return {name: of | {"metrics": {}} for name, of in losses.items() if name in names}
+
+
+def exact_gradients(found: dict[str, dict]) -> tuple[dict, dict]:
+    """Of packed samples what fused scoring gives in Miles, and what slime's own function gives, which rounds less."""
+    ours, theirs = {}, {}
+    for topology in [name for name in found["fused"] if name.startswith("miles") and name.endswith("thd")]:
+        of_slime = found["host"].get(topology.replace("miles", "slime"), {})
+        for rank in found["fused"][topology].keys() & of_slime.keys():
+            names = found["fused"][topology][rank].keys() & of_slime[rank].keys()
+            ours.setdefault(f"{topology} as slime", {})[rank] = without_metrics(found["fused"][topology][rank], names)
+            theirs.setdefault(f"{topology} as slime", {})[rank] = without_metrics(of_slime[rank], names)
+    return ours, theirs
+
+
+def largest_shares(host: str, found: dict[str, dict], wanted: dict[str, dict]) -> str:
+    """Of loss, metrics and gradient, over all options that are in both."""
+    names = found.keys() & wanted.keys()
+    pairs = [[loss_cases.without_differences(host, name, of[name]) for of in (found, wanted)] for name in names]
+    pairs = [pair for pair in pairs if [*pair[0]["metrics"]] == [*pair[1]["metrics"]]]
+    shares = {
+        key: max((share_of_largest(ours[key], theirs[key]) for ours, theirs in pairs), default=0.0)
+        for key in ("loss", "metrics", "gradient")
+    }
+    return ", ".join(f"{key} {share:.1e}" for key, share in shares.items())
 
 
 def check(found: dict[str, dict]) -> int:
@@ -211,22 +338,35 @@ def check(found: dict[str, dict]) -> int:
     with lzma.open(FILE, "rb") as file:
         record = torch.load(file)
     revisions = record.pop("revisions")
-    comparisons = {
-        "the hosts' own against the file": (found["host"], record),
-        "mis_ext.policy_loss against the hosts' own": (found["mis_ext"], found["host"]),
+    on_file = {topology: of for topology, of in found["host"].items() if "-tp" not in topology}
+    comparisons: dict[str, tuple[dict, dict, Judge]] = {
+        "the hosts' own against the file": (without(on_file, *loss_cases.NOT_RECORDED), record, differs),
+        "mis_ext.policy_loss against the hosts' own": (found["mis_ext"], found["host"], differs),
+        "mis_ext.policy_loss with fused scoring against the hosts' own": (
+            found["fused"],
+            without(found["host"], *loss_cases.KEPT),
+            differs_by_share,
+        ),
+        "loss and gradient with fused scoring in Miles against slime's own": (
+            *exact_gradients(found),
+            differs_by_share,
+        ),
     }
     is_wrong = revisions != REVISIONS
     print(f"equal: within {RTOL:g} of a value plus {ATOL:g}")
+    print(f"equal with fused scoring: within {FUSED:g} of the largest entry, the gradient in Miles {ROUNDED:g}")
     if is_wrong:
         print(f"{FILE.name} is of other revisions: {revisions}")
-    for title, (ours, theirs) in comparisons.items():
+    for title, (ours, theirs, judge) in comparisons.items():
         print(f"\n{title}:")
         for topology in sorted(ours.keys() | theirs.keys()):
             ranks = [of.get(topology, {}) for of in (ours, theirs)]
             for rank in sorted(ranks[0].keys() | ranks[1].keys()):
                 both = [of.get(rank, {}) for of in ranks]
-                wrong = differences(topology.partition("-")[0], *both)
+                wrong = differences(topology.partition("-")[0], *both, judge)
                 print(f"  {topology}, rank {rank}: {len(both[0])} losses, {len(wrong)} differ")
+                if judge is differs_by_share:
+                    print(f"    largest share: {largest_shares(topology.partition('-')[0], *both)}")
                 print(*(f"    {name}: {what}\n" for name, what in sorted(wrong.items())), sep="", end="")
                 is_wrong |= bool(wrong)
     return int(is_wrong)
