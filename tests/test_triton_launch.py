@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-launch = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_launch")
+launch = pytest.importorskip("mis_ext.correction.triton.launcher")
 
 
 class Kernel:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mis_ext.correction.triton.launch import launching_on
+from mis_ext.correction.triton.launcher import IS_HIP, Launcher
 from mis_ext.onpolicy.batch_invariant.packing import Packing, runs_of, seen_keys
 from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
     key_gradient_kernel,
@@ -17,11 +18,9 @@ from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
 from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import BLOCK_N, forward_kernel
 from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     FLOAT32_PRODUCTS,
-    IS_HIP,
     check_products,
     check_tensors,
 )
-from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 
 _launch_forward = Launcher(forward_kernel)
 _launch_query_gradient = Launcher(query_gradient_kernel)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.triton.launcher import IS_HIP
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-IS_HIP = torch.version.hip is not None
 
 # Three products of TF32 for one of float32, as exact as float32's own and several times as fast: Ootomo and Yokota,
 # "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", arXiv

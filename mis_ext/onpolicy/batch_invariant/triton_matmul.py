@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.triton.launch import launching_on
+from mis_ext.correction.triton.launcher import IS_HIP, Launcher
 from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     FLOAT32_PRODUCTS,
-    IS_HIP,
     check_products,
     check_tensors,
 )
-from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 from mis_ext.onpolicy.batch_invariant.triton_matmul_kernel import matmul_kernel
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, launching_on
+from mis_ext.correction.triton.launcher import Launcher
 from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors
-from mis_ext.onpolicy.batch_invariant.triton_launch import Launcher
 from mis_ext.onpolicy.batch_invariant.triton_reduction_kernels import (
     log_softmax_kernel,
     rms_norm_kernel,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.triton_inputs import IS_HIP
-
+IS_HIP = torch.version.hip is not None
 _LARGEST_INT32 = 2**31 - 1
 
 
