@@ -103,10 +103,10 @@ def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
 
 
 def runs(first_P: Tensor, length_P: Tensor) -> Tensor:
-    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run."""
+    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run; of each row of ``[..., P]``."""
     total = int(length_P.sum())
     shift_P = first_P - (length_P.cumsum(0) - length_P)
-    return torch.arange(total) + shift_P.repeat_interleave(length_P, output_size=total)
+    return torch.arange(total) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
 def _sequence_of(length_S: Tensor) -> Tensor:

@@ -52,5 +52,6 @@ def response_places(
             rows.append(row + place * chunk + position - 1 - number * chunk)
             tokens.append(token + position)
         row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
-    row_P, token_P, length_P = torch.tensor([rows, tokens, layout.pieces.lengths], dtype=torch.int64)
-    return Places(to_device(runs(row_P, length_P), layout.device), to_device(runs(token_P, length_P), layout.device))
+    *first_P, length_P = torch.tensor([rows, tokens, layout.pieces.lengths], dtype=torch.int64)
+    # One copy for both.
+    return Places(*to_device(runs(torch.stack(first_P), length_P), layout.device).unbind())
