@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.scoring.kept import unpacked
-from mis_ext.scoring.passes import Coefficients, Normalizer, RowSums, Targets
+from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time."""
@@ -33,6 +33,23 @@ class EagerBackend:
         columns = (None if parts[0] is None else torch.cat(parts).double() for parts in zip(*chunks, strict=True))
         return RowSums(*columns)  # type: ignore[arg-type]
 
+    def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
+        """In float64, and rounded once."""
+        highest_T, shift_WT, share_WT = _shares(parts.highest_T, temperature)
+        total_T = (parts.total_T * share_WT).sum(0)
+        whole = among = Normalizer(highest_T, total_T.log())
+        if parts.kept_highest_T is not None and parts.kept_total_T is not None:
+            kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, temperature)
+            among = Normalizer(kept_highest_T, (parts.kept_total_T * kept_share_WT).sum(0).log())
+        log_prob_T = (parts.target_T.amax(0) - among.highest_T) / temperature - among.log_total_T
+        entropy_T = None
+        if parts.product_T is not None:
+            # A rank without a finite logit adds nothing: 0 times infinity is not asked for.
+            moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
+            product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
+            entropy_T = (whole.log_total_T - product_T / temperature / total_T).to(dtype)
+        return Finished(log_prob_T.to(dtype), entropy_T, whole.to(dtype), among.to(dtype))
+
     def gradient(
         self,
         logits_NV: Tensor,
@@ -52,7 +69,7 @@ class EagerBackend:
         for part in _parts(len(logits_NV), logits_NV):
             token_T = token_N[part].clamp_min(0)
             is_scored_T1 = (token_N[part] >= 0).unsqueeze(-1)
-            of_rows = coefficients.of_tokens(token_T, _accumulated(logits_NV))
+            of_rows = coefficients.of_tokens(token_T)
             column_T = column_of_T[token_T]
             kept_TV = None
             if bits_TC is not None:
@@ -87,6 +104,13 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     # Without a finite logit there is nothing to measure from: a part of a vocabulary then adds 0.
     below_TV = rows_TV - torch.where(highest_T == -torch.inf, 0.0, highest_T).unsqueeze(-1)
     return highest_T, (below_TV * scale).exp(), below_TV
+
+
+def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest logit of all ranks, how far below it each rank's own lies, and what that multiplies its sums by."""
+    highest_T = highest_WT.amax(0)
+    shift_WT = highest_WT - highest_T
+    return highest_T, shift_WT, (shift_WT / temperature).exp()
 
 
 def _slopes(

@@ -29,7 +29,7 @@ class Targets(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """``[T]`` each, of the row of a token, over this rank's columns ``v``.
+    """``[T]`` each, of the row of a token, over one rank's columns ``v``.
 
     In float64, so that what follows is rounded once. With the inverse temperature ``s``: ``highest_T``: the largest
     logit ``m``, -inf without columns. ``total_T``: the sum of ``exp(s (x_v - m))``. ``target_T``: the token's own
@@ -51,6 +51,23 @@ class Normalizer(NamedTuple):
     highest_T: Tensor
     log_total_T: Tensor
 
+    def to(self, dtype: torch.dtype) -> Normalizer:
+        """The same numbers, rounded."""
+        return Normalizer(self.highest_T.to(dtype), self.log_total_T.to(dtype))
+
+
+class Finished(NamedTuple):
+    """``[T]`` each: what the sums over a whole vocabulary say.
+
+    Log-prob and entropy in nats, the entropy None without a product; how the distribution is normalised over all
+    columns, and over the kept ones, the same where all are kept.
+    """
+
+    log_prob_T: Tensor
+    entropy_T: Tensor | None
+    whole: Normalizer
+    among: Normalizer
+
 
 class Coefficients(NamedTuple):
     """``[T]`` each: how the distributions are normalised, their entropy, and the gradients that come in.
@@ -65,17 +82,14 @@ class Coefficients(NamedTuple):
     log_prob_T: Tensor | None
     of_entropy_T: Tensor | None
 
-    def of_tokens(self, token_T: Tensor, dtype: torch.dtype) -> Coefficients:
+    def of_tokens(self, token_T: Tensor) -> Coefficients:
         """Those of some tokens."""
 
         def chosen(x_T: Tensor | None) -> Tensor | None:
-            return None if x_T is None else x_T[token_T].to(dtype)
+            return None if x_T is None else x_T[token_T]
 
-        return Coefficients(
-            Normalizer(*(x_T[token_T].to(dtype) for x_T in self.whole)),
-            Normalizer(*(x_T[token_T].to(dtype) for x_T in self.among)),
-            *map(chosen, self[2:]),
-        )
+        whole, among = (Normalizer(*(x_T[token_T] for x_T in each)) for each in self[:2])
+        return Coefficients(whole, among, *map(chosen, self[2:]))
 
 
 class Backend(Protocol):
@@ -85,6 +99,9 @@ class Backend(Protocol):
         self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
     ) -> RowSums:
         """Read the rows of the tokens once. ``bits_TC`` are the kept columns, 32 a word; None for all."""
+
+    def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
+        """Put the sums ``[W, T]`` of all tensor-parallel ranks together."""
 
     def gradient(
         self,

@@ -121,23 +121,16 @@ class _Scored(torch.autograd.Function):
         sums = use.backend.row_sums(
             logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
         )
-        sums = _merged(sums, use)
-        whole = Normalizer(sums.highest_T, sums.total_T.log())
-        among = whole
-        if sums.kept_highest_T is not None and sums.kept_total_T is not None:
-            among = Normalizer(sums.kept_highest_T, sums.kept_total_T.log())
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        log_prob_T = (sums.target_T - among.highest_T) / use.temperature - among.log_total_T
-        entropy_T = None
-        if sums.product_T is not None:
-            entropy_T = whole.log_total_T - sums.product_T / use.temperature / sums.total_T
-        log_prob_T, entropy_T = log_prob_T.to(dtype), None if entropy_T is None else entropy_T.to(dtype)
-        ctx.save_for_backward(logits_NV, targets.token_T, targets.row_T, bits_TC, *whole, *among, entropy_T)
+        found = use.backend.finish(_of_all_ranks(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
+        ctx.save_for_backward(
+            logits_NV, targets.token_T, targets.row_T, bits_TC, *found.whole, *found.among, found.entropy_T
+        )
         ctx.use, ctx.columns = use, (targets.first, targets.num_columns)
         ctx.set_materialize_grads(False)
         if use.entropy == "value":
-            ctx.mark_non_differentiable(entropy_T)
-        return log_prob_T, entropy_T
+            ctx.mark_non_differentiable(found.entropy_T)
+        return found.log_prob_T, found.entropy_T
 
     @staticmethod
     @once_differentiable
@@ -169,33 +162,9 @@ class _Scored(torch.autograd.Function):
         return out_NV, None, None, None
 
 
-def _merged(sums: RowSums, use: _Use) -> RowSums:
-    """The sums over the whole vocabulary, from those over each rank's part."""
-    if use.tp_group is None:
-        return sums
-    gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), use.tp_group).unbind(1))
-    parts = RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
-    highest_T, shift_WT, share_WT = _shares(parts.highest_T, use)
-    product_T = kept_highest_T = kept_total_T = None
-    if parts.product_T is not None:
-        # A rank without a finite logit adds nothing: 0 times infinity is not asked for.
-        moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
-        product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
-    if parts.kept_highest_T is not None and parts.kept_total_T is not None:
-        kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, use)
-        kept_total_T = (parts.kept_total_T * kept_share_WT).sum(0)
-    return RowSums(
-        highest_T=highest_T,
-        total_T=(parts.total_T * share_WT).sum(0),
-        target_T=parts.target_T.amax(0),
-        product_T=product_T,
-        kept_highest_T=kept_highest_T,
-        kept_total_T=kept_total_T,
-    )
-
-
-def _shares(highest_WT: Tensor, use: _Use) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest logit of all ranks, how far below it each rank's own lies, and what that multiplies its sums by."""
-    highest_T = highest_WT.amax(0)
-    shift_WT = highest_WT - highest_T
-    return highest_T, shift_WT, (shift_WT / use.temperature).exp()
+def _of_all_ranks(sums: RowSums, group: Group | None) -> RowSums:
+    """``[W, T]``: the sums over each rank's part of the vocabulary."""
+    if group is None:
+        return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
+    gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), group).unbind(1))
+    return RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]

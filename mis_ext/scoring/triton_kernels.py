@@ -100,15 +100,100 @@ def row_sums_kernel(
         tl.store(out + 5 * num_tokens + token, whole)
 
 
-@triton.jit(do_not_specialize=["scale", "num_tokens", "first"])
+@triton.jit
+def _over_ranks(
+    highest,
+    total,
+    product,
+    tokens,
+    is_token,
+    rank_stride,
+    TEMPERATURE: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """The highest logit of all ranks, and the sums over it."""
+    top = tl.full(tokens.shape, -INFINITY, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        top = tl.maximum(top, tl.load(highest + rank * rank_stride + tokens, mask=is_token, other=0.0))
+    whole = tl.zeros(tokens.shape, tl.float64)
+    weighted = tl.zeros(tokens.shape, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        at = rank * rank_stride + tokens
+        own_highest = tl.load(highest + at, mask=is_token, other=0.0)
+        # Of a rank without a finite logit the sums are 0.
+        moved = tl.where(own_highest == -INFINITY, 0.0, own_highest - tl.where(top == -INFINITY, 0.0, top))
+        share = tl.exp(moved / TEMPERATURE)
+        own_total = tl.load(total + at, mask=is_token, other=0.0)
+        whole += own_total * share
+        if WITH_PRODUCT:
+            weighted += (tl.load(product + at, mask=is_token, other=0.0) + own_total * moved) * share
+    # The lanes behind the last token are not stored.
+    return top, tl.where(is_token, whole, 1.0), weighted
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rank_stride"])
+def finish_kernel(
+    highest,
+    total,
+    target,
+    product,
+    kept_highest,
+    kept_total,
+    log_prob,
+    entropy,
+    normalizers,
+    num_tokens,
+    rank_stride,
+    TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Log-probs and entropy from the sums of all ranks, in float64; a temperature that is an argument would be float32.
+
+    ``normalizers`` ``[4, num_tokens]``: highest and log of the total, of all columns and of the kept ones.
+    """
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    top, whole, weighted = _over_ranks(
+        highest, total, product, tokens, is_token, rank_stride, TEMPERATURE, WITH_PRODUCT, NUM_RANKS
+    )
+    log_total = tl.log(whole)
+    among_top = top
+    among_log_total = log_total
+    if HAS_KEPT:
+        among_top, whole_kept, _ = _over_ranks(
+            kept_highest, kept_total, kept_total, tokens, is_token, rank_stride, TEMPERATURE, False, NUM_RANKS
+        )
+        among_log_total = tl.log(whole_kept)
+    own = tl.full([BLOCK], -INFINITY, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        own = tl.maximum(own, tl.load(target + rank * rank_stride + tokens, mask=is_token, other=0.0))
+    tl.store(log_prob + tokens, (own - among_top) / TEMPERATURE - among_log_total, mask=is_token)
+    if WITH_PRODUCT:
+        tl.store(entropy + tokens, log_total - weighted / TEMPERATURE / whole, mask=is_token)
+    tl.store(normalizers + tokens, top, mask=is_token)
+    tl.store(normalizers + num_tokens + tokens, log_total, mask=is_token)
+    tl.store(normalizers + 2 * num_tokens + tokens, among_top, mask=is_token)
+    tl.store(normalizers + 3 * num_tokens + tokens, among_log_total, mask=is_token)
+
+
+@triton.jit(do_not_specialize=["scale", "first"])
 def gradient_kernel(
     logits,
     out,
     token_of_rows,
     tokens,
     bits,
-    numbers,
-    num_tokens,
+    whole_highest,
+    whole_log_total,
+    among_highest,
+    among_log_total,
+    entropy,
+    log_prob_slope,
+    entropy_slope,
     row_stride,
     out_stride,
     first,
@@ -122,7 +207,7 @@ def gradient_kernel(
     OF_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``numbers`` ``[7, num_tokens]``: highest and log of the total, both of the kept columns, entropy, two slopes."""
+    """``token_of_rows`` is -1 for a row that scores no token; of tokens are the seven arguments before the strides."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
     base_out = out + row.to(tl.int64) * out_stride
@@ -130,24 +215,26 @@ def gradient_kernel(
     if HAS_ROWS:
         token = tl.load(token_of_rows + row)
     is_scored = token >= 0
-    at = numbers + tl.maximum(token, 0)
+    at = tl.maximum(token, 0)
     slope = 0.0
     of_entropy = 0.0
     if OF_LOG_PROB:
-        slope = tl.load(at + 5 * num_tokens, mask=is_scored, other=0.0)
+        slope = tl.load(log_prob_slope + at, mask=is_scored, other=0.0)
     if OF_ENTROPY:
-        of_entropy = tl.load(at + 6 * num_tokens, mask=is_scored, other=0.0)
+        of_entropy = tl.load(entropy_slope + at, mask=is_scored, other=0.0)
     if (slope == 0.0) & (of_entropy == 0.0):
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             tl.store(base_out + column, tl.zeros([BLOCK], out.dtype.element_ty), mask=column < width)
     else:
-        highest = tl.load(at)
-        log_total = tl.load(at + num_tokens)
-        kept_highest = tl.load(at + 2 * num_tokens)
-        kept_log_total = tl.load(at + 3 * num_tokens)
-        entropy = tl.load(at + 4 * num_tokens)
+        highest = tl.load(whole_highest + at)
+        log_total = tl.load(whole_log_total + at)
+        kept_highest = tl.load(among_highest + at)
+        kept_log_total = tl.load(among_log_total + at)
         target = tl.load(tokens + token) - first
+        own_entropy = 0.0
+        if OF_ENTROPY:
+            own_entropy = tl.load(entropy + at)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             is_column = column < num_columns
@@ -162,6 +249,6 @@ def gradient_kernel(
                     among = tl.where(_is_kept(bits, token, column, target, num_words, is_column), among, 0.0)
                 found = slope * (tl.where(column == target, 1.0, 0.0) - among)
             if OF_ENTROPY:
-                found -= of_entropy * (share * (tl.maximum(log_share, LOWEST) + entropy))
+                found -= of_entropy * (share * (tl.maximum(log_share, LOWEST) + own_entropy))
             found = tl.where(is_column, found * scale, 0.0)
             tl.store(base_out + column, found.to(out.dtype.element_ty), mask=column < width)
