@@ -13,11 +13,11 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("first_seed", range(0, 200, 50))
+@pytest.mark.parametrize("first_seed", range(0, 60, 10))
 def test_drawn_cases_are_what_float64_says(monkeypatch, backend, first_seed) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
-    for seed in range(first_seed, first_seed + 50):
-        case = drawn(seed, most_columns=20_000, dtypes=DTYPES)
+    for seed in range(first_seed, first_seed + 10):
+        case = drawn(seed, most_columns=9000, dtypes=DTYPES)
         on_gpu = case.to("cuda")
         found = answered(on_gpu)
         assert_near(case, Answer(*(None if x is None else x.cpu() for x in found)), judged(case))
