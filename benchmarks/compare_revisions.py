@@ -2,6 +2,7 @@
 
     git worktree add ../before REVISION
     python benchmarks/compare_revisions.py ../before [--what hook policy_loss methods] [--calls 300] [--shapes ...]
+        [--configs ...] [--rows ...]
 
 Each turn gives the same numbers to this revision, to the other one, and to the other one loaded a second time, in a
 random order. What disturbs the host disturbs neighbouring calls alike, and drops out of their ratio. The table has the
@@ -12,7 +13,7 @@ of one revision's own runs differed by up to 2.
 - ``hook``: calls of ``mis_ext.compute_mis_weights_with_cp`` with configurations of this revision's ``yaml/``, whose
   keys the other one must know.
 - ``policy_loss``, ``methods``: what each revision's own ``bench_policy_loss.py`` and ``bench_methods.py`` time, without
-  the hosts' loops and without compilation; rows that both have.
+  the hosts' loops and without compilation; rows that both have, or those of them that ``--rows`` names.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=[*SHAPES], default=["hook"])
     parser.add_argument("--calls", type=int, default=300, help="turns per row")
     parser.add_argument("--shapes", nargs="+", help="of all; 64x2048 by default, of the hook more")
-    parser.add_argument("--configs", nargs="+", default=CONFIGS)
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="of the hook")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="of policy_loss and methods; all by default")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
@@ -170,7 +172,10 @@ def _compare_rows(
     both = [name for name in rows[0] if name in rows[1]]
     if not both:
         raise SystemExit(f"{what}: the revisions have no row in common")
-    for name in both:
+    unknown = sorted({*(options.rows or ())}.difference(both))
+    if unknown:
+        raise SystemExit(f"--rows {' '.join(unknown)}: not among the rows of {what} that both revisions have: {both}")
+    for name in options.rows or both:
 
         def next_calls(name: str = name) -> list[Call]:
             calls = []

@@ -16,6 +16,15 @@ def compute_mis_weights_with_cp(*args, **kwargs):
 """
 
 
+def compare(other: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare_revisions.py"), str(other), "--device", "cpu"]
+    return subprocess.run([*command, "--calls", "5", "--shapes", "2x8", *options], capture_output=True, text=True)
+
+
+def cells(printed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()[2:]]
+
+
 @pytest.mark.whole_run
 def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     copy = tmp_path / "mis_ext"
@@ -26,12 +35,18 @@ def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     package = (ROOT / "mis_ext" / "__init__.py").read_text(encoding="utf-8")
     (copy / "__init__.py").write_text(package + SLOWER, encoding="utf-8")
 
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare_revisions.py"), str(tmp_path), "--device", "cpu"]
-    command += ["--calls", "5", "--shapes", "2x8", "--configs", "metrics_only"]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    rows = cells(compare(tmp_path, "--configs", "metrics_only").stdout)
     assert [row[:2] for row in rows] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
     for row in rows:
         assert float(row[4].split()[0]) < 0.5, "the other revision sleeps"
         assert float(row[6].split()[0]) > 0.5, "loaded twice, it is as slow as itself"
+
+
+@pytest.mark.whole_run
+def test_only_the_rows_that_are_named_are_timed_and_an_unknown_name_is_an_error() -> None:
+    found = compare(ROOT, "--what", "methods", "--rows", "veto", "ppo")
+    assert [row[:2] for row in cells(found.stdout)] == [["2x8", "veto"], ["2x8", "ppo"]]
+    found = compare(ROOT, "--what", "methods", "--rows", "ppo", "no_such_method")
+    assert found.returncode != 0
+    assert "--rows no_such_method" in found.stderr
+    assert cells(found.stdout) == []
