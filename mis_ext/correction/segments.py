@@ -6,6 +6,7 @@ then every rank adds up the same numbers in the same order, whatever the number 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,34 @@ from mis_ext.correction.statistics import TOKEN_FORMULAS
 _FAN_IN = 16
 
 
-class _Runs(NamedTuple):
-    """Of the run that a token is in, each ``[R]``: how many of its tokens stand before, and its last token."""
+class Runs(NamedTuple):
+    """``[R]`` each: the place of a token, where the run that it is in begins, and where the next run does."""
 
-    offset_R: Tensor
-    last_R: Tensor
+    place_R: Tensor
+    first_R: Tensor
+    next_R: Tensor
+
+    @classmethod
+    def of(cls, mask_R: Tensor, sequence_R: Tensor) -> Runs:
+        """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
+        is_first_R = torch.ones_like(mask_R)
+        is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
+        run_R = is_first_R.cumsum(0)
+        # Where runs begin, the first at 1; behind the last one the end of all tokens.
+        size = len(mask_R)
+        place_R = torch.arange(size, device=mask_R.device)
+        first_N = (place_R.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_R, run_R, 0), place_R)
+        return cls(place_R, first_N.index_select(0, run_R), first_N.index_select(0, run_R + 1))
+
+    @property
+    def length_R(self) -> Tensor:
+        """``[R]``: tokens of the run; at least 1."""
+        return self.next_R - self.first_R
+
+    def sums(self, rows_FR: Sequence[Tensor], longest: int) -> list[Tensor]:
+        """``F`` times ``[R]``: the sum of each row over a token's run; no run has more than ``longest`` tokens."""
+        offset_R, last_R = self.place_R - self.first_R, self.next_R - 1
+        return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
 def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_group: Group | None) -> Tensor:
@@ -41,7 +65,8 @@ def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_gro
     response_R = streams.response_mask_R.bool()
     rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]
     rows_FR = whole_rows(torch.stack([valid_T.float(), *rows]), layout, cp_group=cp_group)
-    size_R, count_R, *totals = sum_over_segments(torch.cat([response_R.float()[None], rows_FR]), response_R, layout)
+    segments = Runs.of(response_R, layout.sequence_R)
+    size_R, count_R, *totals = segments.sums([response_R.float(), *rows_FR.unbind()], layout.longest_response)
     found = [(count_R == size_R).float()]
     for segment, total_R in zip(plan.segments, totals, strict=True):
         found.append(total_R / count_R.clamp_min(1.0) if segment.is_mean else total_R)
@@ -57,16 +82,6 @@ def whole_rows(rows_FT: Tensor, layout: PackedLayout | GraphLayout, *, cp_group:
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
     # Each token lies on one rank, so that nothing is rounded.
     return sum_over_ranks(rows_FR.index_copy(-1, position_T, rows_FT), cp_group)
-
-
-def sum_over_segments(rows_FR: Tensor, mask_R: Tensor, layout: PackedLayout | GraphLayout) -> Tensor:
-    """``[F, R]``: at each token of ``mask_R`` the sums over the run of tokens of the mask that it is in.
-
-    Of rows that are 0 outside the mask; there a token is a run of its own.
-    """
-    runs = _runs_of(mask_R, layout.sequence_R)
-    sums_FR = torch.stack([running_sums(row_R, runs.offset_R, layout.longest_response) for row_R in rows_FR.unbind()])
-    return sums_FR.index_select(-1, runs.last_R)
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
@@ -88,16 +103,3 @@ def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
         values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
         reach *= _FAN_IN
     return values_T
-
-
-def _runs_of(mask_R: Tensor, sequence_R: Tensor) -> _Runs:
-    """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
-    is_first_R = torch.ones_like(mask_R)
-    is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
-    run_R = is_first_R.cumsum(0)
-    # Where runs begin, the first at 1; behind the last one the end of all tokens.
-    size = len(mask_R)
-    place_R = torch.arange(size, device=mask_R.device)
-    first_N = (place_R.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_R, run_R, 0), place_R)
-    first_R, next_R = first_N.index_select(0, run_R), first_N.index_select(0, run_R + 1)
-    return _Runs(place_R - first_R, next_R - 1)

@@ -12,7 +12,7 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_o
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.order_statistic import covering_value
-from mis_ext.correction.segments import running_sums, sum_over_segments, whole_rows
+from mis_ext.correction.segments import Runs, running_sums, whole_rows
 from mis_ext.correction.token_index import to_device
 
 MethodReduce = Literal[
@@ -108,12 +108,11 @@ class Reductions:
         return self.to_tokens(gather_rows(self._layout.reduce(values_T[None], "min")[0], self._cp_group).amin(0))
 
     def _over_segment(self, values_T: Tensor, mask_T: Tensor, *, is_mean: bool) -> Tensor:
-        layout = self._layout
-        rows_FT = torch.stack([torch.where(mask_T, values_T, 0.0), mask_T.to(values_T.dtype)])
-        rows_FR = whole_rows(rows_FT, layout, cp_group=self._cp_group)
-        total_R, count_R = sum_over_segments(rows_FR, rows_FR[1] > 0.0, layout)
-        found_R = total_R / count_R.clamp_min(1.0) if is_mean else total_R
-        return found_R if isinstance(layout, GraphLayout) else layout.local_part(found_R)
+        masked_R, mask_R = self._whole(torch.where(mask_T, values_T, 0.0), mask_T)
+        segments = Runs.of(mask_R, self._layout.sequence_R)
+        (total_R,) = segments.sums([masked_R], self._layout.longest_response)
+        # All tokens of a run are of the mask, so that its length is their number.
+        return self._local_part(total_R / segments.length_R if is_mean else total_R)
 
     def _sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
@@ -122,17 +121,26 @@ class Reductions:
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if group_size(self._dp_group) > 1:
             raise ValueError("a rank among all tokens of the batch needs them on one rank: pass no dp_group")
-        layout = self._layout
-        rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
-        values_R, counted_R = whole_rows(rows_FT, layout, cp_group=self._cp_group)
-        order_R = torch.where(counted_R > 0.0, values_R, torch.inf).argsort(stable=True)
-        ranked_R = counted_R[order_R] > 0.0
+        values_R, counted_R = self._whole(values_T, mask_T)
+        order_R = torch.where(counted_R, values_R, torch.inf).argsort(stable=True)
+        ranked_R = counted_R[order_R]
         place_R = torch.arange(len(order_R), device=order_R.device)
         # A scan, because cumsum of floats is not deterministic on a GPU.
         total_R = running_sums(torch.where(ranked_R, values_R[order_R], 0.0).double(), place_R, len(order_R))
         running_R = total_R / ranked_R.cumsum(0).clamp_min(1)
-        found_R = torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype))
-        return found_R if isinstance(layout, GraphLayout) else layout.local_part(found_R)
+        return self._local_part(torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype)))
+
+    def _whole(self, values_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        """``[R]`` each: values and mask of the tokens of whole responses."""
+        if self._layout.is_whole:
+            return values_T, mask_T
+        rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
+        values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group)
+        return values_R, mask_R > 0.0
+
+    def _local_part(self, values_R: Tensor) -> Tensor:
+        layout = self._layout
+        return values_R if isinstance(layout, GraphLayout) else layout.local_part(values_R)
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
