@@ -174,6 +174,8 @@ def test_the_hook_and_the_method_veto_the_same() -> None:
     [
         ({"reduce": "max", "statistic": "k2", "high": 9.0}, 0),
         ({"reduce": "max", "statistic": "k2", "high": 9.0, "when": "negative"}, 9),
+        ({"reduce": "min", "low": 0.5, "of_tokens": "negative"}, 0),
+        ({"reduce": "min"}, 0),
         ({"reduce": "min", "low": 0.5, "high": 9.0}, 9),
         ({"reduce": "max", "low": 0.5}, 9),
         ({"low": 0.5}, 9),
@@ -182,6 +184,13 @@ def test_the_hook_and_the_method_veto_the_same() -> None:
 def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) -> None:
     method = Method(surrogate=Score(), factors=(Keep(pair=MISMATCH, **gate),))
     assert apply(method, batch()).kept_T[:10].sum() == kept
+
+
+@pytest.mark.parametrize(("of_tokens", "kept"), [("always", 0), ("positive", 0), ("negative", 4)])
+def test_a_veto_of_a_method_looks_at_the_tokens_that_it_counts(of_tokens, kept) -> None:
+    """Of a response without a broken token: all ratios are 1, all advantages positive."""
+    method = Method(surrogate=Score(), factors=(Keep(pair=MISMATCH, reduce="min", low=2.0, of_tokens=of_tokens),))
+    assert apply(method, batch()).kept_T[10:].sum() == kept
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])

@@ -43,6 +43,11 @@ def sum_over_ranks(row: Tensor, group: Group | None) -> Tensor:
     return row if group is None else gather_rows(row, group).sum(0)
 
 
+def min_over_ranks(row: Tensor, group: Group | None) -> Tensor:
+    """The minimum of the rows of all ranks; NaN where one of them has it."""
+    return row if group is None else gather_rows(row, group).amin(0)
+
+
 def gather_objects(value: Any, group: Group | None) -> list[Any]:
     """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
     if group is None:

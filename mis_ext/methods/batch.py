@@ -51,7 +51,8 @@ class Batch:
         values = () if state_values_T is None else (state_values_T,)
         rows = torch.stack([advantages_T, *values, *log_probs.values()])
         # What is not finite minus itself is NaN: few launches for all rows together.
-        valid_T = response_mask_T & ((rows - rows).sum(0) == 0.0)
+        self._zero_or_nan_T = (rows - rows).sum(0)
+        valid_T = response_mask_T & (self._zero_or_nan_T == 0.0)
         if whole_sequences:
             valid_T = response_mask_T & (reductions.count(response_mask_T != valid_T) == 0.0)
         self.valid_T = valid_T
@@ -60,7 +61,6 @@ class Batch:
         self._state_values_T = finite[1] if values else None
         self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
-        self._is_complete_T: Tensor | None = None
         self._statistics: dict[Pair, NamedValues] = {}
         self._reduced: dict[tuple[str, Pair, MethodReduce, When], Tensor] = {}
 
@@ -87,6 +87,17 @@ class Batch:
             self._reduced[key] = self.reductions.reduce(values_T, mask_T, reduce)
         return self._reduced[key]
 
+    def worst(self, name: str, pair: Pair, reduce: MethodReduce, *, of: When = "always") -> Tensor:
+        """``[T]``: :meth:`statistic` of a minimum or maximum; NaN where a response token of the sequence is not valid.
+
+        A minimum with a NaN is NaN, so that one reduction finds both.
+        """
+        values_T = self._values(pair)[METHOD_STATISTICS[name].token] + self._zero_or_nan_T
+        mask_T = self.response_T
+        if of != "always":
+            mask_T = mask_T & (self.when(of, pair) | ~self.valid_T)
+        return self.reductions.reduce(values_T, mask_T, reduce)
+
     def when(self, when: When, pair: Pair) -> Tensor:
         """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1."""
         if when == "always":
@@ -97,13 +108,6 @@ class Batch:
             return self.advantages_T < 0.0
         log_ratio_T = self.log_ratio(pair)
         return ((self.advantages_T > 0.0) & (log_ratio_T > 0.0)) | ((self.advantages_T < 0.0) & (log_ratio_T < 0.0))
-
-    @property
-    def is_complete_T(self) -> Tensor:
-        """``[T]`` bool: whether every response token of the token's sequence is valid."""
-        if self._is_complete_T is None:
-            self._is_complete_T = self.reductions.count(self.response_T != self.valid_T) == 0.0
-        return self._is_complete_T
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
         """``[T]``: one number where the advantage is positive, another elsewhere."""

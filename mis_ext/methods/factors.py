@@ -122,13 +122,12 @@ class Keep:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True where the token stays."""
-        value_T = batch.statistic(self.statistic, self.pair, self.reduce, of=self.of_tokens)
+        reduced = batch.worst if self._is_veto else batch.statistic
+        value_T = reduced(self.statistic, self.pair, self.reduce, of=self.of_tokens)
         edge = METHOD_STATISTICS[self.statistic].edge
         low = -math.inf if self.low is None else edge(self.low)
         high = math.inf if self.high is None else edge(self.high)
         is_inside_T = (value_T >= low) & (value_T <= high)
-        if self._is_veto:
-            is_inside_T = is_inside_T & batch.is_complete_T
         return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
 
     @property

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows, group_size, sum_over_ranks
+from mis_ext.correction.collectives import Group, gather_rows, group_size, min_over_ranks, sum_over_ranks
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.order_statistic import covering_value
@@ -61,12 +61,13 @@ class Reductions:
             return total.expand_as(values_T)
         if reduce == "batch_rank_mean":
             return self._batch_rank_mean(values_T, mask_T)
-        if reduce in ("max", "min"):
-            sign = -1.0 if reduce == "max" else 1.0
-            return sign * self._over_sequence(torch.where(mask_T, sign * values_T, torch.inf), is_sum=False)
+        if reduce == "min":
+            return self._minimum(torch.where(mask_T, values_T, torch.inf))
+        if reduce == "max":
+            return -self._minimum(torch.where(mask_T, -values_T, torch.inf))
         masked_T = torch.where(mask_T, values_T, 0.0)
         if reduce == "sum":
-            return self._over_sequence(masked_T, is_sum=True)
+            return self._sum(masked_T)
         total_S, count_S = self._sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
         return self.to_tokens(total_S / count_S.clamp_min(1.0))
 
@@ -88,7 +89,7 @@ class Reductions:
 
     def count(self, mask_T: Tensor) -> Tensor:
         """``[T]``: how many tokens of the mask the sequence of each token has."""
-        return self._over_sequence(mask_T.float(), is_sum=True)
+        return self._sum(mask_T.float())
 
     def position(self, mask_T: Tensor) -> Tensor:
         """``[T]``: its place among the tokens of the mask in its sequence, from 1."""
@@ -102,10 +103,11 @@ class Reductions:
         """``[T]``: the value of each token's sequence."""
         return self._layout.spread(values_S)
 
-    def _over_sequence(self, values_T: Tensor, *, is_sum: bool) -> Tensor:
-        if is_sum:
-            return self.to_tokens(self._sums(values_T[None])[0])
-        return self.to_tokens(gather_rows(self._layout.reduce(values_T[None], "min")[0], self._cp_group).amin(0))
+    def _sum(self, values_T: Tensor) -> Tensor:
+        return self.to_tokens(self._sums(values_T[None])[0])
+
+    def _minimum(self, values_T: Tensor) -> Tensor:
+        return self.to_tokens(min_over_ranks(self._layout.reduce(values_T[None], "min")[0], self._cp_group))
 
     def _over_segment(self, values_T: Tensor, mask_T: Tensor, *, is_mean: bool) -> Tensor:
         masked_R, mask_R = self._whole(torch.where(mask_T, values_T, 0.0), mask_T)
