@@ -124,11 +124,17 @@ class Keep:
         """``[T]`` bool: True where the token stays."""
         reduced = batch.worst if self._is_veto else batch.statistic
         value_T = reduced(self.statistic, self.pair, self.reduce, of=self.of_tokens)
-        edge = METHOD_STATISTICS[self.statistic].edge
-        low = -math.inf if self.low is None else edge(self.low)
-        high = math.inf if self.high is None else edge(self.high)
-        is_inside_T = (value_T >= low) & (value_T <= high)
+        is_inside_T = self._is_inside(value_T)
         return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
+
+    def _is_inside(self, value_T: Tensor) -> Tensor:
+        # One comparison for each bound that there is, and at least one, which NaN fails.
+        edge = METHOD_STATISTICS[self.statistic].edge
+        if self.high is None:
+            return value_T >= (-math.inf if self.low is None else edge(self.low))
+        if self.low is None:
+            return value_T <= edge(self.high)
+        return (value_T >= edge(self.low)) & (value_T <= edge(self.high))
 
     @property
     def _is_veto(self) -> bool:
