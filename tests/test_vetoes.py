@@ -186,6 +186,25 @@ def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) 
     assert apply(method, batch()).kept_T[:10].sum() == kept
 
 
+@pytest.mark.parametrize("reduce", ["token", "mean", "min", "max"])
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"low": 1.0}, 4),
+        ({"high": 1.0}, 4),
+        ({"low": 1.0, "high": 1.0}, 4),
+        ({"low": 1.001}, 0),
+        ({"high": 0.999}, 0),
+        ({"low": 0.5, "high": 0.999}, 0),
+        ({"low": 1.001, "high": 2.0}, 0),
+    ],
+)
+def test_a_gate_of_a_method_keeps_what_lies_on_its_bounds(reduce, bounds, kept) -> None:
+    """Of a response without a broken token: all ratios are 1."""
+    method = Method(surrogate=Score(), factors=(Keep(pair=MISMATCH, reduce=reduce, **bounds),))
+    assert apply(method, batch()).kept_T[10:].sum() == kept
+
+
 @pytest.mark.parametrize(("of_tokens", "kept"), [("always", 0), ("positive", 0), ("negative", 4)])
 def test_a_veto_of_a_method_looks_at_the_tokens_that_it_counts(of_tokens, kept) -> None:
     """Of a response without a broken token: all ratios are 1, all advantages positive."""
