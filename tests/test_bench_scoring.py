@@ -202,7 +202,7 @@ def run_in_host(host: str, file: Path, *more: str, ranks: int = 1) -> dict:
 @pytest.mark.parametrize("host", ["miles", "slime"])
 def test_in_the_code_of_a_host_every_loss_is_equal_and_measured(host, tmp_path) -> None:
     found = run_in_host(host, tmp_path / "scoring.json")
-    assert len(found["A"]) == 18
+    assert len(found["A"]) == 20
     who = {row["contender"] for row in found["B"] if "missing" not in row}
     assert {f"{host}'s function", "Megatron-Core's fused cross entropy", "mis_ext"} <= who
 
@@ -214,7 +214,7 @@ def test_in_the_code_of_a_host_every_loss_is_equal_and_measured(host, tmp_path) 
 def test_over_two_ranks_every_loss_is_equal_and_measured(host, by, tmp_path) -> None:
     more = ["--parts", "A", f"--{by}", "2", "--problems", "3x24:32:float32"]
     found = run_in_host(host, tmp_path / "scoring.json", *more, ranks=2)
-    assert len(found["A"]) == 9
+    assert len(found["A"]) == 10
 
 
 def test_two_contenders_of_one_name_do_not_exist() -> None:
