@@ -35,7 +35,7 @@ def both(keys: dict, batch: dict) -> list[tuple]:
 def assert_same(found: tuple, wanted: tuple) -> None:
     """Within a share of the largest entry: of loss and metrics, whose terms have both signs, and of the gradient."""
     assert [*found[1]] == [*wanted[1]]
-    numbers = [[torch.stack([x[0], *x[1].values()]).nan_to_num(1.0), x[2].float()] for x in (found, wanted)]
+    numbers = [[torch.stack([x[0].cpu(), *x[1].values()]).nan_to_num(1.0), x[2].float()] for x in (found, wanted)]
     for ours, theirs in zip(*numbers, strict=True):
         if theirs.numel() > 0:
             assert float((ours - theirs).abs().max()) <= OF_LARGEST * max(float(theirs.abs().max()), 1e-3)
