@@ -55,12 +55,16 @@ def header(world: World, seed: int) -> dict[str, str]:
 
 
 def _revision() -> str:
-    """What git calls the source, if git is there to ask."""
-    if shutil.which("git") is None:
-        found = [each.version for each in importlib.metadata.distributions(name="mis_ext")]
-        return found[0] if found else "of unknown version"
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    """What git calls the source, if git is there to ask; a copy inside of another checkout is not that one."""
+    root = Path(__file__).resolve().parents[1]
+    if shutil.which("git") is not None and _git("rev-parse", "--show-toplevel", cwd=root) == str(root):
+        return _git("describe", "--always", "--dirty", cwd=root)
+    found = [each.version for each in importlib.metadata.distributions(name="mis_ext")]
+    return found[0] if found else "of unknown version"
+
+
+def _git(*command: str, cwd: Path) -> str:
+    return subprocess.run(["git", *command], capture_output=True, text=True, cwd=cwd).stdout.strip()
 
 
 def cells(row: dict[str, Any]) -> list[str]:

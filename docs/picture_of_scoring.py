@@ -36,7 +36,7 @@ class Panel(NamedTuple):
 PANELS = (
     Panel("8x2048:151936:float32", "median_s", 1e-3, "milliseconds: 8 x 2,048,\nvocabulary 151,936"),
     Panel("8x2048:151936:float32", "peak_bytes", GIB, "GiB above the logits:\nthe same"),
-    Panel("256x1024:64:float32", "median_s", 1e-3, "milliseconds: 256 x 1,024,\nvocabulary 64"),
+    Panel("64x2048:64:float32", "median_s", 1e-3, "milliseconds: 64 x 2,048,\nvocabulary 64"),
 )
 
 
@@ -78,7 +78,9 @@ def _draw(axis: Axes, bars: list[Bar], title: str) -> None:
     colors = [OURS if bar.loss.startswith("policy_loss") else OTHERS for bar in bars]
     drawn = axis.barh(heights, [bar.value for bar in bars], color=colors, height=0.75)
     # No zero where something is there.
-    labels = [f"{bar.value:,.0f}" if bar.value >= 20.0 else f"{bar.value:.2g}" for bar in bars]
+    labels = [
+        f"{bar.value:,.0f}" if bar.value >= 20.0 else f"{bar.value:.{1 if bar.value >= 1.0 else 2}f}" for bar in bars
+    ]
     axis.bar_label(drawn, labels, padding=3, fontsize=11)
     names = [f"{NAMES[bar.host]}: {bar.loss}" for bar in bars]
     axis.set_yticks(heights, names, fontsize=11)

@@ -27,6 +27,7 @@ def test_they_are_drawn_as_small_files(tmp_path: Path) -> None:
     draw_bounds(tmp_path / "bounds.png")
     picture_of_engines.draw_engines(RESULTS, tmp_path / "true_on_policy.png")
     picture_of_tokens.draw_tokens(tmp_path / "on_policy_tokens.png")
+    picture_of_scoring.draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", tmp_path / "scoring.png")
     for path in tmp_path.iterdir():
         assert (ROOT / "docs" / "images" / path.name).is_file()
         assert path.read_bytes()[25] == PALETTE
