@@ -118,6 +118,16 @@ def test_an_entropy_of_which_only_the_value_is_wanted_has_no_gradient(backend) -
     assert torch.autograd.grad(scores.log_prob_T.sum(), logits)[0].any()
 
 
+def test_what_comes_back_may_be_changed_in_place(backend) -> None:
+    leaf = torch.randn(4, 30, generator=torch.Generator().manual_seed(9), requires_grad=True)
+    gradients = []
+    for changes in (False, True):
+        scores = score_tokens(leaf, torch.arange(4))
+        log_prob_T = scores.log_prob_T.mul_(2.0) if changes else scores.log_prob_T * 2.0
+        gradients += torch.autograd.grad(log_prob_T.sum() + scores.entropy_T.sum(), leaf)
+    assert torch.equal(*gradients)
+
+
 def test_only_the_entropy_may_carry_gradient(backend) -> None:
     leaf = torch.randn(4, 30, generator=torch.Generator().manual_seed(4), requires_grad=True)
     (found,) = torch.autograd.grad(score_tokens(leaf, torch.tensor([0, 1, 2, 3])).entropy_T.sum(), leaf)

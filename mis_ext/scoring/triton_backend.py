@@ -48,13 +48,15 @@ class TritonBackend:
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
         """One launch, a program per 256 tokens."""
         num_ranks, num_tokens = parts.highest_T.shape
-        numbers = torch.empty(6, num_tokens, dtype=dtype, device=parts.highest_T.device)
-        log_prob_T, entropy_T, *normalizers = numbers.unbind()
+        # What the caller gets are tensors of their own, which may be changed in place.
+        log_prob_T, entropy_T = (parts.highest_T.new_empty(num_tokens, dtype=dtype) for _ in range(2))
+        numbers = parts.highest_T.new_empty(4, num_tokens, dtype=dtype)
+        normalizers = numbers.unbind()
         if num_tokens > 0:
             with launching_on(numbers):
                 _finish(
                     -(-num_tokens // _TOKENS),
-                    (*(_or(each, parts.highest_T) for each in parts), log_prob_T, entropy_T, numbers[2:]),
+                    (*(_or(each, parts.highest_T) for each in parts), log_prob_T, entropy_T, numbers),
                     (num_tokens, parts.highest_T.stride(0)),
                     {
                         "TEMPERATURE": temperature,
