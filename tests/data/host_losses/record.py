@@ -39,6 +39,8 @@ REVISIONS = {
 RTOL, ATOL = 1e-5, 1e-6
 FUSED = 2e-6
 """What fused scoring may change, as a share of the largest entry of loss, metrics and gradient."""
+SMALLEST = {"loss": 0.1}
+"""The terms of a loss have both signs: where they cancel, a share of what is left says nothing."""
 WHOSE = ("host", "mis_ext", "fused")
 """The host's own loss, and ours with the host's log-probs and with fused scoring."""
 ROUNDED = 2**-8
@@ -259,20 +261,20 @@ def differs(_host: str, found: dict, wanted: dict) -> str:
     return ""
 
 
-def share_of_largest(found: Any, wanted: Any) -> float:
+def share_of_largest(quantity: str, found: Any, wanted: Any) -> float:
     """The largest difference as a share of the largest number; NaN is equal to NaN."""
     if isinstance(wanted, dict) and not wanted:
         return 0.0
     pair = [torch.stack([*x.values()]) if isinstance(x, dict) else x for x in (found, wanted)]
     found, wanted = (torch.where(pair[0].isnan() & pair[1].isnan(), 0.0, x).double() for x in pair)
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(SMALLEST.get(quantity, 1e-30)))
 
 
 def differs_by_share(host: str, found: dict, wanted: dict) -> str:
     """By a share of the largest entry."""
     out = []
     for quantity, value in wanted.items():
-        share, limit = share_of_largest(found[quantity], value), FUSED
+        share, limit = share_of_largest(quantity, found[quantity], value), FUSED
         if host == "miles" and quantity == "gradient" and wanted["metrics"]:
             limit = ROUNDED
         if not share <= limit:
@@ -327,7 +329,7 @@ def largest_shares(host: str, found: dict[str, dict], wanted: dict[str, dict]) -
     pairs = [[loss_cases.without_differences(host, name, of[name]) for of in (found, wanted)] for name in names]
     pairs = [pair for pair in pairs if [*pair[0]["metrics"]] == [*pair[1]["metrics"]]]
     shares = {
-        key: max((share_of_largest(ours[key], theirs[key]) for ours, theirs in pairs), default=0.0)
+        key: max((share_of_largest(key, ours[key], theirs[key]) for ours, theirs in pairs), default=0.0)
         for key in ("loss", "metrics", "gradient")
     }
     return ", ".join(f"{key} {share:.1e}" for key, share in shares.items())
