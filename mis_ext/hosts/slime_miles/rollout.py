@@ -19,6 +19,7 @@ from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.sessions import session_for
 
 _STREAMS = ("log_probs", "rollout_log_probs")
+_REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -61,7 +62,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
     if has_targets:
         session.adapt_to(
-            lambda: _pack(rollout_data, groups, rollout_id, device, key="target_accept"),
+            lambda: pack_rollout(rollout_data, groups, rollout_id, device=device, key="target_accept", remedy=_REMEDY),
             lengths,
             groups=groups,
             device=device,
@@ -80,7 +81,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
                 "tis_normalize_scope: rollout only; use that, or mis_denominator: fixed"
             )
         if is_over_rollout:
-            streams = _pack(rollout_data, groups, rollout_id, device, key="tis_normalize_scope: rollout")
+            key = "tis_normalize_scope: rollout"
+            streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_REMEDY)
     except Exception:
         gather_rows(
             _terms(over_rollout.neutral(lengths, groups=of_sequences, device=device, fails=True)), groups.dp_group
@@ -100,14 +102,34 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         )
 
 
-def _pack(
-    rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None, device: torch.device, *, key: str
+def pack_rollout(
+    rollout_data: dict[str, Any],
+    groups: Groups,
+    rollout_id: int | None,
+    *,
+    device: torch.device,
+    key: str,
+    remedy: str,
 ) -> PackedStreams:
+    """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
+
+    Args:
+        rollout_data: What the host gives a rollout hook, see :func:`prepare_rollout`.
+        groups: Where this rank stands: it says which tokens of a response are here.
+        rollout_id: Number of the rollout, for the message.
+        device: Where the tensors go.
+        key: Who asks, for the message.
+        remedy: What to do where the host has not scored the rollout, for the message.
+
+    Raises:
+        ValueError: Log-probs of either side are missing, or the lengths of a sample differ.
+        KeyError: Lengths or masks are missing.
+    """
     missing = [name for name in _STREAMS if not rollout_data.get(name)]
     if missing and rollout_data["response_lengths"]:
         raise ValueError(
             f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
-            "with one optimiser step per rollout: use tis_normalize_scope: data_parallel and fixed bounds there"
+            f"with one optimiser step per rollout: {remedy}"
         )
     layout = PackedLayout.context_parallel(
         rollout_data["response_lengths"],
@@ -116,7 +138,9 @@ def _pack(
         cp_size=groups.cp_size,
         device=device,
     )
-    proximal_T, behavior_T = (pack(key, rollout_data.get(key), layout.local_lengths, device=device) for key in _STREAMS)
+    proximal_T, behavior_T = (
+        pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in _STREAMS
+    )
     mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
     return PackedStreams(proximal_T, behavior_T, mask_R, layout)
 
