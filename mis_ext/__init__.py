@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.sessions import session_for
     from mis_ext.preset_files import list_presets
     from mis_ext.presets import load_config, preset
+    from mis_ext.report.online import log_mismatch
     from mis_ext.scoring.kept import KeptColumns
     from mis_ext.scoring.scores import score_tokens
 else:
@@ -64,6 +65,7 @@ else:
             "hosts.slime_miles.sessions": ("session_for",),
             "preset_files": ("list_presets",),
             "presets": ("load_config", "preset"),
+            "report.online": ("log_mismatch",),
             "scoring.kept": ("KeptColumns",),
             "scoring.scores": ("score_tokens",),
         },
@@ -93,6 +95,7 @@ __all__ = [
     "correct_padded",
     "list_presets",
     "load_config",
+    "log_mismatch",
     "make_loss_func",
     "policy_loss",
     "policy_loss_from_log_probs",

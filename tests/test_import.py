@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ REPOSITORY = Path(__file__).parents[1]
 HEAVY = ("megatron", "sglang", "transformers", "triton", "matplotlib", "rich", "transformer_engine", "apex", "numpy")
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def run(code: str, *, cwd: Path | None = None) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
 
 
 LAZY = ("mis_ext", "mis_ext.onpolicy", "mis_ext.rollout")
@@ -97,14 +99,29 @@ def test_imports_go_up_the_list_of_rooms_and_methods_use_the_correction_only() -
                 assert imported_rooms(path) & set(order) <= {"correction", "methods"}, path
 
 
-@pytest.mark.parametrize("path", ["mis_ext.compute_mis_weights_with_cp", "mis_ext.rollout.generate"])
-def test_hosts_find_a_function_by_its_path(path) -> None:
+def documented_paths() -> list[str]:
+    """Every function that a flag of a host names in the documentation."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    flag = re.compile(r"--[a-z-]+-path`?[ |]+`?([\w/]+(?:\.\w+)+)")
+    found = {path for page in pages for path in flag.findall(page.read_text(encoding="utf-8"))}
+    # The last one is for the example's own loop, which runs in its folder.
+    return sorted(path for path in found if not path.endswith(".yaml") and path != "dump_rollout.save")
+
+
+def test_the_documentation_names_no_function_outside_of_the_package() -> None:
+    # A host finds its own package of the same name first: slime and Megatron-LM both have `examples`.
+    assert {path.split(".")[0] for path in documented_paths()} == {"mis_ext"}
+    assert {"mis_ext.log_mismatch", "mis_ext.prepare_rollout", "mis_ext.policy_loss"} <= {*documented_paths()}
+
+
+@pytest.mark.parametrize("path", documented_paths())
+def test_hosts_find_a_function_by_its_path_in_any_folder(path, tmp_path) -> None:
     code = f"""
 import importlib
 module, _, name = {path!r}.rpartition(".")
 print(getattr(importlib.import_module(module), name).__name__)
 """
-    assert run(code).strip() == path.rpartition(".")[2]
+    assert run(code, cwd=tmp_path).strip() == path.rpartition(".")[2]
 
 
 def imports_for_type_checkers(package: ModuleType) -> dict[str, str]:

@@ -1,17 +1,11 @@
-"""Which logged numbers move with the mismatch; the same numbers from a running job."""
+"""Which logged numbers move with the mismatch."""
 
-import importlib.util
 import json
-import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from mis_ext.report import Part, summarize
 from mis_ext.report.indicators import indicators, read_series
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "report_online.py"
 
 
 def test_a_series_that_follows_k3_is_found_with_its_lag() -> None:
@@ -42,22 +36,3 @@ def test_logged_numbers_are_read_by_step(tmp_path) -> None:
     path.write_text('{"reward": 1}\n')
     with pytest.raises(ValueError, match="line 1: not an object with one of step"):
         read_series(path)
-
-
-def test_a_running_job_logs_the_numbers_of_the_report(monkeypatch) -> None:
-    spec = importlib.util.spec_from_file_location("report_online", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    behavior = [-torch.rand(50), -torch.rand(9)]
-    proximal = [each + 0.01 for each in behavior]
-    masks = [torch.ones(50), torch.ones(9)]
-    data = {"log_probs": proximal, "rollout_log_probs": behavior, "loss_masks": masks}
-    expected = summarize([Part.of_lists(proximal=proximal, behavior=behavior, masks=masks)]).scalars()
-    found = example.mismatch_of(data, step=3)
-    assert {*found} == {f"mismatch/{name}" for name in expected}
-    assert found["mismatch/k3"] == expected["k3"]
-    assert not math.isnan(found["mismatch/k3"])
-    assert example.mismatch_of({"rollout_log_probs": behavior}, step=3) == {}
-    # Other ranks write nothing, and need no logger.
-    monkeypatch.setenv("RANK", "1")
-    example.log_mismatch(None, 3, data)
