@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.padded import correct_padded
     from mis_ext.hosts.samples import compute_mis_weights
     from mis_ext.hosts.session import Session
+    from mis_ext.hosts.slime_miles.check_setup import check_setup
     from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
@@ -58,6 +59,7 @@ else:
             "hosts.padded": ("correct_padded",),
             "hosts.samples": ("compute_mis_weights",),
             "hosts.session": ("Session",),
+            "hosts.slime_miles.check_setup": ("check_setup",),
             "hosts.slime_miles.flat_keys": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),
@@ -88,6 +90,7 @@ __all__ = [
     "TotalLoss",
     "Weight",
     "WeightScale",
+    "check_setup",
     "compute_correction",
     "compute_mis_weights",
     "compute_mis_weights_with_cp",

@@ -1,0 +1,139 @@
+"""The check at start: what the first training step would refuse, or what would do nothing, before the model loads."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from mis_ext.explain.words import steps_of
+from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
+from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
+from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
+from mis_ext.hosts.slime_miles.near_misses import near_miss
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss
+from mis_ext.hosts.slime_miles.run_config import RunConfig
+from mis_ext.hosts.slime_miles.sessions import run_of
+
+
+class _Entrance(NamedTuple):
+    """Where a host takes a function of ours: flag and function, and its own loss type that goes there."""
+
+    flag: str
+    name: str
+    function: Any
+    loss_type: str
+
+    @property
+    def argument(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+_HOOK = _Entrance(
+    "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
+)
+_LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
+_SWITCHES = ("use_tis", "get_mismatch_metrics")
+_LAUNCHES = (
+    f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
+    f"{_LOSS.flag} {_LOSS.name}. The host ignores a misspelt flag without a word: compare yours letter by letter"
+)
+
+
+def check_setup(args: Any) -> None:
+    """Read every key as the first training step will, and say in one line what will run.
+
+    For ``--custom-megatron-init-path mis_ext.check_setup``. Both hosts call it on every training rank of Megatron,
+    after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
+    backend does not call it. It communicates with nobody: all ranks have the same arguments. Rank 0 prints the line.
+
+    The hosts drop a flag that their parser does not know: a misspelt one shows only by what is missing. A misspelt key
+    of a file is still among ``args``, and is named.
+
+    Args:
+        args: The host's arguments with our keys among them.
+
+    Raises:
+        ValueError: A flag or key is wrong or without effect, or the host would call no function of ours.
+        TypeError: A key has the wrong type.
+        ImportError: A path names no module.
+        AttributeError: A module has no such function.
+    """
+    entrance = _entrance_of(args)
+    config = run_of(args, whole_loss=entrance is _LOSS).config
+    _refuse_missing_preparation(args, config)
+    if read_argument(args, "rank") in (None, 0):
+        print(summary(config), flush=True)
+
+
+def summary(config: RunConfig) -> str:
+    """What will run, in one line: hook or whole loss, weight, gates, and how many metrics."""
+    correction, loss = config.correction, config.whole_loss
+    parts = ["mis_ext: the host's own loss calls compute_mis_weights_with_cp"]
+    if loss is not None:
+        parts = [f"mis_ext: policy_loss in place of the host's loss, {loss.settings.chosen_by}"]
+        if not loss.has_correction:
+            return " | ".join([*parts, "no correction (no use_tis)"])
+    if correction.metrics_only:
+        parts.append("measures only")
+    else:
+        steps = [step for step in steps_of(correction) if step.name not in ("ratio", "result")]
+        parts += [f"{step.name}: {step.formula}" for step in steps]
+    return " | ".join([*parts, f"{len(correction.metric_names)} metrics train/mis_*"])
+
+
+def _entrance_of(args: Any) -> _Entrance:
+    """The one function of ours that the host will call.
+
+    Raises:
+        ValueError: It will call none.
+    """
+    loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
+    entrance = next((each for each in (_HOOK, _LOSS) if each.loss_type == loss_type), None)
+    if entrance is None:
+        raise _not_called(args, f"--loss-type {loss_type} calls no function of ours")
+    if entrance is _HOOK and not any(read_argument(args, switch) for switch in _SWITCHES):
+        raise _not_called(args, "neither use_tis nor get_mismatch_metrics is set")
+    path = read_argument(args, entrance.argument)
+    if path is None:
+        instead = ", so the host's own TIS would run" if entrance is _HOOK and read_argument(args, "use_tis") else ""
+        raise _not_called(args, f"{entrance.flag} is not set{instead}")
+    if not _leads_to(path, entrance.function):
+        raise _not_called(
+            args,
+            f"{entrance.flag} {path} is not {entrance.name} (a function of yours that calls it passes with "
+            "functools.wraps)",
+        )
+    return entrance
+
+
+def _leads_to(path: str, function: Any) -> bool:
+    """Whether a dotted path is of this function, or of a wrapper that says so; found as the hosts find it."""
+    module, _, name = path.rpartition(".")
+    return inspect.unwrap(getattr(import_module(module), name)) is function
+
+
+def _not_called(args: Any, why: str) -> ValueError:
+    ours = [key for key in (*FLAT_KEYS, NATIVE_KEY) if key not in _SWITCHES and read_argument(args, key) is not None]
+    idle = f"; these keys would do nothing: {', '.join(ours)}" if ours else ""
+    of_hosts = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
+    meant = {
+        name: near_miss(name, keys=of_hosts) for name in all_arguments(args) if name not in (*of_hosts, *FLAT_KEYS)
+    }
+    misspelt = "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
+    return ValueError(f"mis_ext would not be called: {why}{misspelt}{idle}; {_LAUNCHES}")
+
+
+def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
+    """Without any function at that flag nobody can have seen the rollout; one of the user's may call ours."""
+    correction, path = config.correction, read_argument(args, "rollout_data_postprocess_path")
+    if path is not None or (config.whole_loss is not None and not config.whole_loss.has_correction):
+        return
+    needs = [f"a gate with target_accept ({name})" for name in correction.adapted_gates]
+    if correction.scope == "rollout" and correction.is_scaled:
+        needs.append("scope: rollout")
+    if needs:
+        raise ValueError(
+            f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
+        )

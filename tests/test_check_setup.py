@@ -1,0 +1,208 @@
+"""The check at start refuses what the first step would refuse, or what would do nothing. Else it says what will run."""
+
+import argparse
+import functools
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mis_ext
+from mis_ext.hosts.slime_miles.sessions import run_of
+
+PATH = "mis_ext.check_setup"
+HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
+MEASURE = HOOK | {"use_tis": False, "get_mismatch_metrics": True}
+LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
+# What both hosts' parsers set by themselves, and the rank that they write over it.
+OF_HOSTS = {
+    "use_tis": False,
+    "get_mismatch_metrics": False,
+    "use_rollout_logprobs": False,
+    "custom_tis_function_path": None,
+}
+OF_HOSTS |= {"loss_type": "policy_loss", "custom_loss_function_path": None, "rollout_data_postprocess_path": None}
+OF_HOSTS |= {"tis_clip": 2.0, "tis_clip_low": 0, "eps_clip": 0.2, "rollout_temperature": 1.0, "rank": 0}
+OF_HOSTS |= {
+    "custom_rm_path": None,
+    "custom_generate_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+}
+OF_HOSTS |= {"custom_config_path": "my.yaml", "custom_megatron_init_path": PATH}
+
+
+def arguments(keys: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**OF_HOSTS | keys)
+
+
+def start(keys: dict[str, Any]) -> None:
+    """As ``init(args)`` of both hosts has it: the function is found by its path, and gets ``args`` alone."""
+    args = arguments(keys)
+    module, _, name = args.custom_megatron_init_path.rpartition(".")
+    custom_init = getattr(importlib.import_module(module), name)
+    assert custom_init(args) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            HOOK,
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp "
+            "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
+        ),
+        (
+            HOOK
+            | {"tis_level": "none", "use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 4.0, "mis_metrics": []},
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | gate rs_mask: 0.5 <= rho_t <= 4 "
+            "| 0 metrics train/mis_*",
+        ),
+        (
+            MEASURE | {"mis_metrics": ["mis_kl"]},
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | measures only | 1 metrics train/mis_*",
+        ),
+        (
+            LOSS | {"use_tis": True, "tis_upper_bound": 3.0},
+            "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline "
+            "| weight, token: x = rho_t; w = x, at most 3 | 9 metrics train/mis_*",
+        ),
+        (
+            LOSS | {"mis_loss_method": "dppo_tv"},
+            "mis_ext: policy_loss in place of the host's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
+        ),
+    ],
+    ids=["hook", "gate alone", "metrics only", "whole loss", "method"],
+)
+def test_a_good_configuration_passes_and_says_in_one_line_what_will_run(capsys, keys, line) -> None:
+    start(keys)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_only_rank_0_says_it_and_every_rank_refuses(capsys) -> None:
+    for rank in range(4):
+        start(HOOK | {"rank": rank})
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    for rank in range(4):
+        with pytest.raises(ValueError, match="tis_levl"):
+            start(HOOK | {"tis_levl": "token", "rank": rank})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "preset", sorted((Path(__file__).parents[1] / "yaml").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_preset_passes_with_the_flags_of_its_launch(preset: Path) -> None:
+    switches = MEASURE if preset.stem == "metrics_only" else HOOK
+    start(switches | yaml.safe_load(preset.read_text()))
+
+
+WRONG = [
+    HOOK | {"tis_levl": "token"},
+    HOOK | {"tis_level": "tokn"},
+    HOOK | {"tis_upper_bound": "1e-4"},
+    HOOK | {"rs_level": "token"},
+    HOOK | {"use_rollout_logprobs": True},
+    HOOK | {"tis_clip": 5.0},
+    HOOK | {"mis_loss_mode": "decoupled"},
+    LOSS | {"mis_loss_mode": "decoupled"},
+    LOSS | {"mis_loss_mode": "bypas"},
+    LOSS | {"mis_loss_proximal": "current", "num_steps_per_rollout": 4},
+    LOSS | {"use_tis": True, "use_rollout_logprobs": True},
+]
+
+
+@pytest.mark.parametrize("keys", WRONG, ids=lambda keys: str([*keys.items()][-1]))
+def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
+    with pytest.raises((ValueError, TypeError)) as at_step:
+        run_of(arguments(keys), whole_loss=keys.get("loss_type") == "custom_loss")
+    with pytest.raises(type(at_step.value), match=f"^{re.escape(str(at_step.value))}$"):
+        start(keys)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        # --custom-tis-function-pth: the hosts' parsers drop it.
+        (
+            {"use_tis": True, "rs_veto_threshold": 1e-4},
+            ["--custom-tis-function-path is not set, so the host's own TIS would run", "do nothing: rs_veto_threshold"],
+        ),
+        ({"use_tis": True}, ["--custom-tis-function-path is not set"]),
+        ({"custom_tis_function_path": HOOK["custom_tis_function_path"]}, ["neither use_tis nor get_mismatch_metrics"]),
+        ({"mis": {"weight": {}}}, ["neither use_tis nor get_mismatch_metrics", "do nothing: mis;"]),
+        (
+            {"use_tis": True, "custom_tis_function_pth": "x"},
+            ["'custom_tis_function_pth': did you mean 'custom_tis_function_path'?"],
+        ),
+        (HOOK | {"loss_type": "sft_loss"}, ["--loss-type sft_loss calls no function of ours"]),
+        (HOOK | {"loss_type": "custom_loss"}, ["--custom-loss-function-path is not set; "]),
+        (
+            HOOK | {"custom_tis_function_path": "torch.nn.functional.relu"},
+            ["--custom-tis-function-path torch.nn.functional.relu is not mis_ext.compute_mis_weights_with_cp"],
+        ),
+        (
+            LOSS | {"custom_loss_function_path": HOOK["custom_tis_function_path"]},
+            ["--custom-loss-function-path mis_ext.compute_mis_weights_with_cp is not mis_ext.policy_loss"],
+        ),
+    ],
+)
+def test_it_refuses_a_launch_that_would_not_call_mis_ext(capsys, keys, messages) -> None:
+    with pytest.raises(ValueError, match=r"^mis_ext would not be called: ") as raised:
+        start(keys)
+    assert [message for message in messages if message not in str(raised.value)] == []
+    assert capsys.readouterr().out == ""
+
+
+def test_names_of_the_hosts_are_no_misspellings(capsys) -> None:
+    with pytest.raises(ValueError, match="would not be called") as raised:
+        start({})
+    assert "did you mean" not in str(raised.value)
+
+
+def test_a_path_that_leads_nowhere_is_the_hosts_own_error() -> None:
+    with pytest.raises(AttributeError, match="compute_mis_weights"):
+        start(HOOK | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_pc"})
+    with pytest.raises(ImportError, match="no_such_package"):
+        start(HOOK | {"custom_tis_function_path": "no_such_package.f"})
+
+
+def test_the_long_path_of_our_function_and_a_wrapper_of_it_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(HOOK | {"custom_tis_function_path": "mis_ext.hosts.slime_miles.hook.compute_mis_weights_with_cp"})
+    mine = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+
+    @functools.wraps(mis_ext.compute_mis_weights_with_cp)
+    def wrapper(args: Any, **given: Any) -> Any:
+        return mis_ext.compute_mis_weights_with_cp(args, **given)
+
+    mine.wrapper, mine.other = wrapper, lambda args, **given: wrapper(args, **given)
+    start(HOOK | {"custom_tis_function_path": "mine.wrapper"})
+    with pytest.raises(ValueError, match=r"functools\.wraps"):
+        start(HOOK | {"custom_tis_function_path": "mine.other"})
+
+
+TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}
+TARGET |= {"rs_lower_bound": 0.1, "rs_upper_bound": 9.0}
+SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs) -> None:
+    for switches in (HOOK, LOSS | {"use_tis": True}):
+        with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
+            start(switches | needs)
+        start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
+
+
+def test_the_session_of_the_check_is_the_one_of_the_run() -> None:
+    args = arguments(HOOK)
+    mis_ext.check_setup(args)
+    session = mis_ext.session_for(args)
+    mis_ext.check_setup(args)
+    assert mis_ext.session_for(args) is session
