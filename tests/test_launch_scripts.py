@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.whole_run
 
 REPOSITORY = Path(__file__).parents[1]
 FUNCTION = "mis_ext.compute_mis_weights_with_cp"
+CHECK = ["--custom-megatron-init-path", "mis_ext.check_setup"]
 SLIME_SCRIPT = """\
 #!/bin/bash
 MISC_ARGS=(--attention-backend flash)
@@ -82,13 +84,13 @@ def config_of(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_a_host_gets_three_more_flags_and_keeps_its_own(hosts: Path, host: str) -> None:
+def test_a_host_gets_three_more_flags_and_their_check_and_keeps_its_own(hosts: Path, host: str) -> None:
     result = launch(hosts, host)
     assert result.returncode == 0, result.stderr
     mis_yaml = str(REPOSITORY / "yaml" / "mis.yaml")
     ours = ["--use-tis", "--custom-tis-function-path", FUNCTION, "--custom-config-path", mis_yaml]
     theirs = ["--colocate"] if host == "miles" else ["--colocate", "--attention-backend", "flash"]
-    assert sorted(submitted(hosts)) == sorted(ours + theirs)
+    assert sorted(submitted(hosts)) == sorted(CHECK + ours + theirs)
     assert " ".join(ours) in " ".join(submitted(hosts))
 
 
@@ -185,6 +187,17 @@ def test_slime_runs_a_copy_of_its_script_with_one_more_line(hosts: Path) -> None
     assert len(added) == 1
 
 
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_another_function_at_start_is_not_replaced(hosts: Path, host: str) -> None:
+    """The hosts' parsers take the last one."""
+    mine = "--custom-megatron-init-path mine.init"
+    script = hosts / "slime" / "scripts" / "run-qwen3-4B.sh"
+    script.write_text(SLIME_SCRIPT.replace("--attention-backend flash", mine))
+    assert launch(hosts, host, MILES_SCRIPT_EXTRA_ARGS=mine).returncode == 0
+    given = submitted(hosts)
+    assert [value for flag, value in pairwise(given) if flag == CHECK[0]] == [CHECK[1], "mine.init"]
+
+
 def test_a_slime_script_of_another_shape_is_refused(hosts: Path) -> None:
     (hosts / "slime" / "scripts" / "run-qwen3-4B.sh").write_text("python3 train_async.py\n")
     result = launch(hosts, "slime")
@@ -204,7 +217,7 @@ def test_arguments_of_miles_are_passed_on_and_its_further_flags_are_kept(hosts: 
         "--mode",
         "debug_minimal",
     ]
-    assert shlex.split(text) == ["--seed", "7", *launch_flags(config)]
+    assert shlex.split(text) == [*CHECK, "--seed", "7", *launch_flags(config)]
 
 
 @pytest.mark.parametrize("arguments", [("--extra-args", "--seed 7"), ("--extra-args=--seed 7",)])

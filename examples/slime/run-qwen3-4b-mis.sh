@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3-4B on one 8-GPU node with slime: slime's own scripts/run-qwen3-4B.sh plus three flags.
+# Qwen3-4B on one 8-GPU node with slime: slime's own scripts/run-qwen3-4B.sh plus three flags, and a
+# fourth one that checks them before the model loads.
 #
 #   SLIME_DIR=... examples/slime/run-qwen3-4b-mis.sh [CONFIG.yaml]
 #
@@ -9,6 +10,7 @@ set -euo pipefail
 
 examples="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 flags="$(python3 "${examples}/launch_flags.py" "${1:-${examples}/../yaml/mis.yaml}")"
+check="--custom-megatron-init-path mis_ext.check_setup"
 slime="$(realpath -- "${SLIME_DIR:?set SLIME_DIR to the slime checkout}")"
 original="${slime}/scripts/run-qwen3-4B.sh"
 # Beside the original, which finds its model arguments relative to itself.
@@ -16,10 +18,10 @@ ours="${slime}/scripts/run-qwen3-4B-mis_ext.sh"
 
 launch='-- python3 train\.py \\$'
 if [ "$(grep -c -- "${launch}" "${original}")" != 1 ]; then
-    echo "${original}: expected one line '-- python3 train.py' with a backslash; add by hand: ${flags}" >&2
+    echo "${original}: expected one line '-- python3 train.py' with a backslash; add by hand: ${check} ${flags}" >&2
     exit 1
 fi
-with_flags() { sed "/${launch}/r /dev/stdin" "${original}" <<<"   ${flags} \\"; }
+with_flags() { sed "/${launch}/r /dev/stdin" "${original}" <<<"   ${check} ${flags} \\"; }
 
 diff -u --label "${original}" --label "${ours}" "${original}" <(with_flags) || true
 if [ -z "${DRY_RUN:-}" ]; then
