@@ -76,8 +76,10 @@ NOT_RECORDED = {
     "unseen entropy": {"observe_training_entropy": False},
     "true on-policy": {"true_on_policy_mode": True, "entropy_coef": 0.1},
     "all-gather": {"allgather_cp": True, "entropy_coef": 0.1},
+    "ppo by name": KL | {"mis_loss_method": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.2, "entropy_coef": 0.1},
 }
-"""How the hosts score, which `tests/data/host_losses/record.py --check` compares while they run."""
+"""How the hosts score, and a method by its name, which is the hosts' own loss; `tests/data/host_losses/record.py --check`
+compares them while the hosts run."""
 KEPT = ("true on-policy", "all-gather")
 """Where the hosts' own function is kept."""
 NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
