@@ -78,8 +78,10 @@ NOT_RECORDED = {
     "all-gather": {"allgather_cp": True, "entropy_coef": 0.1},
     "ppo by name": KL | {"mis_loss_method": "ppo", "eps_clip": 0.2, "eps_clip_high": 0.2, "entropy_coef": 0.1},
 }
-"""How the hosts score, and a method by its name, which is the hosts' own loss; `tests/data/host_losses/record.py --check`
-compares them while the hosts run."""
+"""How the hosts score, and a method by its name that is their own loss.
+
+`tests/data/host_losses/record.py --check` compares them while the hosts run.
+"""
 KEPT = ("true on-policy", "all-gather")
 """Where the hosts' own function is kept."""
 NOT_PADDED = ("gspo, dual clip, gates", "sequences, opsm, gspo")
