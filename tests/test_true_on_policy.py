@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,10 @@ def test_a_forgotten_weight_sync_is_called_stale_weights(rows):
 
 def test_all_aligned_must_be_exact_and_a_forgotten_sync_must_be_found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    is_failure = importlib.import_module("true_on_policy").is_failure
+    with warnings.catch_warnings():
+        # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
+        warnings.simplefilter("ignore")
+        is_failure = importlib.import_module("true_on_policy").is_failure
     stale = {"kind": "stale", "verdict": "DIFFERENT", "hint": "likely stale weights: 96 of 96"}
     right = [
         {"kind": "step", "aligned": "all", "verdict": "EXACT"},
