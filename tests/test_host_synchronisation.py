@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
+from mis_ext.correction import token_index
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.scoring import places
 
 FORBIDDEN = {
     "_local_scalar_dense",
@@ -213,3 +216,34 @@ def test_on_a_gpu_no_setting_synchronises(backend, monkeypatch):
             loss.sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_size, monkeypatch):
+    def copied(length: int) -> int:
+        """Numbers that go to the device, of where three responses stand among logits and tokens."""
+        sizes = []
+
+        def recorded(tensor, device):
+            sizes.append(tensor.numel())
+            return tensor.to(device)
+
+        for module in (places, token_index):
+            monkeypatch.setattr(module, "to_device", recorded)
+        responses, totals = [length, 1, 2 * length], [length + 3, 2, 2 * length + 1]
+        if cp_size == 1:
+            layout = PackedLayout.whole(responses)
+        else:
+            layout = PackedLayout.context_parallel(
+                response_lengths=responses, total_lengths=totals, cp_rank=1, cp_size=cp_size
+            )
+        found = places.response_places(
+            layout, total_lengths=totals, padded_lengths=None, cp_rank=cp_size - 1, cp_size=cp_size
+        )
+        assert len(found.row_T) == layout.num_local_tokens
+        assert len(layout.index.sequence_T) == layout.num_local_tokens
+        assert len(layout.local_part(torch.zeros(sum(responses)))) == layout.num_local_tokens
+        # Where blocks of 64 tokens meet another response, and the tree over the blocks.
+        return sum(sizes) - layout.index.edge_N.numel() - sum(level.numel() for level in layout.index.tree)
+
+    assert 0 < copied(5000) == copied(50)

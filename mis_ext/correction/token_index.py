@@ -41,7 +41,7 @@ class TokenIndex:
         piece_whole_starts: Sequence[int] | None,
         device: torch.device,
     ) -> TokenIndex:
-        """Build on the host, and copy to ``device``.
+        """Build what is as long as the tokens on ``device``, where the host would take milliseconds, and the rest here.
 
         Args:
             response_lengths: Tokens per whole response.
@@ -50,15 +50,14 @@ class TokenIndex:
             piece_whole_starts: Where each run begins in the whole responses; None where every token is local.
             device: Where the results go.
         """
-        local_S = torch.tensor(local_lengths, dtype=torch.int64)
-        sequence_R = to_device(_sequence_of(torch.tensor(response_lengths, dtype=torch.int64)), device)
+        sequence_R = _sequence_of(response_lengths, device)
         if piece_whole_starts is None:
             sequence_T, position_T = sequence_R, None
         else:
-            length_P, whole_start_P = torch.tensor([piece_lengths, piece_whole_starts], dtype=torch.int64)
-            sequence_T = to_device(_sequence_of(local_S), device)
-            position_T = to_device(runs(whole_start_P, length_P), device)
-        edge_N, tree = _build_tree(local_S)
+            pieces_2P = to_device(torch.tensor([piece_whole_starts, piece_lengths], dtype=torch.int64), device)
+            sequence_T = _sequence_of(local_lengths, device)
+            position_T = runs(*pieces_2P.unbind(), total=sum(local_lengths))
+        edge_N, tree = _build_tree(torch.tensor(local_lengths, dtype=torch.int64))
         return cls(
             sequence_T=sequence_T,
             sequence_R=sequence_R,
@@ -102,15 +101,19 @@ def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
     return values.sum(-1) if op == "sum" else values.amin(-1)
 
 
-def runs(first_P: Tensor, length_P: Tensor) -> Tensor:
-    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run; of each row of ``[..., P]``."""
-    total = int(length_P.sum())
+def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:
+    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run; of each row of ``[..., P]``.
+
+    On the device of its arguments. There ``total``, the sum of the lengths, spares waiting for it.
+    """
+    total = int(length_P.sum()) if total is None else total
     shift_P = first_P - (length_P.cumsum(0) - length_P)
-    return torch.arange(total) + shift_P.repeat_interleave(length_P, -1, output_size=total)
+    return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
-def _sequence_of(length_S: Tensor) -> Tensor:
-    return torch.arange(len(length_S)).repeat_interleave(length_S, output_size=int(length_S.sum()))
+def _sequence_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    length_S = to_device(torch.tensor(lengths, dtype=torch.int64), device)
+    return torch.repeat_interleave(length_S, output_size=sum(lengths))
 
 
 def _build_tree(length_S: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -52,6 +52,6 @@ def response_places(
             rows.append(row + place * chunk + position - 1 - number * chunk)
             tokens.append(token + position)
         row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
-    *first_P, length_P = torch.tensor([rows, tokens, layout.pieces.lengths], dtype=torch.int64)
-    # One copy for both.
-    return Places(*to_device(runs(torch.stack(first_P), length_P), layout.device).unbind())
+    # Only the pieces are copied to the device: all tokens would take longer on the host than the loss on the device.
+    pieces_3P = to_device(torch.tensor([rows, tokens, layout.pieces.lengths], dtype=torch.int64), layout.device)
+    return Places(*runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind())
