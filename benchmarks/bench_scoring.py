@@ -62,6 +62,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--flash-attn", type=Path, metavar="FILE", help="flash_attn/ops/triton/cross_entropy.py")
     parser.add_argument("--parts", default="A,B,C,D", help="which parts, with commas")
     parser.add_argument("--problems", nargs="+", metavar="SxL:V:DTYPE", help=f"of part A; on a GPU {' '.join(ON_GPU)}")
+    parser.add_argument("--losses", nargs="+", metavar="WORD", help="of part A, those with such a word in their name")
     parser.add_argument("--alone", metavar="T:V", help="tokens and vocabulary of part B; on a GPU 16384:151936")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; start as many with torchrun")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks, likewise")

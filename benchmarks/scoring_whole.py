@@ -108,8 +108,11 @@ def run(host: Host, args: argparse.Namespace, item: Item, *, is_direct: bool = F
 
 def measured(host: Host, problem: Problem, batches: Batches, world: World, options: Any) -> Iterator[Row]:
     """Every contender on one problem: first all are compared, then all are timed."""
-    ways = contenders(host, metrics=options.metrics)
-    arguments = {way.name: host_args(way.keys) for way in ways}
+    every = contenders(host, metrics=options.metrics)
+    arguments = {way.name: host_args(way.keys) for way in every}
+    ways = [way for way in every if not options.losses or any(word in way.name for word in options.losses)]
+    if not ways:
+        raise SystemExit(f"--losses {' '.join(options.losses)}: there are {'; '.join(way.name for way in every)}")
     ranks = f"tensor {options.tp}, context {options.cp}"
     names = {
         "problem": f"{problem}{options.among}",
