@@ -1,0 +1,144 @@
+"""Stands for CUDA in slime's and Megatron-LM's processes: their calls for a GPU go to the CPU.
+
+No file of theirs is changed. `install` replaces functions of ``torch.cuda`` in the running process, sends tensors that
+are asked for on CUDA to the CPU, and registers an accelerator with slime's own registry. Every Ray worker calls it
+first, as Ray's ``worker_process_setup_hook``.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MEMORY_BYTES = 2**34
+# They ask torch.cuda while they are imported, and must hear the truth.
+ASK_AT_IMPORT = ("torch._dynamo", "transformers.modeling_utils", "sglang.srt.server_args", "sglang.srt.utils")
+
+
+def always(value: Any) -> Callable[..., Any]:
+    """Make a function of any arguments that returns ``value``."""
+    return lambda *_, **__: value
+
+
+class Stream:
+    """A stream or an event of which every operation has already happened."""
+
+    wait = wait_stream = wait_event = record = synchronize = always(None)
+    query = always(True)
+    elapsed_time = always(0.0)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def record_event(self, *_: Any) -> "Stream":
+        """Return an event that has happened."""
+        return self
+
+
+def names_cuda(device: Any) -> bool:
+    """Whether a ``device`` argument means a GPU: ``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, or an index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class CudaTensorsOnCpu(TorchFunctionMode):
+    """Tensors that are asked for on CUDA, or pinned, are plain CPU tensors. Their type name says CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory"):
+            return args[0]
+        if names_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        if name == "to" and len(args) > 1 and names_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        result = func(*args, **kwargs)
+        # Megatron-LM's gradient clipping looks for this name.
+        if name == "type" and len(args) == 1 and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def install() -> None:
+    """Let a process that has no GPU pass for one that has one."""
+    for module in ASK_AT_IMPORT:
+        importlib.import_module(module)
+    _replace_cuda_functions()
+    CudaTensorsOnCpu().__enter__()
+    _register_accelerator()
+
+
+def _replace_cuda_functions() -> None:
+    cuda = torch.cuda
+    for name in ("synchronize", "empty_cache", "set_device", "ipc_collect", "init", "_lazy_init"):
+        setattr(cuda, name, always(None))
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, always(0))
+    cuda.reset_peak_memory_stats = always(None)
+    cuda.memory_stats = always({})
+    cuda.mem_get_info = always((MEMORY_BYTES, MEMORY_BYTES))
+    cuda.current_device = always(0)
+    cuda.device_count = always(1)
+    cuda.is_initialized = always(True)
+    cuda.get_device_capability = always((9, 0))
+    cuda.get_device_name = always("cpu")
+    cuda._lazy_call = lambda callback, **_: callback()
+    cuda.Stream = cuda.Event = Stream
+    cuda.stream = cuda.device = always(nullcontext())
+    cuda.current_stream = cuda.default_stream = always(Stream())
+    cuda.default_generators = (torch.default_generator,)
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.manual_seed = module.manual_seed_all = _seed
+        module.initial_seed = torch.initial_seed
+    torch.nn.Module.cuda = lambda self, device=None: self
+    # The compiler does not take the functions above.
+    torch.compile = _not_compiled
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else lambda decorated: decorated
+
+
+def _register_accelerator() -> None:
+    """Give slime's registry a CPU whose processes speak gloo."""
+    from slime.utils.accelerator import register_accelerator
+    from slime.utils.accelerator.base import Accelerator
+
+    class Cpu(Accelerator):
+        name = device_type = "cpu"
+        communication_backend_name = "gloo"
+        is_available = always(True)
+        device = always(torch.device("cpu"))
+        device_name = current_device = always("cpu")
+        device_count = always(1)
+        set_device = synchronize = empty_cache = always(None)
+        current_stream = default_stream = always(Stream())
+        mem_get_info = always((MEMORY_BYTES, MEMORY_BYTES))
+        memory_allocated = memory_reserved = always(0)
+
+        def stream(self, _: Any) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def supports(self, capability: str) -> bool:
+            return capability in ("rng", "bf16")
+
+    register_accelerator("cpu", Cpu, always(True), priority=50, communication_backends=("gloo",))

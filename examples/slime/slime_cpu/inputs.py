@@ -1,0 +1,104 @@
+"""Writes what slime's command line names: a tiny Qwen3 with random weights, its tokenizer, prompts and rollouts.
+
+    python -m slime_cpu.inputs FOLDER
+
+The rollouts stand for an engine: random tokens, with log-probs of the same model plus a drawn mismatch. They lie in the
+files that slime's ``--save-debug-rollout-data`` writes, written by slime's own function.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from slime.observability.rollout_data_utils import save_debug_rollout_data
+from slime.utils.types import Sample
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from .cases import MODEL, NUM_PROMPTS, NUM_ROLLOUTS, SAMPLES_PER_PROMPT
+
+# Some tokens are far off, so that a cap of 2 cuts: exp(-1.2) and exp(1.2) = 3.3.
+SMALL_MISMATCH, LARGE_MISMATCH, LARGE_SHARE = 0.05, 1.2, 0.1
+MASKED_FROM_END = 2
+
+
+def write_model(folder: Path) -> Qwen3ForCausalLM:
+    """Save model and tokenizer in Hugging Face format."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=MODEL["vocab-size"],
+        hidden_size=MODEL["hidden-size"],
+        intermediate_size=MODEL["ffn-hidden-size"],
+        num_hidden_layers=MODEL["num-layers"],
+        num_attention_heads=MODEL["num-attention-heads"],
+        num_key_value_heads=MODEL["num-query-groups"],
+        head_dim=MODEL["kv-channels"],
+        rms_norm_eps=MODEL["norm-epsilon"],
+        rope_theta=float(MODEL["rotary-base"]),
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    # The file's weights are of bfloat16, as in a real checkpoint.
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0", unk_token="t0").save_pretrained(
+        folder
+    )
+    return model.float()
+
+
+@torch.no_grad()
+def rollout(model: Qwen3ForCausalLM, rollout_id: int) -> list[Sample]:
+    """Draw the samples of one rollout."""
+    generator = torch.Generator().manual_seed(100 + rollout_id)
+
+    def between(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    samples = []
+    for index in range(NUM_PROMPTS * SAMPLES_PER_PROMPT):
+        prompt, response = between(4, 9), between(5, 40)
+        tokens = torch.randint(2, MODEL["vocab-size"], (1, prompt + response), generator=generator)
+        log_probs = model(tokens).logits[0, prompt - 1 : -1].log_softmax(-1).gather(1, tokens[0, prompt:, None])[:, 0]
+        mismatch = SMALL_MISMATCH * torch.randn(response, generator=generator)
+        is_large = torch.rand(response, generator=generator) < LARGE_SHARE
+        sign = torch.randn(response, generator=generator).sign()
+        samples.append(
+            Sample(
+                group_index=index // SAMPLES_PER_PROMPT,
+                index=rollout_id * NUM_PROMPTS * SAMPLES_PER_PROMPT + index,
+                prompt="x",
+                tokens=tokens[0].tolist(),
+                response="y",
+                response_length=response,
+                # Every group has both rewards: an advantage of 0 everywhere would compare nothing.
+                reward=float(index % 2),
+                rollout_log_probs=(log_probs + mismatch + is_large * LARGE_MISMATCH * sign).tolist(),
+                # One token before the last is masked, as an observation is.
+                loss_mask=[1] * (response - MASKED_FROM_END) + [0, 1],
+                status=Sample.Status.COMPLETED,
+            )
+        )
+    return samples
+
+
+def main() -> None:
+    """Write everything below one folder."""
+    folder = Path(sys.argv[1])
+    model = write_model(folder / "model")
+    for rollout_id in range(NUM_ROLLOUTS):
+        save_debug_rollout_data(
+            str(folder / "rollouts" / "{rollout_id}.pt"),
+            rollout(model, rollout_id),
+            rollout_id=rollout_id,
+            evaluation=False,
+        )
+    prompts = [json.dumps({"text": f"t{i + 2} t{i + 3}", "label": "1"}) for i in range(16)]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The runs as a table, and the record of the last ones in ``benchmarks/real_stack``."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .comparison import GRAD_NORM, Result
+
+STAND_INS = {
+    "CUDA": "its calls go to the CPU (device.py), NCCL's to gloo, by slime's own registry of accelerators",
+    "torch.compile": "leaves functions as they are (device.py)",
+    "Transformer Engine": "a layer spec with packed attention and its parameter names (layers.py)",
+    "the engine": "recorded rollouts in slime's own file format: random tokens, drawn mismatch (inputs.py). "
+    "SGLang is imported, and samples nothing",
+    "torchvision": "names that SGLang and transformers import (examples/grpo/sglang_cpu)",
+}
+PACKAGES = ("torch", "ray", "transformers", "sglang", "sglang-router", "numpy")
+ERROR_LENGTH = 120
+COLUMNS = (
+    "run",
+    "gradient norm, step 1",
+    "step 2",
+    "loss, step 1",
+    "`train/mis_*`",
+    "scoring pass",
+    "s a step",
+    "s in all",
+)
+
+
+def table(results: Iterable[Result]) -> str:
+    """Markdown: one row per run that trained, then one per run that was refused."""
+    results = list(results)
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    lines += [_row(_trained(result)) for result in results if result.case.refusal is None]
+    refused = [result for result in results if result.case.refusal is not None]
+    if refused:
+        lines += ["", _row(("refused before the model is built", "s", "the error")), _row(["---"] * 3)]
+        lines += [_row((result.case.title, f"{result.seconds:.0f}", f"`{_error(result)}`")) for result in refused]
+    return "\n".join(lines) + "\n"
+
+
+def _trained(result: Result) -> Sequence[str]:
+    steps, perf = result.logged.steps, result.logged.perf
+    norms = [f"{step.get(GRAD_NORM, math.nan):.15g}" for step in steps[:2]] + ["none"] * (2 - len(steps[:2]))
+    # The first rollout has what happens once.
+    step_time = f"{perf[-1]['perf/train_time'] / result.case.steps_per_rollout:.2f}" if perf else "none"
+    return (
+        result.case.title,
+        *norms,
+        f"{steps[0]['train/loss']:.9g}" if steps else "none",
+        str(result.num_own_metrics),
+        "yes" if any("perf/log_probs_time" in rollout for rollout in perf) else "no",
+        step_time,
+        f"{result.seconds:.0f}",
+    )
+
+
+def _error(result: Result) -> str:
+    """The line of the log that has the refusal."""
+    lines = [line for line in result.logged.text.splitlines() if str(result.case.refusal) in line]
+    # Ray puts the worker in front, and shows the error several times.
+    found = next((line for line in reversed(lines) if "Error: " in line), "none")
+    error = found.split(") ", 1)[-1] if found.startswith("(") else found
+    return error if len(error) <= ERROR_LENGTH else error[: ERROR_LENGTH - 4] + " ..."
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0].split(":", 1)[1].strip() if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+    }
+
+
+def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any]:
+    """All numbers that slime logged, of each run, with commits, command, date, hardware and versions."""
+    runs = {
+        result.case.name: {
+            "title": result.case.title,
+            "flags": " ".join(result.case.flags),
+            "config": result.case.config,
+            "return_code": result.return_code,
+            "seconds": round(result.seconds, 1),
+            "steps": result.logged.steps,
+            "perf": result.logged.perf,
+        }
+        | ({} if result.case.refusal is None else {"error": _error(result)})
+        for result in results
+    }
+    return about | {"runs": runs}
+
+
+def page(results: Sequence[Result], *, about: dict[str, Any], verdict: str) -> str:
+    """The record for people."""
+    commits = "\n".join(f"| {name} | `{commit}` |" for name, commit in about["commits"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    stand_ins = "\n".join(f"| {name} | {what} |" for name, what in STAND_INS.items())
+    return f"""# slime on a CPU
+
+Written by `{about["command"]}` on {about["date"]}. All numbers that slime logged:
+[slime_cpu.json](slime_cpu.json).
+
+{verdict}
+
+{table(results)}
+*Scoring pass*: slime's separate forward pass over the rollout. *s a step*: of the last rollout, with
+that pass.
+
+| checkout | commit |
+|---|---|
+{commits}
+
+{versions}. {about["cpu"]}, {about["cores"]} cores, {about["memory_gib"]} GiB.
+
+| stands in | what stands there |
+|---|---|
+{stand_ins}
+"""
+
+
+def write(folder: Path, results: Sequence[Result], *, about: dict[str, Any], verdict: str) -> None:
+    """Write ``slime_cpu.md`` and ``slime_cpu.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "slime_cpu.json").write_text(json.dumps(record(results, about=about), indent=1) + "\n", encoding="utf-8")
+    (folder / "slime_cpu.md").write_text(page(results, about=about, verdict=verdict), encoding="utf-8")
