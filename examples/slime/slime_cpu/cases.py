@@ -39,7 +39,7 @@ TRAINING = shlex.split(f"""
     --input-key text --label-key label --rm-type math
     --num-rollout {NUM_ROLLOUTS} --rollout-batch-size {NUM_PROMPTS} --n-samples-per-prompt {SAMPLES_PER_PROMPT}
     --global-batch-size {SAMPLES_PER_ROLLOUT} --rollout-max-response-len 64 --rollout-temperature 1
-    --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 --kl-coef 0
+    --advantage-estimator grpo --entropy-coef 0 --kl-coef 0
     --use-dynamic-batch-size --max-tokens-per-gpu 128 --debug-train-only
 """)
 

@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 PAGES = ("README.md", "docs/**/*.md")
-# Programs of this repository, whose options the pages name too.
-OWN_SOURCES = ("mis_ext/**/*.py", "examples/**/*.py", "benchmarks/*.py", "docs/*.py", "tests/**/*.py")
+# Programs of this repository, whose options the pages name too. Not examples/grpo: its options have the hosts' names.
+OWN_SOURCES = ("mis_ext/**/*.py", "examples/*.py", "examples/o*/*.py", "examples/t*/*.py", "benchmarks/*.py")
+OWN_SOURCES += ("docs/*.py", "tests/**/*.py")
 _LAUNCH = re.compile(r"^```\n((?:--.*\n)+)```$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
-# Of pip, pytest and SGLang's installation, in commands of the pages.
-OF_OTHERS = frozenset({"--no-deps"})
 
 # Named on the pages, and of another program.
 ELSEWHERE = {
     "--custom-tis-function-pth": "misspelt, to say what happens then",
     "--enable-return-routed-experts": "SGLang",
+    "--engine-settings": "examples/train_grpo.py",
+    "--no-deps": "pip",
     "--observe-training-entropy": "Miles",
+    "--overwrite": "examples/train_grpo.py",
     "--request-b": "mis-ext diff, which makes the name in a loop",
+    "--resume": "examples/train_grpo.py",
     "--skip-actor-forward-only": "Miles",
     "--true-on-policy-mode": "Miles",
 }
@@ -71,7 +74,7 @@ def named_flags(root: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for page in _pages(root):
         for flag in _FLAG.finditer(page.read_text(encoding="utf-8")):
-            if flag[0] not in own | OF_OTHERS | ELSEWHERE.keys():
+            if flag[0] not in own | ELSEWHERE.keys():
                 found.setdefault(flag[0], _where(page, root, flag.start()))
     return found
 

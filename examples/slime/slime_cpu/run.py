@@ -112,6 +112,13 @@ def about(command: str) -> dict[str, Any]:
     return {"command": command, "date": datetime.date.today().isoformat(), "commits": commits} | report.machine()
 
 
+def shown(step: dict[str, float]) -> str:
+    """Loss, gradient norm and our metrics in one line, as slime named them below ``train/``."""
+    names = {name.removeprefix("train/"): value for name, value in step.items()}
+    chosen_names = [name for name in names if name in ("loss", "grad_norm") or name.startswith("mis_")]
+    return " ".join(f"{name}={names[name]:.5g}" for name in chosen_names)
+
+
 def main() -> int:
     """Run, compare, print, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,12 +152,7 @@ def main() -> int:
         results.append(result)
         faults += faults_of_run(result)
         for index, step in enumerate(result.logged.steps):
-            shown = {
-                name: value
-                for name, value in step.items()
-                if name in ("train/loss", "train/grad_norm") or "mis_" in name
-            }
-            print(f"  step {index}: {' '.join(f'{name}={value:.6g}' for name, value in shown.items())}", flush=True)
+            print(f"  step {index}: {shown(step)}", flush=True)
     faults += faults_of_comparison(results)
 
     print("\n" + report.table(results))

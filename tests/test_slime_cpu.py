@@ -1,0 +1,247 @@
+"""The run of unmodified slime on a CPU: it fails where it must, and passes where the checkouts are."""
+
+import math
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.slime.slime_cpu import documented
+from examples.slime.slime_cpu.cases import CASES, CHECK, case_of
+from examples.slime.slime_cpu.comparison import ALIKE, Result, faults_of_comparison, faults_of_run
+from examples.slime.slime_cpu.logged import MODEL_BUILT, Logged, read_log
+from examples.slime.slime_cpu.report import page, record, table
+from examples.slime.slime_cpu.run import chosen
+
+ROOT = Path(__file__).parents[1]
+NORM = 1.6706459304976926
+WORKER = "\x1b[36m(MegatronTrainRayActor pid=7)\x1b[0m "
+CHECKOUTS = ("SLIME_DIR", "MEGATRON_DIR")
+
+
+def step(index: int, **values: float) -> dict[str, float]:
+    return {"train/loss": 0.5, "train/grad_norm": NORM, "train/step": index} | {
+        f"train/{name}": value for name, value in values.items()
+    }
+
+
+def ran(name: str, *, grad_norm: float = NORM, return_code: int = 0) -> Result:
+    """A run in which everything arrived."""
+    case = case_of(name)
+    ours = {metric.removeprefix("train/"): 1.0 for metric in case.metrics}
+    steps = [step(index, grad_norm=grad_norm, **ours) for index in range(2 * case.steps_per_rollout)]
+    perf = [{"perf/train_time": 0.5, "perf/log_probs_time": 0.1}] * 2
+    return Result(case, return_code, Logged(steps, [{}, {}], perf, "\n".join((*case.says, MODEL_BUILT))), 30.0)
+
+
+def refused(name: str, text: str, *, return_code: int = 1) -> Result:
+    return Result(case_of(name), return_code, Logged([], [], [], text), 20.0)
+
+
+def test_numbers_are_read_from_slimes_log_with_all_digits() -> None:
+    log = read_log(
+        f"{WORKER}[2026-11-23 16:33:17] metric.py:135 - rollout 0: {{'rollout/rewards': -7.450580596923828e-09}}\n"
+        # A progress bar has no line of its own.
+        f"{WORKER}actor train:   0%|     | 0/2 [00:00<?]\r[2026-11-23 16:33:17] model.py:918 - step 0: "
+        f"{{'train/loss': nan, 'train/ppo_kl': -inf, 'train/grad_norm': {NORM!r}}}\n"
+        f"{WORKER}[2026-11-23 16:33:17] model.py:918 - step 1: {{'train/grad_norm': inf, 'train/step': 1}}\n"
+        f"{WORKER}[2026-11-23 16:33:17] metric.py:401 - perf 0: {{'perf/train_time': 0.25}}\n"
+    )
+    first, second = log.steps
+    assert math.isnan(first["train/loss"])
+    assert first["train/ppo_kl"] == -math.inf
+    assert first["train/grad_norm"] == NORM
+    assert second == {"train/grad_norm": math.inf, "train/step": 1}
+    assert log.rollouts == [{"rollout/rewards": -7.450580596923828e-09}]
+    assert log.perf == [{"perf/train_time": 0.25}]
+    assert log.names == {"train/loss", "train/ppo_kl", "train/grad_norm", "train/step"}
+
+
+def test_a_step_that_is_missing_or_unreadable_is_an_error() -> None:
+    with pytest.raises(ValueError, match="step 1 follows 0"):
+        read_log("model.py:918 - step 1: {'train/loss': 1.0}")
+    with pytest.raises(ValueError, match="cannot read"):
+        read_log("model.py:918 - step 0: {'train/loss': tensor(1.0)}")
+
+
+def test_runs_that_correct_alike_pass() -> None:
+    results = [ran(name) for name in ALIKE] + [ran("nothing", grad_norm=1.6395)]
+    assert faults_of_comparison(results) == []
+    assert [fault for result in results for fault in faults_of_run(result)] == []
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("norm", [NORM * (1 + 1e-4), math.nan])
+def test_another_first_gradient_norm_is_a_fault(name, norm) -> None:
+    results = [ran(each, grad_norm=norm if each == name else NORM) for each in ALIKE]
+    assert faults_of_comparison(results)
+    assert any(name in fault for fault in faults_of_comparison(results))
+
+
+def test_a_correction_that_does_not_show_is_a_fault() -> None:
+    (fault,) = faults_of_comparison([ran(name) for name in ("nothing", *ALIKE)])
+    assert fault.startswith("nothing: ")
+
+
+def test_a_run_without_the_line_of_the_check_or_without_metrics_is_a_fault() -> None:
+    hook = ran("hook")
+    silent = replace(hook, logged=replace(hook.logged, text=""))
+    assert faults_of_run(silent) == [f"hook: its log has no line with {hook.case.says[0]!r}"]
+    bare = replace(hook, logged=replace(hook.logged, steps=[step(0), step(1)]))
+    assert len(faults_of_run(bare)) == 2
+    assert "train/mis_k3_kl" in faults_of_run(bare)[0]
+
+
+def test_a_run_that_stops_early_or_logs_a_nan_is_a_fault() -> None:
+    hook = ran("hook")
+    assert faults_of_run(replace(hook, return_code=1)) == ["hook: exit code 1"]
+    assert (
+        "1 optimizer steps in slime's log, not 2"
+        in faults_of_run(replace(hook, logged=replace(hook.logged, steps=hook.logged.steps[:1])))[0]
+    )
+    assert faults_of_run(ran("hook", grad_norm=math.nan))
+    # Two steps a rollout.
+    assert faults_of_run(ran("prepare_rollout")) == []
+
+
+def test_a_refusal_must_come_with_its_error_and_before_the_model() -> None:
+    text = "ValueError: unknown keys: 'tis_uper_bound'"
+    assert faults_of_run(refused("misspelt_key", text)) == []
+    assert "not refused" in faults_of_run(refused("misspelt_key", text, return_code=0))[0]
+    assert "has no 'tis_uper_bound'" in faults_of_run(refused("misspelt_key", "out of memory"))[0]
+    assert "after the model was built" in faults_of_run(refused("misspelt_key", f"> {MODEL_BUILT} rank 0\n{text}"))[0]
+
+
+def test_the_table_has_a_row_for_each_run() -> None:
+    error = "(Actor pid=1) ValueError: unknown keys: 'tis_uper_bound'"
+    results = [ran("hook"), ran("log_mismatch"), refused("misspelt_key", f"Traceback\n{error}\n")]
+    shown = table(results)
+    assert "| three flags | 1.67064593049769 | 1.67064593049769 | 0.5 | 3 | yes | 0.50 | 30 |" in shown
+    assert "| a misspelt key | 20 | `ValueError: unknown keys: 'tis_uper_bound'` |" in shown
+    about = {"command": "bash x", "date": "today", "commits": {"slime": "1a"}, "versions": {"torch": "2"}}
+    about |= {"cpu": "C", "cores": 2, "memory_gib": 4}
+    assert shown in page(results, about=about, verdict="")
+    runs = record(results, about=about)["runs"]
+    assert runs["hook"]["steps"][0]["train/grad_norm"] == NORM
+    assert runs["misspelt_key"]["error"] == "ValueError: unknown keys: 'tis_uper_bound'"
+
+
+def test_runs_are_chosen_by_name_and_those_of_the_comparison_are_the_default() -> None:
+    assert {"nothing", "slime_tis", "hook", "policy_loss", "misspelt_key"} <= {
+        case.name for case in chosen([], everything=False)
+    }
+    assert [case.name for case in chosen(["hook", "nothing"], everything=False)] == ["nothing", "hook"]
+    assert chosen([], everything=True) == list(CASES)
+    with pytest.raises(ValueError, match="run 'hok': must be one of nothing, "):
+        chosen(["hok"], everything=False)
+
+
+def test_every_run_with_a_function_of_ours_is_checked_at_start(tmp_path) -> None:
+    for case in CASES:
+        words = case.command(tmp_path, root=ROOT, folder=tmp_path)
+        assert (" ".join(CHECK) in " ".join(words)) == any("mis_ext." in word for word in words), case.name
+        if "--custom-config-path" in words:
+            assert Path(words[words.index("--custom-config-path") + 1]).is_file()
+
+
+def test_the_pages_have_launches_and_all_their_flags_are_found(tmp_path) -> None:
+    launches = documented.launches(ROOT)
+    assert len(launches) > 8
+    assert {"--use-tis", "--loss-type", "--custom-megatron-init-path"} <= {
+        word for launch in launches for word in launch.words
+    }
+    assert documented.named_flags(ROOT).keys() >= {"--use-tis", "--use-rollout-logprobs", "--eps-clip"}
+    assert len(documented.made_launches(ROOT)) == len(list((ROOT / "yaml").glob("*.yaml")))
+
+    (tmp_path / "README.md").write_text("Give\n\n```\n--use-tis\n--loss-type my.yaml\n```\n\nand `--use-tsi`.\n")
+    (launch,) = documented.launches(tmp_path)
+    assert launch == documented.Launch("README.md:3", ["--use-tis", "--loss-type", "my.yaml"])
+    assert documented.named_flags(tmp_path)["--use-tsi"] == "README.md:8"
+
+
+def test_a_documented_flag_that_slime_drops_or_reads_otherwise_is_a_fault() -> None:
+    launches = [documented.Launch("a.md:1", ["--use-tis", "--loss-type", "custom_loss"])]
+    options = ["--use-tis", "--loss-type"]
+    read = {"--use-tis": "True", "--loss-type": "'custom_loss'"}
+
+    def faults(*, dropped=(), read=read, named=(), options=options) -> list[str]:
+        parsed = {"options": options, "answers": [{"dropped": list(dropped), "read": read}]}
+        return documented.faults(launches, dict.fromkeys(named, "b.md:2"), parsed)
+
+    assert faults(named=["--use-tis"]) == []
+    assert faults(dropped=["--use-tis"]) == ["a.md:1: slime drops --use-tis without a word"]
+    assert faults(read=read | {"--loss-type": "'policy_loss'"}) == [
+        "a.md:1: --loss-type custom_loss: slime reads 'policy_loss'"
+    ]
+    assert faults(read=read | {"--use-tis": "False"}) == ["a.md:1: --use-tis --loss-type: slime reads False"]
+    assert faults(named=["--use-tsi"]) == ["b.md:2: --use-tsi is no option of slime"]
+    assert len(faults(options=[*options, "--true-on-policy-mode"])) == 1
+
+
+@pytest.fixture
+def repository(tmp_path) -> tuple[Path, str]:
+    """A repository with one commit."""
+    folder = tmp_path / "there"
+    name = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for words in (["init", "-q"], [*name, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run(
+            ["git", "-C", str(folder), *words] if folder.exists() else ["git", *words, str(folder)], check=True
+        )
+    head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return folder, head.stdout.strip()
+
+
+def checkout(folder: Path, url: str, commit: str, **environment: str) -> subprocess.CompletedProcess:
+    """What examples/checkouts.sh says of a checkout, and the folder that it takes."""
+    script = f'. {ROOT}/examples/checkouts.sh; checkout_at HOST_DIR host "{url}" {commit}; echo "$HOST_DIR"'
+    return subprocess.run(
+        ["bash", "-e", "-u", "-c", script], cwd=folder, env=os.environ | environment, capture_output=True, text=True
+    )
+
+
+def test_a_checkout_of_another_commit_is_taken_with_a_warning_that_names_both(repository, tmp_path) -> None:
+    folder, commit = repository
+    taken = checkout(tmp_path, "unused:", commit, HOST_DIR=str(folder))
+    assert (taken.stdout, taken.stderr) == (f"{folder}\n", "")
+    other = checkout(tmp_path, "unused:", "1234", HOST_DIR=str(folder))
+    assert other.stdout == f"{folder}\n"
+    assert commit in other.stderr
+    assert "1234" in other.stderr
+
+
+def test_a_checkout_that_is_not_given_is_fetched_once_or_the_variable_is_named(repository, tmp_path) -> None:
+    folder, commit = repository
+    # A second call needs no network.
+    for url in (str(folder), "/no/such/place"):
+        fetched = checkout(tmp_path, url, commit)
+        assert fetched.stdout == f"{tmp_path}/.checkouts/host\n", fetched.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    failed = checkout(other, "/no/such/place", commit)
+    assert failed.returncode != 0
+    assert f"set HOST_DIR to a checkout of commit {commit}" in failed.stderr
+    absent = checkout(other, "unused:", commit, HOST_DIR="/no/such/place")
+    assert absent.returncode != 0
+    assert "HOST_DIR=/no/such/place" in absent.stderr
+
+
+@pytest.mark.whole_run
+@pytest.mark.skipif(
+    not all(os.environ.get(name) for name in CHECKOUTS) and not (ROOT / ".checkouts" / "slime").is_dir(),
+    reason=f"no checkouts of slime and Megatron-LM: set {' and '.join(CHECKOUTS)}, or run examples/slime/run_cpu.sh",
+)
+def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
+    # VENV is that of these tests.
+    environment = os.environ | {"VENV": os.environ.get("SLIME_VENV", ".venv-slime")}
+    done = subprocess.run(
+        ["bash", "examples/slime/run_cpu.sh", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "FAULT" not in done.stdout
+    assert "7 runs are as they must be" in done.stdout
