@@ -71,6 +71,8 @@ def check_bash(words: list[str]) -> None:
         check_pytest(arguments)
     elif script == "docs/run.sh":
         assert arguments in ([], ["serve"])
+    elif script.endswith("/run_cpu.sh"):
+        check_script("examples/cpu/host_cpu/run.py", [Path(script).parent.name, *arguments])
     elif script.startswith(("examples/slime/", "examples/miles/")):
         assert (ROOT / arguments[0]).is_file()
     elif script == ".ci/run":
@@ -164,6 +166,7 @@ def test_commands_are_found() -> None:
         "mis-ext reprot dumps",
         "python benchmarks/bench_correction.py --nothing",
         "bash examples/gone.sh",
+        "bash examples/slime/run_cpu.sh --recrd",
         "pip install -e '.[reports]'",
         "bash tests/run.sh -m whole_runs",
     ],

@@ -9,7 +9,7 @@
 # (3.11), VENV the environment that is made on the first run. DRY_RUN=1 prints slime's command lines, and trains nothing.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
-source examples/checkouts.sh
+source examples/cpu/checkouts.sh
 
 # The commit that slime's docker/Dockerfile names.
 megatron_commit=1dcf0dafa884ad52ffb243625717a3471643e087
@@ -30,18 +30,9 @@ if [[ "$(git -C "$MEGATRON_DIR" rev-parse HEAD 2> /dev/null)" == "$megatron_comm
 fi
 
 venv="${VENV:-.venv-slime}"
-requirements=requirements/slime-cpu.txt
-# Written last, so that an interrupted installation is taken up again.
-installed="$venv/.installed"
-if [[ ! -e "$installed" || "$requirements" -nt "$installed" ]]; then
-    [[ -x "$venv/bin/python" ]] || "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/pip" install "$(grep '^torch==' "$requirements")"
-    "$venv/bin/pip" install --no-deps -r "$requirements"
-    "$venv/bin/pip" install --no-deps -e .
-    touch "$installed"
-fi
+install_host requirements/slime-cpu.txt
 
 export SLIME_DIR MEGATRON_DIR
-# Both hosts have a package "examples": ours is not on their path, only this one folder.
-export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$PWD/examples/slime:$PWD/examples/grpo/sglang_cpu"
-exec "$venv/bin/python" -m slime_cpu.run "$@"
+# Both hosts have a package "examples": ours is not on their path, only one folder of it.
+export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$PWD/examples/cpu:$PWD/examples/grpo/sglang_cpu"
+exec "$venv/bin/python" -m host_cpu.run slime "$@"

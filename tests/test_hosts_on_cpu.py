@@ -1,4 +1,4 @@
-"""The run of unmodified slime on a CPU: it fails where it must, and passes where the checkouts are."""
+"""The runs of unmodified slime and Miles on a CPU: they fail where they must, and pass where the checkouts are."""
 
 import math
 import os
@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from examples.slime.slime_cpu import documented
-from examples.slime.slime_cpu.cases import CASES, CHECK, case_of
-from examples.slime.slime_cpu.comparison import ALIKE, Result, faults_of_comparison, faults_of_run
-from examples.slime.slime_cpu.logged import MODEL_BUILT, Logged, read_log
-from examples.slime.slime_cpu.report import page, record, table
-from examples.slime.slime_cpu.run import chosen
+from examples.cpu.host_cpu import documented
+from examples.cpu.host_cpu.cases import CHECK
+from examples.cpu.host_cpu.comparison import Result, faults_of_comparison, faults_of_run
+from examples.cpu.host_cpu.logged import MODEL_BUILT, Logged, read_log
+from examples.cpu.host_cpu.miles_runs import MILES
+from examples.cpu.host_cpu.report import page, record, table
+from examples.cpu.host_cpu.slime_runs import SLIME
 
 ROOT = Path(__file__).parents[1]
 NORM = 1.6706459304976926
 WORKER = "\x1b[36m(MegatronTrainRayActor pid=7)\x1b[0m "
-CHECKOUTS = ("SLIME_DIR", "MEGATRON_DIR")
+CASES = {case.name: case for case in SLIME.cases}
+ALIKE = [case.name for case in SLIME.cases if case.is_alike]
 
 
 def step(index: int, **values: float) -> dict[str, float]:
@@ -29,7 +31,7 @@ def step(index: int, **values: float) -> dict[str, float]:
 
 def ran(name: str, *, grad_norm: float = NORM, return_code: int = 0) -> Result:
     """A run in which everything arrived."""
-    case = case_of(name)
+    case = CASES[name]
     ours = {metric.removeprefix("train/"): 1.0 for metric in case.metrics}
     steps = [step(index, grad_norm=grad_norm, **ours) for index in range(2 * case.steps_per_rollout)]
     perf = [{"perf/train_time": 0.5, "perf/log_probs_time": 0.1}] * 2
@@ -37,10 +39,10 @@ def ran(name: str, *, grad_norm: float = NORM, return_code: int = 0) -> Result:
 
 
 def refused(name: str, text: str, *, return_code: int = 1) -> Result:
-    return Result(case_of(name), return_code, Logged([], [], [], text), 20.0)
+    return Result(CASES[name], return_code, Logged([], [], [], text), 20.0)
 
 
-def test_numbers_are_read_from_slimes_log_with_all_digits() -> None:
+def test_numbers_are_read_from_a_hosts_log_with_all_digits() -> None:
     log = read_log(
         f"{WORKER}[2026-11-23 16:33:17] metric.py:135 - rollout 0: {{'rollout/rewards': -7.450580596923828e-09}}\n"
         # A progress bar has no line of its own.
@@ -98,7 +100,7 @@ def test_a_run_that_stops_early_or_logs_a_nan_is_a_fault() -> None:
     hook = ran("hook")
     assert faults_of_run(replace(hook, return_code=1)) == ["hook: exit code 1"]
     assert (
-        "1 optimizer steps in slime's log, not 2"
+        "1 optimizer steps in its log, not 2"
         in faults_of_run(replace(hook, logged=replace(hook.logged, steps=hook.logged.steps[:1])))[0]
     )
     assert faults_of_run(ran("hook", grad_norm=math.nan))
@@ -119,10 +121,10 @@ def test_the_table_has_a_row_for_each_run() -> None:
     results = [ran("hook"), ran("log_mismatch"), refused("misspelt_key", f"Traceback\n{error}\n")]
     shown = table(results)
     assert "| three flags | 1.67064593049769 | 1.67064593049769 | 0.5 | 3 | yes | 0.50 | 30 |" in shown
-    assert "| a misspelt key | 20 | `ValueError: unknown keys: 'tis_uper_bound'` |" in shown
+    assert "| a misspelt key | yes | 20 | `ValueError: unknown keys: 'tis_uper_bound'` |" in shown
     about = {"command": "bash x", "date": "today", "commits": {"slime": "1a"}, "versions": {"torch": "2"}}
     about |= {"cpu": "C", "cores": 2, "memory_gib": 4}
-    assert shown in page(results, about=about, verdict="")
+    assert shown in page(results, host=SLIME, about=about, verdict="")
     runs = record(results, about=about)["runs"]
     assert runs["hook"]["steps"][0]["train/grad_norm"] == NORM
     assert runs["misspelt_key"]["error"] == "ValueError: unknown keys: 'tis_uper_bound'"
@@ -130,18 +132,20 @@ def test_the_table_has_a_row_for_each_run() -> None:
 
 def test_runs_are_chosen_by_name_and_those_of_the_comparison_are_the_default() -> None:
     assert {"nothing", "slime_tis", "hook", "policy_loss", "misspelt_key"} <= {
-        case.name for case in chosen([], everything=False)
+        case.name for case in SLIME.chosen([], everything=False)
     }
-    assert [case.name for case in chosen(["hook", "nothing"], everything=False)] == ["nothing", "hook"]
-    assert chosen([], everything=True) == list(CASES)
+    assert [case.name for case in SLIME.chosen(["hook", "nothing"], everything=False)] == ["nothing", "hook"]
+    assert SLIME.chosen([], everything=True) == list(SLIME.cases)
     with pytest.raises(ValueError, match="run 'hok': must be one of nothing, "):
-        chosen(["hok"], everything=False)
+        SLIME.chosen(["hok"], everything=False)
 
 
-def test_every_run_with_a_function_of_ours_is_checked_at_start(tmp_path) -> None:
-    for case in CASES:
-        words = case.command(tmp_path, root=ROOT, folder=tmp_path)
-        assert (" ".join(CHECK) in " ".join(words)) == any("mis_ext." in word for word in words), case.name
+@pytest.mark.parametrize("host", [SLIME, MILES], ids=lambda host: host.name)
+def test_every_run_has_its_file_and_in_slime_the_check_at_start(host, tmp_path) -> None:
+    for case in host.cases:
+        words = case.command(host.common(tmp_path), root=ROOT, folder=tmp_path)
+        ours = any(word.startswith("mis_ext.") for word in words)
+        assert (" ".join(CHECK) in " ".join(words)) == (ours and host is SLIME), case.name
         if "--custom-config-path" in words:
             assert Path(words[words.index("--custom-config-path") + 1]).is_file()
 
@@ -167,8 +171,9 @@ def test_a_documented_flag_that_slime_drops_or_reads_otherwise_is_a_fault() -> N
     read = {"--use-tis": "True", "--loss-type": "'custom_loss'"}
 
     def faults(*, dropped=(), read=read, named=(), options=options) -> list[str]:
-        parsed = {"options": options, "answers": [{"dropped": list(dropped), "read": read}]}
-        return documented.faults(launches, dict.fromkeys(named, "b.md:2"), parsed)
+        answers = [{"dropped": list(dropped), "read": read}]
+        unknown = documented.unknown(dict.fromkeys(named, "b.md:2"), options)
+        return documented.faults(launches, answers, host="slime") + unknown
 
     assert faults(named=["--use-tis"]) == []
     assert faults(dropped=["--use-tis"]) == ["a.md:1: slime drops --use-tis without a word"]
@@ -194,8 +199,8 @@ def repository(tmp_path) -> tuple[Path, str]:
 
 
 def checkout(folder: Path, url: str, commit: str, **environment: str) -> subprocess.CompletedProcess:
-    """What examples/checkouts.sh says of a checkout, and the folder that it takes."""
-    script = f'. {ROOT}/examples/checkouts.sh; checkout_at HOST_DIR host "{url}" {commit}; echo "$HOST_DIR"'
+    """What examples/cpu/checkouts.sh says of a checkout, and the folder that it takes."""
+    script = f'. {ROOT}/examples/cpu/checkouts.sh; checkout_at HOST_DIR host "{url}" {commit}; echo "$HOST_DIR"'
     return subprocess.run(
         ["bash", "-e", "-u", "-c", script], cwd=folder, env=os.environ | environment, capture_output=True, text=True
     )
@@ -227,21 +232,34 @@ def test_a_checkout_that_is_not_given_is_fetched_once_or_the_variable_is_named(r
     assert "HOST_DIR=/no/such/place" in absent.stderr
 
 
-@pytest.mark.whole_run
-@pytest.mark.skipif(
-    not all(os.environ.get(name) for name in CHECKOUTS) and not (ROOT / ".checkouts" / "slime").is_dir(),
-    reason=f"no checkouts of slime and Megatron-LM: set {' and '.join(CHECKOUTS)}, or run examples/slime/run_cpu.sh",
-)
-def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
+def checkouts_are_there(*names: str) -> bool:
+    fetched = {"SLIME_DIR": "slime", "MEGATRON_DIR": "Megatron-LM", "MILES_DIR": "miles"}
+    return all(os.environ.get(name) or (ROOT / ".checkouts" / fetched[name] / "README.md").exists() for name in names)
+
+
+def run_on_cpu(host: str, folder: Path) -> str:
     # VENV is that of these tests.
-    environment = os.environ | {"VENV": os.environ.get("SLIME_VENV", ".venv-slime")}
-    done = subprocess.run(
-        ["bash", "examples/slime/run_cpu.sh", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"VENV": os.environ.get(f"{host.upper()}_VENV", f".venv-{host}")}
+    command = ["bash", f"examples/{host}/run_cpu.sh", "--out", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "FAULT" not in done.stdout
-    assert "7 runs are as they must be" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.whole_run
+@pytest.mark.skipif(
+    not checkouts_are_there("SLIME_DIR", "MEGATRON_DIR"),
+    reason="no checkouts of both: set SLIME_DIR and MEGATRON_DIR, or run examples/slime/run_cpu.sh once",
+)
+def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
+    assert "7 runs are as they must be" in run_on_cpu("slime", tmp_path)
+
+
+@pytest.mark.whole_run
+@pytest.mark.skipif(
+    not checkouts_are_there("MILES_DIR"),
+    reason="no checkout of Miles: set MILES_DIR, or run examples/miles/run_cpu.sh once",
+)
+def test_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
+    assert "5 runs are as they must be" in run_on_cpu("miles", tmp_path)

@@ -1,7 +1,8 @@
-"""The launch flags of our pages, and whether slime's own parser takes them. The pages are the only list."""
+"""The launch flags of our pages, and whether a host's own parser takes them. The pages are the only list."""
 
 import re
 import runpy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,31 +80,34 @@ def named_flags(root: Path) -> dict[str, str]:
     return found
 
 
-def faults(documented: list[Launch], named: dict[str, str], parsed: dict[str, Any]) -> list[str]:
-    """What slime's parser would drop, or read as something else.
+def faults(documented: list[Launch], answers: list[dict[str, Any]], *, host: str) -> list[str]:
+    """What a host's parser would drop of the launches, or read as something else.
 
     Args:
         documented: Launches of the pages.
-        named: Flags of the pages.
-        parsed: What `slime_cpu.parse` wrote for these launches, in this order.
+        answers: What `host_cpu.parse` wrote for each of them.
+        host: Its name, for the messages.
     """
-    found = [
-        f"{launch.where}: slime drops {flag} without a word"
-        for launch, answer in zip(documented, parsed["answers"], strict=True)
-        for flag in answer["dropped"]
-    ]
-    for launch, answer in zip(documented, parsed["answers"], strict=True):
+    found = []
+    for launch, answer in zip(documented, answers, strict=True):
+        found += [f"{launch.where}: {host} drops {flag} without a word" for flag in answer["dropped"]]
         for flag, value in zip(launch.words, [*launch.words[1:], "--"], strict=True):
             if not flag.startswith("--") or flag in answer["dropped"]:
                 continue
             expected = repr(True) if value.startswith("--") else repr(value)
             # Paths were made absolute for the parser.
             if answer["read"][flag] != expected and not value.endswith(".yaml"):
-                found.append(f"{launch.where}: {flag} {value}: slime reads {answer['read'][flag]}")
-    options = set(parsed["options"])
-    found += [f"{where}: {flag} is no option of slime" for flag, where in named.items() if flag not in options]
-    found += [f"{flag} is an option of slime, not of: {whose}" for flag, whose in ELSEWHERE.items() if flag in options]
+                found.append(f"{launch.where}: {flag} {value}: {host} reads {answer['read'][flag]}")
     return found
+
+
+def unknown(named: dict[str, str], options: Iterable[str]) -> list[str]:
+    """Which flags of the pages are no option of slime, and which of `ELSEWHERE` are one."""
+    known = set(options)
+    found = [f"{where}: {flag} is no option of slime" for flag, where in named.items() if flag not in known]
+    return found + [
+        f"{flag} is an option of slime, not of: {whose}" for flag, whose in ELSEWHERE.items() if flag in known
+    ]
 
 
 def _pages(root: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Trains with unmodified slime on a CPU, and compares. Started by ``examples/slime/run_cpu.sh``.
+"""Trains with an unmodified host on a CPU, and compares: ``python -m host_cpu.run slime`` or ``miles``.
 
-Every run is a process of slime's own ``train.py`` with its own Ray. Exit code 1: a number or a line that must be there
-is not; each is named.
+``run_cpu.sh`` in examples/slime and examples/miles start it. Every run is a process of the host's own ``train.py`` with
+its own Ray. Exit code 1: a number or a line that must be there is not; each is named.
 """
 
 import argparse
@@ -14,17 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import documented, report
-from .cases import CASES, Case, base_flags, case_of
+from .cases import Case, Host
 from .comparison import Result, faults_of_comparison, faults_of_run
 from .logged import read_log
+from .miles_runs import MILES
+from .slime_runs import SLIME
 
 ROOT = Path(__file__).parents[3]
+HOSTS = {host.name: host for host in (SLIME, MILES)}
 TIME_LIMIT_S = 900
+CHANGED = " with changes"
 # No network, no statistics to Ray; one thread per process, as several of them share few cores.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,9 +39,10 @@ ENVIRONMENT = {
 }
 
 
-def train(case: Case, *, inputs: Path, folder: Path) -> Result:
-    """Run slime once."""
-    command = [sys.executable, "-m", "slime_cpu.train", *case.command(inputs, root=ROOT, folder=folder)]
+def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
+    """Run the host once."""
+    words = case.command(host.common(inputs), root=ROOT, folder=folder)
+    command = [sys.executable, "-m", "host_cpu.train", host.name, *words]
     log = folder / f"{case.name}.log"
     # Ray's sockets lie below its folder, and their paths must be short.
     with log.open("w") as out, tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
@@ -61,20 +65,19 @@ def train(case: Case, *, inputs: Path, folder: Path) -> Result:
     return Result(case, return_code, read_log(log.read_text(errors="replace")), seconds)
 
 
-def check_documented(*, inputs: Path, folder: Path) -> tuple[str, list[str]]:
-    """Give every launch of the pages to slime's parser; what was checked, and what is wrong."""
+def check_documented(host: Host, *, inputs: Path, folder: Path) -> tuple[str, list[str]]:
+    """Give every launch of the pages to the host's parser; what was checked, and what is wrong."""
     launches = documented.launches(ROOT) + documented.made_launches(ROOT)
-    named = documented.named_flags(ROOT)
     own = folder / "my.yaml"
     own.write_text("{}\n")
     command_lines = [
-        [*base_flags(inputs), *(documented.located(word, root=ROOT, own=own) for word in launch.words)]
+        [*host.common(inputs), *(documented.located(word, root=ROOT, own=own) for word in launch.words)]
         for launch in launches
     ]
     answers = folder / "parsed.json"
     with (folder / "parse.log").open("w") as out:
         subprocess.run(
-            [sys.executable, "-m", "slime_cpu.parse", str(answers)],
+            [sys.executable, "-m", "host_cpu.parse", host.name, str(answers)],
             input=json.dumps(command_lines),
             text=True,
             env=os.environ | ENVIRONMENT,
@@ -83,14 +86,13 @@ def check_documented(*, inputs: Path, folder: Path) -> tuple[str, list[str]]:
             check=True,
         )
     parsed = json.loads(answers.read_text())
-    checked = f"{len(launches)} documented launches and {len(named)} documented flags"
-    return checked, documented.faults(launches, named, parsed)
-
-
-def chosen(names: Sequence[str], *, everything: bool) -> list[Case]:
-    """Return the runs that the command line asks for, in the order of the table."""
-    wanted = {case_of(name).name for name in names}
-    return [case for case in CASES if case.name in wanted or (not names and (everything or case.group != "more"))]
+    faults = documented.faults(launches, parsed["answers"], host=host.name)
+    if host is not SLIME:
+        return f"{len(launches)} documented launches", faults
+    # The pages name flags with slime's names.
+    named = documented.named_flags(ROOT)
+    faults += documented.unknown(named, parsed["options"])
+    return f"{len(launches)} documented launches and {len(named)} documented flags", faults
 
 
 def commit_of(folder: Path) -> str:
@@ -100,20 +102,23 @@ def commit_of(folder: Path) -> str:
     if head.returncode != 0:
         return "unknown: no git checkout"
     changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
-    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    return head.stdout.strip() + (CHANGED if changed.stdout.strip() else "")
 
 
-def about(command: str) -> dict[str, Any]:
+def about(host: Host, command: str) -> dict[str, Any]:
     """Return what a record must name."""
-    megatron = commit_of(Path(os.environ["MEGATRON_DIR"])).replace(
-        " with changes", " with slime's docker/patch/latest/megatron.patch"
-    )
-    commits = {"slime": commit_of(Path(os.environ["SLIME_DIR"])), "Megatron-LM": megatron, "mis_ext": commit_of(ROOT)}
-    return {"command": command, "date": datetime.date.today().isoformat(), "commits": commits} | report.machine()
+    commits = {name: commit_of(Path(os.environ[variable])) for name, variable in host.checkouts.items()}
+    for name, patch in host.patches.items():
+        commits[name] = commits[name].replace(CHANGED, f" with {patch}")
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "commits": commits | {"mis_ext": commit_of(ROOT)},
+    } | report.machine(host.packages)
 
 
 def shown(step: dict[str, float]) -> str:
-    """Loss, gradient norm and our metrics in one line, as slime named them below ``train/``."""
+    """Loss, gradient norm and our metrics in one line, as the host named them below ``train/``."""
     names = {name.removeprefix("train/"): value for name, value in step.items()}
     chosen_names = [name for name in names if name in ("loss", "grad_norm") or name.startswith("mis_")]
     return " ".join(f"{name}={names[name]:.5g}" for name in chosen_names)
@@ -122,33 +127,37 @@ def shown(step: dict[str, float]) -> str:
 def main() -> int:
     """Run, compare, print, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"only these: {', '.join(case.name for case in CASES)}")
+    parser.add_argument("host", choices=HOSTS)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these; DRY_RUN=1 --all prints their names")
     parser.add_argument("--all", action="store_true", help="every run; without it those that are compared or refused")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/real_stack/slime_cpu.md and .json")
-    parser.add_argument("--out", type=Path, default=Path("runs/slime_cpu"), help="folder of inputs and logs")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/real_stack/HOST_cpu.md and .json")
+    parser.add_argument("--out", type=Path, help="folder of inputs and logs (default: runs/HOST_cpu)")
     options = parser.parse_args()
+    host = HOSTS[options.host]
     try:
-        cases = chosen(options.runs, everything=options.all)
+        cases = host.chosen(options.runs, everything=options.all)
     except ValueError as error:
         parser.error(str(error))
-    folder = options.out.resolve()
+    folder = (options.out or Path("runs") / f"{host.name}_cpu").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     inputs = folder / "inputs"
     if os.environ.get("DRY_RUN"):
         for case in cases:
-            print(f"{case.name}: train.py {shlex.join(case.command(inputs, root=ROOT, folder=folder))}")
+            words = case.command(host.common(inputs), root=ROOT, folder=folder)
+            print(f"{case.name}: train.py {shlex.join(words)}")
         return 0
 
-    print("Not slime's, because this is a CPU:")
-    for name, what in report.STAND_INS.items():
+    print("Not as on a GPU:")
+    for name, what in host.stand_ins.items():
         print(f"  {name}: {what}")
-    subprocess.run([sys.executable, "-m", "slime_cpu.inputs", str(inputs)], env=os.environ | ENVIRONMENT, check=True)
-    checked, faults = check_documented(inputs=inputs, folder=folder)
-    print(f"slime's parser: {checked}, {len(faults)} faults", flush=True)
+    write_inputs = [sys.executable, "-m", "host_cpu.inputs", host.name, str(inputs)]
+    subprocess.run(write_inputs, env=os.environ | ENVIRONMENT, check=True)
+    checked, faults = check_documented(host, inputs=inputs, folder=folder)
+    print(f"the host's parser: {checked}, {len(faults)} faults", flush=True)
     results = []
     for case in cases:
         print(f"{case.name} ... log: {folder / case.name}.log", flush=True)
-        result = train(case, inputs=inputs, folder=folder)
+        result = train(host, case, inputs=inputs, folder=folder)
         results.append(result)
         faults += faults_of_run(result)
         for index, step in enumerate(result.logged.steps):
@@ -160,11 +169,12 @@ def main() -> int:
         print(f"FAULT {fault}")
     if faults:
         return 1
-    verdict = f"{len(results)} runs are as they must be. slime's own parser takes {checked}."
+    verdict = f"{len(results)} runs are as they must be. The host's own parser takes {checked}."
     print(verdict)
     if options.record:
-        command = shlex.join(["bash", "examples/slime/run_cpu.sh", *sys.argv[1:]])
-        report.write(ROOT / "benchmarks" / "real_stack", results, about=about(command), verdict=verdict)
+        command = shlex.join(["bash", f"examples/{host.name}/run_cpu.sh", *sys.argv[2:]])
+        about_them = about(host, command)
+        report.write(ROOT / "benchmarks" / "real_stack", results, host=host, about=about_them, verdict=verdict)
     return 0
 
 

@@ -1,18 +1,18 @@
-"""Writes what slime's command line names: a tiny Qwen3 with random weights, its tokenizer, prompts and rollouts.
+"""Writes what a host's command line names: a tiny Qwen3 with random weights, its tokenizer, prompts and rollouts.
 
-    python -m slime_cpu.inputs FOLDER
+    python -m host_cpu.inputs HOST FOLDER
 
-The rollouts stand for an engine: random tokens, with log-probs of the same model plus a drawn mismatch. They lie in the
-files that slime's ``--save-debug-rollout-data`` writes, written by slime's own function.
+The rollouts stand for an engine: random tokens, with log-probs of the same model plus a drawn mismatch. They are the
+host's own samples, in the files of its ``--save-debug-rollout-data``.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from slime.observability.rollout_data_utils import save_debug_rollout_data
-from slime.utils.types import Sample
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -51,8 +51,8 @@ def write_model(folder: Path) -> Qwen3ForCausalLM:
 
 
 @torch.no_grad()
-def rollout(model: Qwen3ForCausalLM, rollout_id: int) -> list[Sample]:
-    """Draw the samples of one rollout."""
+def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[Any]:
+    """Draw the samples of one rollout, each a ``Sample`` of the host."""
     generator = torch.Generator().manual_seed(100 + rollout_id)
 
     def between(low: int, high: int) -> int:
@@ -67,7 +67,7 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int) -> list[Sample]:
         is_large = torch.rand(response, generator=generator) < LARGE_SHARE
         sign = torch.randn(response, generator=generator).sign()
         samples.append(
-            Sample(
+            sample_type(
                 group_index=index // SAMPLES_PER_PROMPT,
                 index=rollout_id * NUM_PROMPTS * SAMPLES_PER_PROMPT + index,
                 prompt="x",
@@ -79,7 +79,7 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int) -> list[Sample]:
                 rollout_log_probs=(log_probs + mismatch + is_large * LARGE_MISMATCH * sign).tolist(),
                 # One token before the last is masked, as an observation is.
                 loss_mask=[1] * (response - MASKED_FROM_END) + [0, 1],
-                status=Sample.Status.COMPLETED,
+                status=sample_type.Status.COMPLETED,
             )
         )
     return samples
@@ -87,15 +87,13 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int) -> list[Sample]:
 
 def main() -> None:
     """Write everything below one folder."""
-    folder = Path(sys.argv[1])
+    host, folder = sys.argv[1], Path(sys.argv[2])
+    sample_type = importlib.import_module(f"{host}.utils.types").Sample
     model = write_model(folder / "model")
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     for rollout_id in range(NUM_ROLLOUTS):
-        save_debug_rollout_data(
-            str(folder / "rollouts" / "{rollout_id}.pt"),
-            rollout(model, rollout_id),
-            rollout_id=rollout_id,
-            evaluation=False,
-        )
+        samples = [sample.to_dict() for sample in rollout(model, rollout_id, sample_type)]
+        torch.save({"rollout_id": rollout_id, "samples": samples}, folder / "rollouts" / f"{rollout_id}.pt")
     prompts = [json.dumps({"text": f"t{i + 2} t{i + 3}", "label": "1"}) for i in range(16)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
 

@@ -1,4 +1,4 @@
-"""The runs as a table, and the record of the last ones in ``benchmarks/real_stack``."""
+"""The runs as a table, and as a record."""
 
 import json
 import math
@@ -9,17 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .cases import CHECK, Host
 from .comparison import GRAD_NORM, Result
 
-STAND_INS = {
-    "CUDA": "its calls go to the CPU (device.py), NCCL's to gloo, by slime's own registry of accelerators",
-    "torch.compile": "leaves functions as they are (device.py)",
-    "Transformer Engine": "a layer spec with packed attention and its parameter names (layers.py)",
-    "the engine": "recorded rollouts in slime's own file format: random tokens, drawn mismatch (inputs.py). "
-    "SGLang is imported, and samples nothing",
-    "torchvision": "names that SGLang and transformers import (examples/grpo/sglang_cpu)",
-}
-PACKAGES = ("torch", "ray", "transformers", "sglang", "sglang-router", "numpy")
 ERROR_LENGTH = 120
 COLUMNS = (
     "run",
@@ -40,8 +32,8 @@ def table(results: Iterable[Result]) -> str:
     lines += [_row(_trained(result)) for result in results if result.case.refusal is None]
     refused = [result for result in results if result.case.refusal is not None]
     if refused:
-        lines += ["", _row(("refused before the model is built", "s", "the error")), _row(["---"] * 3)]
-        lines += [_row((result.case.title, f"{result.seconds:.0f}", f"`{_error(result)}`")) for result in refused]
+        lines += ["", _row(("refused", "before the model is built", "s", "the error")), _row(["---"] * 4)]
+        lines += [_row(_refused(result)) for result in refused]
     return "\n".join(lines) + "\n"
 
 
@@ -61,6 +53,11 @@ def _trained(result: Result) -> Sequence[str]:
     )
 
 
+def _refused(result: Result) -> Sequence[str]:
+    before = "no" if result.logged.built_the_model or CHECK[0] not in result.case.flags else "yes"
+    return result.case.title, before, f"{result.seconds:.0f}", f"`{_error(result)}`"
+
+
 def _error(result: Result) -> str:
     """The line of the log that has the refusal."""
     lines = [line for line in result.logged.text.splitlines() if str(result.case.refusal) in line]
@@ -74,19 +71,19 @@ def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def machine() -> dict[str, Any]:
+def machine(packages: Iterable[str]) -> dict[str, Any]:
     """Hardware and versions."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
     }
 
 
 def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any]:
-    """All numbers that slime logged, of each run, with commits, command, date, hardware and versions."""
+    """All numbers that the host logged, of each run, with commits, command, date, hardware and versions."""
     runs = {
         result.case.name: {
             "title": result.case.title,
@@ -103,21 +100,20 @@ def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any
     return about | {"runs": runs}
 
 
-def page(results: Sequence[Result], *, about: dict[str, Any], verdict: str) -> str:
+def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str) -> str:
     """The record for people."""
     commits = "\n".join(f"| {name} | `{commit}` |" for name, commit in about["commits"].items())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    stand_ins = "\n".join(f"| {name} | {what} |" for name, what in STAND_INS.items())
-    return f"""# slime on a CPU
+    stand_ins = "\n".join(f"| {name} | {what} |" for name, what in host.stand_ins.items())
+    return f"""# {host.name} on a CPU
 
-Written by `{about["command"]}` on {about["date"]}. All numbers that slime logged:
-[slime_cpu.json](slime_cpu.json).
+Written by `{about["command"]}` on {about["date"]}. All numbers that {host.name} logged:
+[{host.name}_cpu.json]({host.name}_cpu.json).
 
 {verdict}
 
 {table(results)}
-*Scoring pass*: slime's separate forward pass over the rollout. *s a step*: of the last rollout, with
-that pass.
+*Scoring pass*: the host's separate forward pass over the rollout. *s a step*: of the last rollout, with that pass.
 
 | checkout | commit |
 |---|---|
@@ -125,14 +121,16 @@ that pass.
 
 {versions}. {about["cpu"]}, {about["cores"]} cores, {about["memory_gib"]} GiB.
 
-| stands in | what stands there |
+| not as on a GPU | instead |
 |---|---|
 {stand_ins}
 """
 
 
-def write(folder: Path, results: Sequence[Result], *, about: dict[str, Any], verdict: str) -> None:
-    """Write ``slime_cpu.md`` and ``slime_cpu.json``."""
+def write(folder: Path, results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str) -> None:
+    """Write ``HOST_cpu.md`` and ``HOST_cpu.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "slime_cpu.json").write_text(json.dumps(record(results, about=about), indent=1) + "\n", encoding="utf-8")
-    (folder / "slime_cpu.md").write_text(page(results, about=about, verdict=verdict), encoding="utf-8")
+    numbers = json.dumps(record(results, about=about), indent=1) + "\n"
+    (folder / f"{host.name}_cpu.json").write_text(numbers, encoding="utf-8")
+    text = page(results, host=host, about=about, verdict=verdict)
+    (folder / f"{host.name}_cpu.md").write_text(text, encoding="utf-8")

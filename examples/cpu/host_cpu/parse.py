@@ -1,10 +1,11 @@
-"""Gives launches to slime's own parser: ``python -m slime_cpu.parse ANSWERS.json < LAUNCHES.json``.
+"""Gives launches to a host's own parser: ``python -m host_cpu.parse HOST ANSWERS.json < LAUNCHES.json``.
 
-Reads a list of whole command lines. Writes every option that a parser of slime knew, and for each command line the
-flags that slime would drop without a word, and what it read in the others.
+Reads a list of whole command lines. Writes every option that a parser of the host knew, and for each command line the
+flags that the host would drop without a word, and what it read in the others.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -35,16 +36,15 @@ class Watcher:
 
 
 def main() -> None:
-    """Parse every command line with slime's ``parse_args``, which reads the file of ``--custom-config-path`` too."""
-    out = Path(sys.argv[1])
+    """Parse every command line with the host's ``parse_args``, which reads the file of ``--custom-config-path`` too."""
+    host, out = sys.argv[1], Path(sys.argv[2])
     device.install()
-    from slime.utils.arguments import parse_args
-
+    arguments = importlib.import_module(f"{host}.utils.arguments")
     answers = []
     with Watcher() as watcher:
         for words in json.load(sys.stdin):
             sys.argv = ["train.py", *words]
-            args = vars(parse_args())
+            args = vars(arguments.parse_args())
             flags = [word for word in words if word.startswith("--")]
             known = {flag: watcher.destinations[flag] for flag in flags if flag in watcher.destinations}
             answers.append(

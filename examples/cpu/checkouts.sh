@@ -1,4 +1,4 @@
-# Checkouts of the hosts at pinned commits. To be sourced, from the repository's root.
+# Checkouts of the hosts at pinned commits, and environments for them. To be sourced, from the repository's root.
 
 # checkout_at VARIABLE NAME URL COMMIT: sets VARIABLE to a checkout. The one that it names already is taken as it is, with
 # a warning if it is of another commit. Else git fetches the commit into .checkouts/NAME.
@@ -23,4 +23,17 @@ checkout_at() {
         git -C "$folder" checkout --quiet --force FETCH_HEAD
     fi
     printf -v "$variable" '%s' "$PWD/$folder"
+}
+
+# install_host REQUIREMENTS: makes the environment $venv for a host on the first run, and anew when the file changes.
+install_host() {
+    local requirements="$1" shared=requirements/slime-cpu.txt installed="$venv/.installed"
+    # Written last, so that an interrupted installation is taken up again.
+    if [[ ! -e "$installed" || "$requirements" -nt "$installed" || "$shared" -nt "$installed" ]]; then
+        [[ -x "$venv/bin/python" ]] || "${PYTHON:-python3}" -m venv "$venv"
+        "$venv/bin/pip" install "$(grep '^torch==' "$shared")"
+        "$venv/bin/pip" install --no-deps -r "$requirements"
+        "$venv/bin/pip" install --no-deps -e .
+        touch "$installed"
+    fi
 }

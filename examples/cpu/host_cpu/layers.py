@@ -1,4 +1,4 @@
-"""Layer spec for slime's ``--spec slime_cpu.layers layer_spec``: stands for Transformer Engine.
+"""Layer spec for slime's ``--spec host_cpu.layers layer_spec``: stands for Transformer Engine.
 
 Megatron-LM's own local spec does not do: its attention refuses packed sequences, which slime always has, and slime's
 loader of Hugging Face files knows only the parameter names of Transformer Engine's fused layers.

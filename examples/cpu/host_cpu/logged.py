@@ -1,7 +1,7 @@
-"""What slime logged: the numbers of its own log lines, at full precision.
+"""What a host logged: the numbers of its own log lines, at full precision.
 
-slime writes every dictionary that it sends to wandb or TensorBoard into its log too. Those files keep float32, and the
-last numbers are lost when Ray ends the process that has them open.
+slime and Miles write every dictionary that they send to wandb or TensorBoard into their log too. Those files keep
+float32, and the last numbers are lost when Ray ends the process that has them open.
 """
 
 import ast
@@ -44,7 +44,7 @@ class Logged:
 
 
 def read_log(text: str) -> Logged:
-    """Find slime's numbers in its log.
+    """Find the host's numbers in its log.
 
     Raises:
         ValueError: A line of numbers cannot be read, or one kind's numbers are not 0, 1, 2, ...
@@ -53,7 +53,7 @@ def read_log(text: str) -> Logged:
     found: dict[str, list[dict[str, float]]] = {"step": [], "rollout": [], "perf": []}
     for kind, index, values in _entries(text):
         if index != len(found[kind]):
-            raise ValueError(f"slime's log: {kind} {index} follows {len(found[kind])} others of its kind")
+            raise ValueError(f"the host's log: {kind} {index} follows {len(found[kind])} others of its kind")
         found[kind].append(values)
     return Logged(steps=found["step"], rollouts=found["rollout"], perf=found["perf"], text=text)
 
@@ -65,7 +65,7 @@ def _entries(text: str) -> Iterator[tuple[str, int, dict[str, float]]]:
         try:
             values = ast.literal_eval(literal)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"slime's log: cannot read {entry[0]!r}") from error
+            raise ValueError(f"the host's log: cannot read {entry[0]!r}") from error
         yield (
             entry["kind"],
             int(entry["index"]),

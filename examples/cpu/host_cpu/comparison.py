@@ -4,13 +4,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cases import NUM_ROLLOUTS, Case
+from .cases import CHECK, NUM_ROLLOUTS, Case
 from .logged import Logged
 
 GRAD_NORM = "train/grad_norm"
 OURS = "train/mis_"
-# Token weights with a cap of 2, computed by three pieces of code: the first step of each starts from the same weights.
-ALIKE = ("slime_tis", "hook", "policy_loss", "current")
 # float32 sums over 8 samples, in another order.
 SAME = 1e-5
 # Without a visible correction the comparison would compare nothing.
@@ -19,7 +17,7 @@ CORRECTED = 1e-3
 
 @dataclass(frozen=True)
 class Result:
-    """One run that ended: its exit code, what slime logged, and how long it took."""
+    """One run that ended: its exit code, what the host logged, and how long it took."""
 
     case: Case
     return_code: int
@@ -47,7 +45,7 @@ def faults_of_run(result: Result) -> list[str]:
         found.append(f"exit code {result.return_code}")
     steps = NUM_ROLLOUTS * case.steps_per_rollout
     if len(logged.steps) != steps:
-        found.append(f"{len(logged.steps)} optimizer steps in slime's log, not {steps}")
+        found.append(f"{len(logged.steps)} optimizer steps in its log, not {steps}")
     for index, step in enumerate(logged.steps):
         missing = [name for name in (GRAD_NORM, "train/loss", *case.metrics) if name not in step]
         if missing:
@@ -64,15 +62,18 @@ def _faults_of_refusal(result: Result) -> list[str]:
         found.append("not refused")
     if str(result.case.refusal) not in logged.text:
         found.append(f"its log has no {result.case.refusal!r}")
-    if logged.built_the_model or logged.steps:
+    if logged.steps:
+        found.append("refused only after a step")
+    if CHECK[0] in result.case.flags and logged.built_the_model:
         found.append("refused only after the model was built")
     return [f"{name}: {fault}" for fault in found]
 
 
 def faults_of_comparison(results: Iterable[Result]) -> list[str]:
     """Which of the runs that correct alike have another first gradient norm, or none that shows the correction."""
+    results = list(results)
     by_name = {result.case.name: result.first_grad_norm for result in results}
-    alike = {name: by_name[name] for name in ALIKE if name in by_name}
+    alike = {result.case.name: result.first_grad_norm for result in results if result.case.is_alike}
     if len(alike) < 2:
         return []
     reference, expected = next(iter(alike.items()))

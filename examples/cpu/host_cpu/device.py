@@ -1,16 +1,19 @@
-"""Stands for CUDA in slime's and Megatron-LM's processes: their calls for a GPU go to the CPU.
+"""Stands for CUDA in the processes of slime, Miles and Megatron-LM: their calls for a GPU go to the CPU.
 
 No file of theirs is changed. `install` replaces functions of ``torch.cuda`` in the running process, sends tensors that
-are asked for on CUDA to the CPU, and registers an accelerator with slime's own registry. Every Ray worker calls it
-first, as Ray's ``worker_process_setup_hook``.
+are asked for on CUDA to the CPU, and registers an accelerator with slime's own registry, where slime is. Every Ray
+worker calls it first, as Ray's ``worker_process_setup_hook``.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.distributed import device_mesh
 from torch.overrides import TorchFunctionMode
 
 MEMORY_BYTES = 2**34
@@ -77,8 +80,10 @@ def install() -> None:
     for module in ASK_AT_IMPORT:
         importlib.import_module(module)
     _replace_cuda_functions()
+    _replace_meshes()
     CudaTensorsOnCpu().__enter__()
-    _register_accelerator()
+    if find_spec("slime") is not None:
+        _register_accelerator()
 
 
 def _replace_cuda_functions() -> None:
@@ -108,6 +113,17 @@ def _replace_cuda_functions() -> None:
     torch.nn.Module.cuda = lambda self, device=None: self
     # The compiler does not take the functions above.
     torch.compile = _not_compiled
+
+
+def _replace_meshes() -> None:
+    """Make a mesh of CUDA devices one of processes on the CPU."""
+    original = device_mesh.init_device_mesh
+
+    @functools.wraps(original)
+    def on_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.distributed.init_device_mesh = device_mesh.init_device_mesh = on_cpu
 
 
 def _seed(seed: int) -> None:
