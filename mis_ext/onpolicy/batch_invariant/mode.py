@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mis_ext.onpolicy.batch_invariant import kernels
+from mis_ext.onpolicy.batch_invariant import kernels, transformer_engine
 from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
 __all__ = ["batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
@@ -58,14 +58,16 @@ def batch_invariant_mode() -> Iterator[None]:
     use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
     be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
     computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are
-    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, Transformer Engine, other
-    custom kernels) runs as it was compiled.
+    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, custom kernels) runs as
+    it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is imported when the block
+    begins; its functions, called without a module, are not seen.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on, or OpenMP
             may take fewer threads than torch says; nothing is enabled then. Or the block ends in another thread than it
             began in.
-        NotImplementedError: In the block, an operator that has no batch-invariant form here.
+        NotImplementedError: In the block, an operator that has no batch-invariant form here, or a call of a module of
+            Transformer Engine.
     """
     thread = threading.get_ident()
     if not is_batch_invariant() or not _thread.overrides:
@@ -93,6 +95,7 @@ def is_batch_invariant() -> bool:
 def _push_missing() -> _Overrides:
     """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
     overrides = _Overrides()
+    overrides.enter_context(transformer_engine.refuse_calls())
     if not FunctionOverrides.is_on():
         overrides.enter_context(FunctionOverrides())
     if not OperatorOverrides.is_on():
@@ -132,7 +135,10 @@ def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: A module is wrapped already.
+        NotImplementedError: A module is one of Transformer Engine.
     """
+    for module in modules:
+        transformer_engine.refuse_among(module)
     wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
     for module in wrapped:
         if hasattr(module.forward, "__batch_invariant__"):
