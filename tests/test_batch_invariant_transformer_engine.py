@@ -1,7 +1,7 @@
 """The batch-invariant mode refuses modules of Transformer Engine by name.
 
 Stand-ins: classes whose ``__module__`` is one of Transformer Engine's, and its empty package in ``sys.modules``. The
-real ones need a GPU: ``benchmarks/real_stack/transformer_engine.py`` asks them.
+real ones need a GPU: ``benchmarks/real_stack/te_study.py`` asks them.
 """
 
 import sys
@@ -45,7 +45,9 @@ def model(kind):
 def test_a_model_with_such_a_module_is_refused_with_its_path_before_anything_is_wrapped(kind):
     refused, plain = model(kind), torch.nn.Linear(4, 4)
     with (
-        pytest.raises(NotImplementedError, match=rf"1\.1, a {kind.__name__}, runs kernels .* get_gpt_layer_local_spec"),
+        pytest.raises(
+            NotImplementedError, match=rf"1\.1, a {kind.__name__}, runs kernels .* get_gpt_decoder_block_spec"
+        ),
         batch_invariant_forward(plain, refused),
     ):
         pass

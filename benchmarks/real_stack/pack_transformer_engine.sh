@@ -7,7 +7,7 @@
 # two cores and 9 GB of disk. Needs g++, strip, xz and CUDA 13.0's headers (CUDA_HOME).
 #
 # There: bash unpack.sh PIECES SITE, then source SITE/env.sh. Expected there: Python 3.12, torch 2.11.0+cu130, glibc 2.34 or
-# newer, einops, onnxscript. Pieces may come one after the other: unpack.sh waits for the last.
+# newer, einops, onnxscript.
 set -euo pipefail
 python="$1"
 out="$(realpath -m "$2")"

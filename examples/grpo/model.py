@@ -8,6 +8,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from transformers import Qwen3Config
 
@@ -98,10 +100,12 @@ def build_model(
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     if core_attention is not None:
         spec.submodules.self_attention.submodules.core_attention = core_attention
+    # Given a layer alone, Megatron-Core takes the last norm from Transformer Engine where that is installed.
+    block = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=WrappedTorchNorm)
     torch.manual_seed(seed)
     return GPTModel(
         config,
-        spec,
+        block,
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_length,
         position_embedding_type="rope",

@@ -54,6 +54,7 @@ def _message(kind: type[nn.Module], path: str = "") -> str:
     where = f"{path}, a" if path else "a"
     return (
         f"{where} {kind.__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: build "
-        "the model of torch's modules (Megatron-Core: get_gpt_layer_local_spec), or take Megatron-Core's own mode for "
-        "these modules, enable_batch_invariant_mode, on both sides and without this one"
+        "the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with use_transformer_engine=False; a "
+        "local layer spec alone gets Transformer Engine's final norm), or take Megatron-Core's own mode for these "
+        "modules, enable_batch_invariant_mode, on both sides and without this one"
     )
