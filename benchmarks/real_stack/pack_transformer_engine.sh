@@ -31,7 +31,8 @@ nvidia="$("$work/venv/bin/python" -c 'import nvidia; print(list(nvidia.__path__)
 
 # 2. What has wheels: the kernels, the Python part, and what the other machine lacks.
 "$pip" download -q --no-deps -d "$work/wheels" "transformer_engine_cu13==$version" "transformer_engine==$version" \
-    megatron-core==0.16.1 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types==0.7.0 gguf==0.17.1
+    megatron-core==0.16.1 gguf==0.17.1 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types==0.7.0 \
+    typing-extensions==4.16.0 typing-inspection==0.4.2
 
 # 3. What has none: the bindings to torch. They are C++ alone, so no GPU code is compiled.
 if ! ls "$work"/wheels/transformer_engine_torch-*.whl > /dev/null 2>&1; then

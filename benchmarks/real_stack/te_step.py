@@ -50,6 +50,8 @@ class Step(dict[str, float]):
 
 def inputs_of(rollout: Rollout, decoder: Decoder) -> Iterator[tuple[slice, ModelInputs, list[int] | None]]:
     """Micro-batches of a rollout: which samples, what the model takes, and the one length if they are padded."""
+    # As Megatron-Core's schedule does: Transformer Engine rounds weights to 8 bits in the first micro-batch alone.
+    decoder.model.set_is_first_microbatch()
     for first in range(0, len(rollout.tokens), MICRO_BATCH):
         samples = slice(first, first + MICRO_BATCH)
         tokens = rollout.tokens[samples]

@@ -84,7 +84,7 @@ class Study:
         decoder = Decoder(variant, self.shape, self.weights, self.device, **options)
         if variant.warm:
             for _, inputs, _ in inputs_of(self.rollout, decoder):
-                decoder.log_probs(decoder.logits(inputs), inputs).sum().backward()
+                decoder.log_probs(decoder.logits(inputs), inputs).mean().div(len(self.rollout.tokens)).backward()
         return decoder
 
     def score(self, name: str) -> dict[str, Any]:
