@@ -20,7 +20,7 @@ PAGES = {
     "../SECURITY.md": "security.md",
 }
 """Pages of the repository that are pages of the site too."""
-FOLDERS = {"../benchmarks/evidence/": "evidence/"}
+FOLDERS = {"../benchmarks/evidence/": "evidence/", "../benchmarks/real_stack/": "real_stack/"}
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)

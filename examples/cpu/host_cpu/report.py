@@ -107,8 +107,8 @@ def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdic
     stand_ins = "\n".join(f"| {name} | {what} |" for name, what in host.stand_ins.items())
     return f"""# {host.name} on a CPU
 
-Written by `{about["command"]}` on {about["date"]}. All numbers that {host.name} logged:
-[{host.name}_cpu.json]({host.name}_cpu.json).
+Written by `{about["command"]}` on {about["date"]}. All numbers that {host.name} logged are in
+`{host.name}_cpu.json`.
 
 {verdict}
 
