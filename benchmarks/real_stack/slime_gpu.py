@@ -1,0 +1,260 @@
+"""Unmodified slime on one GPU, run after run, each with its own log and time limit, and one table at the end.
+
+    SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
+    SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py whole [RUN ...]
+    python benchmarks/real_stack/slime_gpu.py table
+
+``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
+router. Every run is ``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second
+call goes on. One run that fails does not stop the others.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples/slime/run_gpu.sh"
+PRESET = str(ROOT / "yaml/mis.yaml")
+CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
+HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", *CHECK)
+LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss", *CHECK)
+TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
+UNSCORED = "--use-rollout-logprobs"
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+NUM_PORTS = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: slime's flags after those of the script, keys of ours, and how often it is started and killed."""
+
+    flags: tuple[str, ...] = ()
+    keys: dict[str, Any] | None = None
+    seconds: int = 240
+    kill_after_rollout: int | None = None
+
+
+def method(name: str, *flags: str, **keys: Any) -> Run:
+    """Whole loss with a published method."""
+    # 0.2 counts as not set; the method says how it clips.
+    return Run((*LOSS, "--eps-clip-high", "0.2", *flags), {"mis_loss_method": name} | keys)
+
+
+GATED = TOKEN_TIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+RECORDED = {
+    "nothing": Run(),
+    "slime_tis": Run(("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0")),
+    "hook_core": Run(("--use-tis", *HOOK), TOKEN_TIS),
+    "hook_all": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}),
+    "hook_gated": Run(("--use-tis", *HOOK), GATED),
+    "loss_baseline": Run(("--use-tis", *LOSS), TOKEN_TIS),
+    "loss_baseline_all": Run(("--use-tis", *LOSS), TOKEN_TIS | {"mis_metrics": "all"}),
+    "loss_current": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_proximal": "current"}),
+    "loss_gated": Run(("--use-tis", *LOSS), GATED),
+    "loss_decoupled": Run(LOSS, TOKEN_TIS | {"mis_loss_mode": "decoupled"}),
+    "loss_bypass": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_mode": "bypass"}),
+    "loss_reinforce": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_mode": "reinforce"}),
+    "method_icepop": method("icepop"),
+    "method_dppo_tv": method("dppo_tv"),
+    "method_gspo": method("gspo"),
+    "method_cispo": method("cispo"),
+    "method_topr": method("topr"),
+    "metrics_only": Run(("--get-mismatch-metrics", *HOOK), {"use_tis": False, "mis_metrics": "all"}),
+    "per_token": Run(("--use-tis", *HOOK, "--calculate-per-token-loss"), TOKEN_TIS),
+    "per_token_loss": Run(("--use-tis", *LOSS, "--calculate-per-token-loss"), TOKEN_TIS),
+    "prepare_rollout": Run(
+        ("--use-tis", *HOOK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        TOKEN_TIS | {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"},
+    ),
+    "log_mismatch": Run(
+        ("--get-mismatch-metrics", *HOOK, "--rollout-data-postprocess-path", "mis_ext.log_mismatch"),
+        {"use_tis": False},
+    ),
+    "recompute": Run(("--use-tis", *HOOK, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
+    "recompute_loss": Run(("--use-tis", *LOSS, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
+    "two_steps": Run(("--use-tis", *HOOK, "--num-steps-per-rollout", "2"), TOKEN_TIS),
+    "two_steps_loss": Run(("--use-tis", *LOSS, "--num-steps-per-rollout", "2"), TOKEN_TIS),
+    "refused": Run(("--use-tis", *HOOK), {"tis_uper_bound": 2.0}, seconds=120),
+}
+WHOLE = {
+    "whole": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}, seconds=420),
+    "whole_loss": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_proximal": "current"}, seconds=420),
+    "killed": Run(
+        ("--use-tis", *HOOK, "--num-rollout", "8", "--save-interval", "4"),
+        TOKEN_TIS,
+        seconds=300,
+        kill_after_rollout=5,
+    ),
+    "two_turns": Run(
+        ("--use-tis", *HOOK, "--num-rollout", "4", "--rollout-max-context-len", "256"),
+        TOKEN_TIS | {"on_policy_tokens": {"environment": "slime_gpu.arithmetic.second_try", "max_turns": 2}},
+        seconds=300,
+    ),
+}
+STEP = re.compile(r"step (\d+): (\{.*\})")
+ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
+PERF = re.compile(r"perf (\d+): (\{.*\})")
+
+
+def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
+    """Dictionaries that slime logged, by step. Non-finite numbers become None."""
+    found: dict[int, dict[str, float]] = {}
+    for step, body in pattern.findall(text):
+        body = re.sub(r"\b(nan|inf)\b", "None", re.sub(r"-inf\b", "None", body))
+        try:
+            values = json.loads(
+                body.replace("'", '"').replace("None", "null").replace("True", "1").replace("False", "0")
+            )
+        except json.JSONDecodeError:
+            continue
+        found.setdefault(int(step), {}).update(values)
+    return found
+
+
+class Runner:
+    """Runs that write below one folder."""
+
+    def __init__(self, out: Path, *, shared: Sequence[str], python: str) -> None:
+        self.out, self.shared, self.python = out, tuple(shared), python
+
+    def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
+        """Run it, unless it is done, and write what it logged."""
+        folder = self.out / name
+        done = folder / "done.json"
+        if done.exists():
+            return json.loads(done.read_text())
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = [*self.shared, *run.flags]
+        if run.keys is not None:
+            # JSON is YAML.
+            (folder / "keys.yaml").write_text(json.dumps(run.keys), encoding="utf-8")
+            flags += ["--custom-config-path", str(folder / "keys.yaml")]
+        environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
+        environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
+        if engine:
+            environment["ENGINE"] = engine
+        begin = time.monotonic()
+        codes = [self._process(name, flags, environment, run, first=True)]
+        if run.kill_after_rollout is not None:
+            codes.append(self._process(name, flags, environment, run, first=False))
+        text = (folder / "run.log").read_text(errors="replace")
+        result = {
+            "name": name,
+            "flags": " ".join(flags),
+            "keys": run.keys,
+            "return_codes": codes,
+            "seconds": round(time.monotonic() - begin, 1),
+            "steps": numbers(STEP, text),
+            "rollouts": numbers(ROLLOUT, text),
+            "perf": numbers(PERF, text),
+            "says": sorted({line.split(") ", 1)[-1] for line in text.splitlines() if "mis_ext: " in line})[:4],
+            "errors": [line[-300:] for line in text.splitlines() if re.search(r"\w(Error|Exception): ", line)][-3:],
+        }
+        done.write_text(json.dumps(result, indent=1))
+        print(f"{name}: {codes}, {result['seconds']} s, {len(result['steps'])} steps", flush=True)
+        return result
+
+    def _process(self, name: str, flags: Sequence[str], environment: dict[str, str], run: Run, *, first: bool) -> int:
+        log = self.out / name / "run.log"
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                ["bash", str(SCRIPT), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+        end = time.monotonic() + run.seconds
+        while process.poll() is None:
+            reached = (
+                first
+                and run.kill_after_rollout is not None
+                and run.kill_after_rollout in numbers(STEP, log.read_text())
+            )
+            if reached or time.monotonic() > end:
+                os.killpg(process.pid, signal.SIGKILL)
+                with log.open("a") as file:
+                    file.write("\nKILLED " + ("as planned\n" if reached else f"after {run.seconds} s\n"))
+            time.sleep(0.5)
+        return process.returncode
+
+
+def table(folder: Path) -> str:
+    """Markdown: one row per run that is done."""
+    lines = [
+        "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step | scoring pass "
+        "| `train/mis_*` | reward, first to last |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(folder.glob("*/done.json"), key=lambda path: path.stat().st_mtime):
+        run = json.loads(path.read_text())
+        steps = [values for _, values in sorted((int(step), values) for step, values in run["steps"].items())]
+        perf = [values for _, values in sorted((int(step), values) for step, values in run["perf"].items())]
+        rollouts = [values for _, values in sorted((int(step), values) for step, values in run["rollouts"].items())]
+        norms = [step.get("train/grad_norm") for step in steps]
+        rewards = [values["rollout/raw_reward"] for values in rollouts if "rollout/raw_reward" in values]
+        own = len({key for step in steps for key in step if key.startswith("train/mis_")})
+        times = sorted(values["perf/train_time"] for values in perf[1:] if "perf/train_time" in values)
+        cells = [
+            run["name"],
+            ", ".join(map(str, run["return_codes"])),
+            f"{run['seconds']:.0f}",
+            *(f"{norms[i]:.9g}" if len(norms) > i and norms[i] is not None else "" for i in (0, 1, -1)),
+            f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"])[-120:].replace("|", "/"),
+            f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
+            f"{times[len(times) // 2]:.2f}" if times else "",
+            "yes" if any("perf/log_probs_time" in values for values in perf) else "no",
+            str(own),
+            f"{rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is asked for, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recorded", "whole", "table"))
+    parser.add_argument("runs", nargs="*", help="names; default all")
+    parser.add_argument("--out", type=Path, default=Path("runs/slime_gpu_record"))
+    parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
+    parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
+    parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
+    parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs")
+    parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
+    parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    if args.what != "table":
+        known = RECORDED if args.what == "recorded" else WHOLE
+        unknown = set(args.runs) - set(known)
+        if unknown:
+            parser.error(f"runs {sorted(unknown)}: must be among {', '.join(known)}")
+        shared = args.flags.split()
+        if args.what == "recorded":
+            if args.rollouts is None or not (args.rollouts / "0.pt").exists():
+                parser.error("recorded: --rollouts must name a folder with 0.pt")
+            files = str(args.rollouts.resolve() / "{rollout_id}.pt")
+            shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
+        runner = Runner(args.out, shared=shared, python=sys.executable)
+        begin = time.monotonic()
+
+        def start(item: tuple[int, str]) -> None:
+            index, name = item
+            if args.limit is None or time.monotonic() - begin < args.limit:
+                runner.start(name, known[name], port=31000 + index % NUM_PORTS, engine=args.engine)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(start, enumerate(args.runs or known)))
+    print(table(args.out))
+
+
+if __name__ == "__main__":
+    main()
