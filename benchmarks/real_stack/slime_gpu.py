@@ -125,8 +125,8 @@ def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
 class Runner:
     """Runs that write below one folder."""
 
-    def __init__(self, out: Path, *, shared: Sequence[str], python: str) -> None:
-        self.out, self.shared, self.python = out, tuple(shared), python
+    def __init__(self, out: Path, *, shared: Sequence[str], python: str, patience: float) -> None:
+        self.out, self.shared, self.python, self.patience = out, tuple(shared), python, patience
 
     def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
         """Run it, unless it is done, and write what it logged."""
@@ -171,7 +171,8 @@ class Runner:
             process = subprocess.Popen(
                 ["bash", str(SCRIPT), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
             )
-        end = time.monotonic() + run.seconds
+        limit = run.seconds * self.patience
+        end = time.monotonic() + limit
         while process.poll() is None:
             reached = (
                 first
@@ -181,7 +182,7 @@ class Runner:
             if reached or time.monotonic() > end:
                 os.killpg(process.pid, signal.SIGKILL)
                 with log.open("a") as file:
-                    file.write("\nKILLED " + ("as planned\n" if reached else f"after {run.seconds} s\n"))
+                    file.write("\nKILLED " + ("as planned\n" if reached else f"after {limit:.0f} s\n"))
             time.sleep(0.5)
         return process.returncode
 
@@ -199,6 +200,7 @@ def table(folder: Path) -> str:
         perf = [values for _, values in sorted((int(step), values) for step, values in run["perf"].items())]
         rollouts = [values for _, values in sorted((int(step), values) for step, values in run["rollouts"].items())]
         norms = [step.get("train/grad_norm") for step in steps]
+        shown = [norms[0], norms[1] if len(norms) > 1 else None, norms[-1]] if norms else [None] * 3
         rewards = [values["rollout/raw_reward"] for values in rollouts if "rollout/raw_reward" in values]
         own = len({key for step in steps for key in step if key.startswith("train/mis_")})
         times = sorted(values["perf/train_time"] for values in perf[1:] if "perf/train_time" in values)
@@ -206,7 +208,7 @@ def table(folder: Path) -> str:
             run["name"],
             ", ".join(map(str, run["return_codes"])),
             f"{run['seconds']:.0f}",
-            *(f"{norms[i]:.9g}" if len(norms) > i and norms[i] is not None else "" for i in (0, 1, -1)),
+            *("" if norm is None else f"{norm:.9g}" for norm in shown),
             f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"])[-120:].replace("|", "/"),
             f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
             f"{times[len(times) // 2]:.2f}" if times else "",
@@ -229,6 +231,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
     parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs")
     parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
     parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -243,7 +246,7 @@ def main() -> None:
                 parser.error("recorded: --rollouts must name a folder with 0.pt")
             files = str(args.rollouts.resolve() / "{rollout_id}.pt")
             shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
-        runner = Runner(args.out, shared=shared, python=sys.executable)
+        runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience)
         begin = time.monotonic()
 
         def start(item: tuple[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""Is everything there that a run on one GPU needs? ``python -m slime_gpu.check`` says what is missing and how to get it.
+"""Is everything there that a run on one GPU needs? ``python -m slime_gpu.check`` says what is missing.
 
 Prints the versions, beside those with which the run was tried.
 """

@@ -1,0 +1,103 @@
+"""The run of slime on one GPU: its command lines, its tasks, and what it says where something is missing."""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.real_stack.slime_gpu import STEP, numbers, table
+from examples.slime.slime_gpu.arithmetic import draw_task, is_right, reward, second_try, write_prompts
+from examples.slime.slime_gpu.check import is_patched
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples/slime/run_gpu.sh"
+
+
+def dry_run(*flags: str, **environment: str) -> list[str]:
+    """The command lines that the script would start."""
+    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": sys.executable, "DRY_RUN": "1"}
+    result = subprocess.run(
+        ["bash", str(SCRIPT), *flags], env=os.environ | given | environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return [line for line in result.stdout.splitlines() if line.strip()]
+
+
+def test_one_engine_and_one_training_with_our_flags() -> None:
+    engine, train = dry_run("--num-rollout", "3", ATTENTION="torch")
+    assert "sglang.launch_server" in engine
+    assert "--port 31000" in engine
+    assert "--rollout-external-engine-addrs 127.0.0.1:31000" in train
+    assert "--custom-megatron-init-path mis_ext.check_setup" in train
+    # Flags of the user win.
+    assert train.rstrip().endswith("--num-rollout 3")
+
+
+def test_recorded_rollouts_need_no_engine() -> None:
+    (train,) = dry_run("--debug-train-only", ATTENTION="torch")
+    assert "--rollout-external-engine-addrs" not in train
+    assert "--save " not in train
+
+
+def test_attention_has_two_values() -> None:
+    (_, train) = dry_run(ATTENTION="te")
+    assert "--spec" not in train
+    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": sys.executable, "ATTENTION": "flash"}
+    result = subprocess.run(["bash", str(SCRIPT)], env=os.environ | given, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ATTENTION=flash: must be te or torch" in result.stderr
+
+
+def test_tasks_have_one_right_answer(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "prompts.jsonl", 50)
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(lines) == 50
+    for line in lines:
+        question = line["prompt"][0]["content"]
+        if " x " in question:
+            a, b = (int(word) for word in question.removeprefix("What is ").split("?")[0].split(" x "))
+            assert line["label"] == str(a * b)
+    assert draw_task(random.Random(1)) == draw_task(random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("7 x 8 = 56", True), ("56 is not 55", False), ("", False), ("156", False)]
+)
+def test_the_last_integer_counts(text: str, right: bool) -> None:
+    sample = SimpleNamespace(response=text, label="56")
+    assert is_right(text, "56") is right
+    assert asyncio.run(reward(None, sample)) == float(right)
+    assert (asyncio.run(second_try(sample, text)) is None) is right
+
+
+def test_a_patch_is_found_by_its_first_line(tmp_path: Path) -> None:
+    patch = tmp_path / "a.patch"
+    patch.write_text("--- a/f.py\n+++ b/f.py\n@@\n one\n+two\n")
+    (tmp_path / "f.py").write_text("one\n")
+    assert not is_patched(tmp_path, patch)
+    (tmp_path / "f.py").write_text("one\ntwo\n")
+    assert is_patched(tmp_path, patch)
+
+
+def test_a_table_of_what_slime_logged(tmp_path: Path) -> None:
+    text = "x - step 0: {'train/loss': nan, 'train/grad_norm': 1.5}\nx - step 1: {'train/grad_norm': -inf}\n"
+    found = numbers(STEP, text)
+    assert found == {0: {"train/loss": None, "train/grad_norm": 1.5}, 1: {"train/grad_norm": None}}
+    run = {
+        "name": "a",
+        "return_codes": [1],
+        "seconds": 2.0,
+        "steps": {},
+        "rollouts": {},
+        "perf": {},
+        "errors": ["E: no"],
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "done.json").write_text(json.dumps(run))
+    assert table(tmp_path).splitlines()[-1].startswith("| a | 1 | 2 |  |  |  | E: no |")
