@@ -119,5 +119,6 @@ if [[ -z "$train_only" && -z "${ENGINE:-}" ]]; then
 fi
 "${train[@]}" 2>&1 | tee -a "$out/train.log"
 
+[[ -z "$train_only" ]] || exit 0
 "$python" -m mis_ext report "$out/dumps/train_data" --trust-pickle ${config:+--config "$config"} --out "$out/report" ||
     echo "mis-ext report failed; the training did not" >&2
