@@ -79,6 +79,9 @@ engine_args=(
     --custom-generate-function-path mis_ext.rollout.generate
     --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10
 )
+# Megatron-LM cannot load the state of torch's Adam, which it takes without Transformer Engine and apex: an assertion in
+# DistributedOptimizer.state_dict. Then a second run goes on with the weights and a fresh Adam.
+[[ "$attention" == te ]] || engine_args+=(--no-save-optim --no-load-optim)
 [[ -z "$train_only" ]] || engine_args=(--load "$model")
 mis_args=()
 if [[ -n "$config" ]]; then
