@@ -165,11 +165,14 @@ def test_names_of_the_hosts_are_no_misspellings(capsys) -> None:
     assert "did you mean" not in str(raised.value)
 
 
-def test_a_path_that_leads_nowhere_is_the_hosts_own_error() -> None:
-    with pytest.raises(AttributeError, match="compute_mis_weights"):
-        start(HOOK | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_pc"})
-    with pytest.raises(ImportError, match="no_such_package"):
-        start(HOOK | {"custom_tis_function_path": "no_such_package.f"})
+def test_a_path_that_leads_nowhere_is_the_hosts_own_error_with_the_flag() -> None:
+    flag = "--custom-tis-function-path"
+    with pytest.raises(AttributeError, match=f"^{flag} mis_ext.compute_mis_weights_with_pc: .* has no attribute"):
+        mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_pc"}))
+    with pytest.raises(ImportError, match=f"^{flag} no_such_package.hook: No module named 'no_such_package'"):
+        mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "no_such_package.hook"}))
+    with pytest.raises(AttributeError, match="^--custom-loss-function-path mis_ext.policy_los: "):
+        mis_ext.check_setup(arguments(LOSS | {"custom_loss_function_path": "mis_ext.policy_los"}))
 
 
 def test_the_long_path_of_our_function_and_a_wrapper_of_it_pass(monkeypatch: pytest.MonkeyPatch) -> None:

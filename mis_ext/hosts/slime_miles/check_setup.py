@@ -99,7 +99,7 @@ def _entrance_of(args: Any) -> _Entrance:
     if path is None:
         instead = ", so the host's own TIS would run" if entrance is _HOOK and read_argument(args, "use_tis") else ""
         raise _not_called(args, f"{entrance.flag} is not set{instead}")
-    if not _leads_to(path, entrance.function):
+    if not _leads_to(path, entrance):
         raise _not_called(
             args,
             f"{entrance.flag} {path} is not {entrance.name} (a function of yours that calls it passes with "
@@ -108,10 +108,14 @@ def _entrance_of(args: Any) -> _Entrance:
     return entrance
 
 
-def _leads_to(path: str, function: Any) -> bool:
+def _leads_to(path: str, entrance: _Entrance) -> bool:
     """Whether a dotted path is of this function, or of a wrapper that says so; found as the hosts find it."""
     module, _, name = path.rpartition(".")
-    return inspect.unwrap(getattr(import_module(module), name)) is function
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise type(error)(f"{entrance.flag} {path}: {error}; {_LAUNCHES}") from error
+    return inspect.unwrap(found) is entrance.function
 
 
 def _not_called(args: Any, why: str) -> ValueError:
