@@ -171,7 +171,7 @@ def test_a_path_that_leads_nowhere_is_the_hosts_own_error_with_the_flag() -> Non
         mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_pc"}))
     with pytest.raises(ImportError, match=f"^{flag} no_such_package.hook: No module named 'no_such_package'"):
         mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "no_such_package.hook"}))
-    with pytest.raises(AttributeError, match="^--custom-loss-function-path mis_ext.policy_los: "):
+    with pytest.raises(AttributeError, match=r"^--custom-loss-function-path mis_ext\.policy_los: "):
         mis_ext.check_setup(arguments(LOSS | {"custom_loss_function_path": "mis_ext.policy_los"}))
 
 

@@ -100,4 +100,14 @@ def test_a_table_of_what_slime_logged(tmp_path: Path) -> None:
     }
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "done.json").write_text(json.dumps(run))
+    (tmp_path / "a" / "run.log").write_text("")
     assert table(tmp_path).splitlines()[-1].startswith("| a | 1 | 2 |  |  |  | E: no |")
+
+
+def test_the_table_has_what_was_stopped_in_the_order_of_the_runs(tmp_path):
+    for name, norm in (("whole", 1.5), ("nothing", 2.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text(f"x) step 0: {{'train/grad_norm': {norm}, 'train/loss': 0.25}}\n")
+    rows = table(tmp_path).splitlines()[2:]
+    assert rows[0].startswith("| nothing | stopped |  | 2.5 |  | 2.5 | 0.25 |")
+    assert rows[1].startswith("| whole | stopped |  | 1.5 |")

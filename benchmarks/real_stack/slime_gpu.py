@@ -2,11 +2,12 @@
 
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py whole [RUN ...]
-    python benchmarks/real_stack/slime_gpu.py table
+    python benchmarks/real_stack/slime_gpu.py table [--json FILE]
 
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
 router. Every run is ``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second
-call goes on. One run that fails does not stop the others.
+call goes on. One run that fails does not stop the others. ``table`` shows what was stopped from its log, and
+``--json`` keeps all numbers that slime logged.
 """
 
 import argparse
@@ -122,6 +123,30 @@ def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
     return found
 
 
+def logged(folder: Path) -> dict[str, Any]:
+    """What slime wrote into a run's log."""
+    text = (folder / "run.log").read_text(errors="replace")
+    return {
+        "steps": numbers(STEP, text),
+        "rollouts": numbers(ROLLOUT, text),
+        "perf": numbers(PERF, text),
+        "says": sorted({line[line.index("mis_ext: ") :] for line in text.splitlines() if "mis_ext: " in line})[:4],
+        "errors": [line[-300:] for line in text.splitlines() if re.search(r"\w(Error|Exception): ", line)][-3:],
+    }
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """All runs below a folder, in their order here. One that was stopped has no exit code, and what its log has."""
+    found = []
+    order = {name: place for place, name in enumerate((*RECORDED, *WHOLE))}
+    logs = sorted(folder.glob("*/run.log"), key=lambda path: (order.get(path.parent.name, len(order)), path))
+    for log in logs:
+        done = log.with_name("done.json")
+        stopped = {"name": log.parent.name, "return_codes": ["stopped"], "seconds": None}
+        found.append(json.loads(done.read_text()) if done.exists() else stopped | logged(log.parent))
+    return found
+
+
 class Runner:
     """Runs that write below one folder."""
 
@@ -148,18 +173,14 @@ class Runner:
         codes = [self._process(name, flags, environment, run, first=True)]
         if run.kill_after_rollout is not None:
             codes.append(self._process(name, flags, environment, run, first=False))
-        text = (folder / "run.log").read_text(errors="replace")
         result = {
             "name": name,
-            "flags": " ".join(flags),
+            # With the last part of each path.
+            "flags": " ".join(re.sub("^/.*/", "", flag) for flag in flags),
             "keys": run.keys,
             "return_codes": codes,
             "seconds": round(time.monotonic() - begin, 1),
-            "steps": numbers(STEP, text),
-            "rollouts": numbers(ROLLOUT, text),
-            "perf": numbers(PERF, text),
-            "says": sorted({line.split(") ", 1)[-1] for line in text.splitlines() if "mis_ext: " in line})[:4],
-            "errors": [line[-300:] for line in text.splitlines() if re.search(r"\w(Error|Exception): ", line)][-3:],
+            **logged(folder),
         }
         done.write_text(json.dumps(result, indent=1))
         print(f"{name}: {codes}, {result['seconds']} s, {len(result['steps'])} steps", flush=True)
@@ -188,14 +209,13 @@ class Runner:
 
 
 def table(folder: Path) -> str:
-    """Markdown: one row per run that is done."""
+    """Markdown: one row per run."""
     lines = [
         "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step | scoring pass "
         "| `train/mis_*` | reward, first to last |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in sorted(folder.glob("*/done.json"), key=lambda path: path.stat().st_mtime):
-        run = json.loads(path.read_text())
+    for run in results(folder):
         steps = [values for _, values in sorted((int(step), values) for step, values in run["steps"].items())]
         perf = [values for _, values in sorted((int(step), values) for step, values in run["perf"].items())]
         rollouts = [values for _, values in sorted((int(step), values) for step, values in run["rollouts"].items())]
@@ -207,7 +227,7 @@ def table(folder: Path) -> str:
         cells = [
             run["name"],
             ", ".join(map(str, run["return_codes"])),
-            f"{run['seconds']:.0f}",
+            "" if run["seconds"] is None else f"{run['seconds']:.0f}",
             *("" if norm is None else f"{norm:.9g}" for norm in shown),
             f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"])[-120:].replace("|", "/"),
             f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
@@ -233,6 +253,7 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
     parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with table: write all numbers there")
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.what != "table":
@@ -256,6 +277,8 @@ def main() -> None:
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(start, enumerate(args.runs or known)))
+    elif args.json is not None:
+        args.json.write_text("[\n" + ",\n".join(map(json.dumps, results(args.out))) + "\n]\n", encoding="utf-8")
     print(table(args.out))
 
 
