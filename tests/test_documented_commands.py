@@ -73,6 +73,9 @@ def check_bash(words: list[str]) -> None:
         assert arguments in ([], ["serve"])
     elif script.endswith("/run_cpu.sh"):
         check_script("examples/cpu/host_cpu/run.py", [Path(script).parent.name, *arguments])
+    elif script.endswith("/run_gpu.sh"):
+        # What follows goes to the host.
+        assert not arguments
     elif script.startswith(("examples/slime/", "examples/miles/")):
         assert (ROOT / arguments[0]).is_file()
     elif script == ".ci/run":
