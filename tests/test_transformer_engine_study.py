@@ -21,7 +21,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     command = [sys.executable, FOLDER / "te_study.py", "prepare", "score", "step", "--work", folder, "--model", "tiny"]
     paths = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    # Megatron-Core writes its choice of attention there, for every model of this process, and refuses another one later.
+    # Where Megatron-Core keeps its choice of attention: that of a model of this process would be refused there.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
     environment = inherited | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     run = subprocess.run([*command, "--only", *VARIANTS], env=environment, capture_output=True, text=True)
