@@ -24,6 +24,8 @@ done
 cat > "$site/env.sh" << EOF
 export PYTHONPATH="$site\${PYTHONPATH:+:\$PYTHONPATH}"
 export LD_LIBRARY_PATH="$nvidia/cudnn/lib:$nvidia/cu13/lib:$nvidia/nccl/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+# Transformer Engine takes a cuDNN of the CUDA toolkit first, whose libraries and torch's do not go together.
+export CUDNN_HOME="$nvidia/cudnn"
 $kernels
 # Else a library that cuDNN cannot load is an error without a name.
 export CUDNN_LOGERR_DBG=1 CUDNN_LOGDEST_DBG=stderr
