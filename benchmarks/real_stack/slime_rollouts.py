@@ -1,0 +1,124 @@
+"""Recorded rollouts for ``slime_gpu.py recorded``: easy sums, sampled by another engine than the trainer.
+
+    python benchmarks/real_stack/slime_rollouts.py MODEL FOLDER [--number 4]
+
+transformers samples from MODEL (``examples/slime/slime_gpu/model.py`` writes one) with weights rounded to e4m3, one
+scale per row: the mismatch is that of an engine with FP8 weights. slime's own ``Sample`` and writer make the files, so
+slime must be on the path.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+import torch
+from slime.observability.rollout_data_utils import save_debug_rollout_data
+from slime.utils.types import Sample
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples/slime"))
+from slime_gpu.arithmetic import draw_task, is_right
+
+NUM_PROMPTS, SAMPLES_PER_PROMPT, MAX_TOKENS = 16, 8, 32
+LARGEST_E4M3 = 448.0
+
+
+def round_to_e4m3(weight: Tensor) -> Tensor:
+    """The nearest numbers of 8 bits, with one scale per row."""
+    scale = weight.float().abs().amax(1, keepdim=True) / LARGEST_E4M3
+    rounded = (weight.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.to(torch.bfloat16).to(weight.dtype)
+
+
+def engine_of(model: Path) -> LlamaForCausalLM:
+    """The model in float32, all products but the embedding rounded."""
+    engine = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for name, parameter in engine.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name:
+            parameter.data.copy_(round_to_e4m3(parameter.data))
+    return engine
+
+
+@torch.no_grad()
+def sampled(engine: LlamaForCausalLM, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """``[B, MAX_TOKENS]`` each: tokens drawn at temperature 1, and their log-probs."""
+    width = max(map(len, prompts))
+    token_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    cache, tokens, log_probs = None, [], []
+    for _ in tqdm(range(MAX_TOKENS), desc="tokens", leave=False):
+        position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -token_BT.shape[1] :]
+        answer = engine(
+            token_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache, logits_to_keep=1
+        )
+        cache = answer.past_key_values
+        log_prob_BV = answer.logits[:, -1].float().log_softmax(-1)
+        token_BT = log_prob_BV.exp().multinomial(1)
+        tokens.append(token_BT)
+        log_probs.append(log_prob_BV.gather(1, token_BT))
+        mask_BT = torch.cat([mask_BT, torch.ones_like(token_BT)], 1)
+    return torch.cat(tokens, 1), torch.cat(log_probs, 1)
+
+
+def rollout(
+    engine: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, generator: random.Random, rollout_id: int
+) -> list[Sample]:
+    """Draw the questions of one rollout, and sample answers."""
+    tasks = [draw_task(generator) for _ in range(NUM_PROMPTS)]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for question, _ in tasks
+        for _ in range(SAMPLES_PER_PROMPT)
+    ]
+    token_BT, log_prob_BT = sampled(engine, prompts)
+    samples = []
+    for index, prompt in enumerate(prompts):
+        question, label = tasks[index // SAMPLES_PER_PROMPT]
+        row = token_BT[index].tolist()
+        ends = tokenizer.eos_token_id in row
+        length = row.index(tokenizer.eos_token_id) + 1 if ends else MAX_TOKENS
+        text = tokenizer.decode(row[:length], skip_special_tokens=True)
+        samples.append(
+            Sample(
+                group_index=rollout_id * NUM_PROMPTS + index // SAMPLES_PER_PROMPT,
+                index=rollout_id * len(prompts) + index,
+                prompt=question,
+                tokens=prompt + row[:length],
+                response=text,
+                response_length=length,
+                label=label,
+                reward=float(is_right(text, label)),
+                rollout_log_probs=log_prob_BT[index, :length].tolist(),
+                loss_mask=[1] * length,
+                status=Sample.Status.COMPLETED if ends else Sample.Status.TRUNCATED,
+            )
+        )
+    return samples
+
+
+def main() -> None:
+    """Write the files that ``--load-debug-rollout-data FOLDER/{rollout_id}.pt`` names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--number", type=int, default=4, help="of rollouts")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    generator = random.Random(1)
+    engine, tokenizer = engine_of(args.model), AutoTokenizer.from_pretrained(args.model)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for rollout_id in tqdm(range(args.number), desc="rollouts"):
+        samples = rollout(engine, tokenizer, generator, rollout_id)
+        path = str(args.folder / "{rollout_id}.pt")
+        save_debug_rollout_data(path, samples, rollout_id=rollout_id, evaluation=False)
+        rewards = [sample.reward for sample in samples]
+        print(f"rollout {rollout_id}: reward {sum(rewards) / len(rewards):.3f}")
+
+
+if __name__ == "__main__":
+    main()
