@@ -9,8 +9,8 @@ from typing import Any
 
 PAGES = ("README.md", "docs/**/*.md")
 # Programs of this repository, whose options the pages name too. Not examples/grpo: its options have the hosts' names.
-OWN_SOURCES = ("mis_ext/**/*.py", "examples/*.py", "examples/o*/*.py", "examples/t*/*.py", "benchmarks/*.py")
-OWN_SOURCES += ("docs/*.py", "tests/**/*.py")
+OWN_SOURCES = ("mis_ext/**/*.py", "examples/*.py", "examples/o*/*.py", "examples/t*/*.py", "examples/cpu/**/*.py")
+OWN_SOURCES += ("benchmarks/**/*.py", "docs/*.py", "tests/**/*.py")
 _LAUNCH = re.compile(r"^```\n((?:--.*\n)+)```$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
