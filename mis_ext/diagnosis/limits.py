@@ -32,5 +32,8 @@ CERTAIN = 0.98
 KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
 """Up to where kernels in bfloat16, and low precision, explain a k3 per token."""
 
+PRETRAINED_K3 = 3e-3
+"""Up to where kernels in bfloat16 may explain it too: 1.7e-3 to 2.2e-3 in a pretrained model of 135M weights."""
+
 MAX_CHANCE = 1e-3
 """What has a smaller chance is no coincidence."""
