@@ -44,6 +44,8 @@ class Run:
     keys: dict[str, Any] | None = None
     seconds: int = 240
     kill_after_rollout: int | None = None
+    path: str = ""
+    """A folder of slime's checkout for the Python path."""
 
 
 def method(name: str, *flags: str, **keys: Any) -> Run:
@@ -56,6 +58,14 @@ GATED = TOKEN_TIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 
 RECORDED = {
     "nothing": Run(),
     "slime_tis": Run(("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0")),
+    # slime's own example of a correction, with the keys that it reads.
+    "example": Run(
+        ("--use-tis", "--custom-tis-function-path", "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"),
+        TOKEN_TIS
+        | dict.fromkeys(("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"))
+        | {"use_rs": False, "rs_level": "token", "tis_batch_normalize": False},
+        path="examples",
+    ),
     "hook_core": Run(("--use-tis", *HOOK), TOKEN_TIS),
     "hook_all": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}),
     "hook_gated": Run(("--use-tis", *HOOK), GATED),
@@ -167,6 +177,9 @@ class Runner:
             flags += ["--custom-config-path", str(folder / "keys.yaml")]
         environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
         environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
+        if run.path:
+            folders = [str(Path(environment["SLIME_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         if engine:
             environment["ENGINE"] = engine
         begin = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,14 @@ class Rollout:
     advantages: Tensor
 
 
-def prepare(model: str, folder: Path, *, gguf: Path | None, engine_samples: Path | None, device: torch.device) -> None:
+def prepare(model: str, folder: Path, *, gguf: Path | None, engine: str | None, device: torch.device) -> None:
     """Write weights rounded to bfloat16, their shape, a rollout, and transformers' own scores of it."""
     folder.mkdir(parents=True, exist_ok=True)
     network, prompts, num_tokens = (
         _smollm2(gguf) if model == "smollm2" else _random(is_tiny=model == "tiny", device=device)
     )
     network = _cast(network.to(device).eval(), torch.bfloat16)
-    rollout = _read(engine_samples) if engine_samples else _sample(network, prompts, num_tokens, device)
+    rollout = _ask(engine, prompts, num_tokens) if engine else _sample(network, prompts, num_tokens, device)
     torch.save(vars(rollout), folder / "rollout.pt")
     weights = {name: weight.cpu() for name, weight in network.state_dict().items()}
     torch.save({"weights": weights, "shape": vars(Shape.of(network.config))}, folder / "weights.pt")
@@ -143,10 +144,16 @@ def _sample(network: Any, prompts: list[list[int]], num_tokens: int, device: tor
     return _rollout(prompts, response.tolist(), log_probs.tolist())
 
 
-def _read(path: Path) -> Rollout:
-    """Samples of another engine: JSON with lists ``prompts``, ``responses`` and ``log_probs``, one entry per sample."""
-    given = json.loads(path.read_text())
-    return _rollout(given["prompts"], given["responses"], given["log_probs"])
+def _ask(engine: str, prompts: list[list[int]], num_tokens: int) -> Rollout:
+    """By a running SGLang server at host:port that serves the same weights, temperature 1, without an end token."""
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+    address = f"http://{engine}/generate"
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        found = [sample["meta_info"]["output_token_logprobs"] for sample in json.load(answer)]
+    responses = [[token for _, token, _ in sample] for sample in found]
+    return _rollout(prompts, responses, [[log_prob for log_prob, _, _ in sample] for sample in found])
 
 
 def _rollout(prompts: list[list[int]], responses: list[list[int]], log_probs: list[list[float]]) -> Rollout:

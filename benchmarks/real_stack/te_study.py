@@ -234,9 +234,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--model", choices=["smollm2", "random", "tiny"], default="smollm2")
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument(
-        "--engine-samples", type=Path, help="JSON of another engine's samples, in the place of transformers'"
-    )
+    parser.add_argument("--engine", help="host:port of SGLang with these weights, which samples in transformers' place")
     parser.add_argument("--only", nargs="*", default=["*"], help="names of variants; * stands for anything")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -246,7 +244,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if "prepare" in options.commands and not (folder / "rollout.pt").exists():
-        prepare(options.model, folder, gguf=options.gguf, engine_samples=options.engine_samples, device=device)
+        prepare(options.model, folder, gguf=options.gguf, engine=options.engine, device=device)
     names = [name for name in VARIANTS if any(fnmatchcase(name, pattern) for pattern in options.only)]
     if not names:
         sys.exit(f"--only {options.only}: no variant has such a name, there are {list(VARIANTS)}")
