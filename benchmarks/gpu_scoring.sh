@@ -6,8 +6,8 @@
 # HOSTS holds checkouts miles/ and slime/, flash_attn/cross_entropy.py (flash_attn/ops/triton/cross_entropy.py of
 # flash-attention), and, where the network cannot be reached, wheels/ with what is not installed. Steps are exact,
 # alone, problems of part A, such as 8x2048:151936:float32, and such a problem with :tp2 or :cp2, which needs two GPUs.
-# Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), BUDGET the timed calls of a row (default 1),
-# DEVICE is cuda unless it is set. On two GPUs, beside what each of them has to do:
+# Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), STEP_SECONDS one step (default 200), BUDGET
+# the timed calls of a row (default 1), DEVICE is cuda unless it is set. On two GPUs, beside what each of them has to do:
 #
 #   benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR 8x2048:151936:float32:tp2 8x2048:75968:float32 \
 #       8x2048:151936:float32:cp2 8x1024:151936:float32
@@ -43,6 +43,9 @@ for step in "${steps[@]}"; do
         status=1
         continue
     fi
+    if [ "${left}" -gt "${STEP_SECONDS:-200}" ]; then
+        left="${STEP_SECONDS:-200}"
+    fi
     launch=(python3)
     case "${step}" in
         exact) chosen=(--parts C,D) ;;
@@ -54,7 +57,7 @@ for step in "${steps[@]}"; do
             ;;
         *) chosen=(--parts A --problems "${step}") ;;
     esac
-    echo "== ${step}, ${left} s left" | tee -a "${output}/scoring.log"
+    echo "== ${step}, at most ${left} s" | tee -a "${output}/scoring.log"
     timeout "${left}" "${launch[@]}" benchmarks/bench_scoring.py --device "${DEVICE:-cuda}" --miles "${hosts}/miles" \
         --slime "${hosts}/slime" --flash-attn "${hosts}/flash_attn/cross_entropy.py" --budget "${BUDGET:-1}" --keep-going \
         --json "${output}/scoring.json" ${EXTRA:-} "${chosen[@]}" 2>&1 | tee -a "${output}/scoring.log" || status=1

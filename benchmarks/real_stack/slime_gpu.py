@@ -85,7 +85,11 @@ RECORDED = {
     "per_token": Run(("--use-tis", *HOOK, "--calculate-per-token-loss"), TOKEN_TIS),
     "per_token_loss": Run(("--use-tis", *LOSS, "--calculate-per-token-loss"), TOKEN_TIS),
     "prepare_rollout": Run(
-        ("--use-tis", *HOOK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        # With one step slime scores nothing beforehand, and the function refuses.
+        (
+            *("--use-tis", *HOOK, "--num-steps-per-rollout", "2"),
+            *("--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        ),
         TOKEN_TIS | {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"},
     ),
     "log_mismatch": Run(

@@ -6,6 +6,7 @@
 import os
 
 import ray
+import torch
 
 
 def main() -> None:
@@ -16,10 +17,11 @@ def main() -> None:
 
         device.install()
         hook = {"worker_process_setup_hook": "host_cpu.device.install"}
+    num_gpus = max(torch.cuda.device_count(), 1)
     ray.init(
-        num_gpus=1,
-        # Ray starts as many workers beforehand. slime asks for less than four.
-        num_cpus=4,
+        num_gpus=num_gpus,
+        # Ray starts as many workers beforehand. slime asks for less than this.
+        num_cpus=3 + num_gpus,
         include_dashboard=False,
         _temp_dir=os.environ.get("RAY_TMPDIR"),
         runtime_env=hook,
