@@ -46,7 +46,8 @@ export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
 
 attention="${ATTENTION:-$("$python" -c 'import transformer_engine.pytorch' 2> /dev/null && echo te || echo torch)}"
 case "$attention" in
-    te) layers=(--transformer-impl transformer_engine --attention-backend flash) ;;
+    # cuDNN's attention, which needs no further package.
+    te) layers=(--transformer-impl transformer_engine --attention-backend fused) ;;
     torch) layers=(--transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
         --no-rope-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion) ;;
     *) echo "ATTENTION=$attention: must be te or torch" >&2; exit 1 ;;
