@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -115,6 +116,19 @@ def test_what_is_called_in_models_is_close_to_torch_and_laid_out_like_it(functio
             ours = function(layout)
         assert (ours.shape, ours.stride(), ours.dtype) == (plain.shape, plain.stride(), plain.dtype)
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [torch.mul, torch.div, Tensor.mul_, Tensor.div_])
+def test_a_row_divides_by_the_length_by_which_it_divides_in_a_batch(function, dtype):
+    lengths = torch.arange(1, 4001)[:, None]
+    x = 10 * randn(4000, 1, dtype=dtype).abs()
+    with batch_invariant_mode():
+        expected = function(x.clone(), lengths)
+        alone = [function(x[i : i + 1].clone(), lengths[i : i + 1]) for i in range(4000)]
+        without_dimensions = [function(x[i].clone(), lengths[i, 0]) for i in range(4000)]
+    assert equal_bits(torch.cat(alone), expected)
+    assert equal_bits(torch.stack(without_dimensions), expected)
 
 
 def test_functions_that_write_are_those_that_return():

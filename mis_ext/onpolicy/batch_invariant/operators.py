@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["passes", "passes without factor", "elementwise", "refused"]
+Kind = Literal["passes", "passes without factor", "passes without integers", "elementwise", "refused"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -27,6 +27,9 @@ _EXACT = _names("""
 _EXACT_OF_COMPLEX = _names("add clone eq logical_and logical_not logical_or logical_xor masked_fill ne sub where")
 # With a factor they round twice, or once where the instruction does both.
 _WITH_FACTOR = frozenset({"add", "sub", "rsub"})
+
+# A 16-bit number times integers: torch rounds them to 16 bits, but on a CPU not one that is alone.
+_WITH_INTEGERS = frozenset({"div", "mul"})
 
 # Elementwise, though torch does not say so.
 _UNTAGGED = _names("_prelu_kernel floor_divide hardswish log_sigmoid_forward polar rsub")
@@ -69,6 +72,8 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
         return "passes"
     name, form = func.overloadpacket.__name__.removesuffix("_"), func._overloadname
     if name in (_EXACT_OF_COMPLEX if is_complex else _EXACT) and "mode" not in form:
+        if name in _WITH_INTEGERS:
+            return "passes without integers"
         return "passes without factor" if name in _WITH_FACTOR else "passes"
     if name in _PASSING or name.startswith("_foreach_"):
         return "passes"

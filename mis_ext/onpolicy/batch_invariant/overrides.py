@@ -101,9 +101,18 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
         raise NotImplementedError(f"{func} has no batch-invariant form here{_advice(func)}")
     if x.device.type != "cpu" or kind == "passes":
         return func(*args, **kwargs)
+    if kind == "passes without integers":
+        return func(args[0], _rounded(args[1], x), **kwargs)
     if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
         return func(*args, **kwargs)
     return elementwise.compute(func, *args, **kwargs)
+
+
+def _rounded(factor: Any, x: Tensor) -> Any:
+    """Integers, also one that is alone, in the dtype in which ``x`` takes many of them."""
+    if isinstance(factor, Tensor) and factor.dtype != x.dtype and not (factor.is_floating_point() or factor.is_complex()):
+        return factor.to(x.dtype)
+    return factor
 
 
 def _advice(func: Any) -> str:
