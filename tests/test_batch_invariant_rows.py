@@ -212,12 +212,24 @@ def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
         torch.testing.assert_close(expected, function(x), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize("function", [torch.sum, torch.mean, torch.nansum, torch.logsumexp])
+def test_a_sum_over_experts_is_about_a_token(function, dtype):
+    for width in (72, 80, 1):
+        x = randn(16, 75, width, dtype=dtype)
+        with batch_invariant_mode():
+            expected = function(x, 0)
+            for size in (1, 4):
+                parts = [function(part, 0) for part in x.split(size, 1)]
+                assert equal_bits(torch.cat(parts), expected), (width, size)
+
+
 def test_reductions_without_a_kernel_are_refused_on_cuda_but_for_those_over_the_batch():
     with FakeTensorMode():
-        x = torch.empty(4, 8, device="cuda")
+        x, experts = torch.empty(4, 8, device="cuda"), torch.empty(2, 4, 8, device="cuda")
     with batch_invariant_mode():
         assert x.norm().shape == torch.linalg.vector_norm(x).shape == ()
-        assert x.var(0).shape == (8,)
+        assert x.var(0).shape == experts.var((0, 1)).shape == (8,)
         with pytest.raises(
             NotImplementedError, match="of a row has no batch-invariant form on cuda: take means and sums"
         ):

@@ -110,9 +110,8 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
 
 def _rounded(factor: Any, x: Tensor) -> Any:
     """Integers, also one that is alone, in the dtype in which ``x`` takes many of them."""
-    if isinstance(factor, Tensor) and factor.dtype != x.dtype and not (factor.is_floating_point() or factor.is_complex()):
-        return factor.to(x.dtype)
-    return factor
+    are_integers = isinstance(factor, Tensor) and not (factor.is_floating_point() or factor.is_complex())
+    return factor.to(x.dtype) if are_integers else factor
 
 
 def _advice(func: Any) -> str:

@@ -22,9 +22,12 @@ _LONG = 1 << 15
 
 
 def is_over_rows(x: Tensor, dim: int | Sequence[int] | None) -> bool:
-    """Whether the reduction is over the last dimension, or leaves the first alone; any other is over the batch."""
-    dims = _dims(x, dim)
-    return bool(dims) and (dims == [x.dim() - 1] or 0 not in dims)
+    """Whether the reduction is over the last dimension, or leaves one before it; any other is over the batch.
+
+    So a sum of ``[experts, tokens, width]`` over the experts is about tokens, and one over experts and tokens is not.
+    """
+    dims, last = _dims(x, dim), x.dim() - 1
+    return bool(dims) and (dims == [last] or not {*range(last)} <= {*dims})
 
 
 def rows_of(x: Tensor, dim: int | Sequence[int]) -> Tensor:
