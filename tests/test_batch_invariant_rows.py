@@ -213,7 +213,7 @@ def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-@pytest.mark.parametrize("function", [torch.sum, torch.mean, torch.nansum, torch.logsumexp])
+@pytest.mark.parametrize("function", [torch.sum, torch.mean, torch.var, torch.std, torch.nansum, torch.logsumexp])
 def test_a_sum_over_experts_is_about_a_token(function, dtype):
     for width in (72, 80, 1):
         x = randn(16, 75, width, dtype=dtype)
@@ -222,6 +222,21 @@ def test_a_sum_over_experts_is_about_a_token(function, dtype):
             for size in (1, 4):
                 parts = [function(part, 0) for part in x.split(size, 1)]
                 assert equal_bits(torch.cat(parts), expected), (width, size)
+
+
+def layer_norm_by_hand(x):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("function", [lambda x: x.var(-1), lambda x: x.std(-1, keepdim=True), layer_norm_by_hand])
+def test_the_variance_of_a_row_alone_is_that_of_the_row_in_a_batch(function, dtype):
+    for width in (3, 33, 300, 1001):
+        x = randn(40, width, dtype=dtype)
+        with batch_invariant_mode():
+            expected = function(x)
+            assert equal_bits(torch.cat([function(row) for row in x.split(1)]), expected), width
+            assert equal_bits(torch.stack([function(row) for row in x]), expected), width
 
 
 def test_reductions_without_a_kernel_are_refused_on_cuda_but_for_those_over_the_batch():

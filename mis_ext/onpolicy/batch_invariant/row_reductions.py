@@ -19,6 +19,8 @@ aten = torch.ops.aten
 
 # A sum of fewer numbers is never cut.
 _LONG = 1 << 15
+# Of these torch computes a single number in another way.
+_ANOTHER_WAY_ALONE = frozenset({aten.std.correction, aten.var.correction})
 
 
 def is_over_rows(x: Tensor, dim: int | Sequence[int] | None) -> bool:
@@ -50,13 +52,13 @@ def reduce(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return func(x, *args, **kwargs)
     if x.is_cuda:
         raise NotImplementedError(f"{func} of a row has no batch-invariant form on cuda: take means and sums")
-    is_short = x.numel() < _LONG or x.numel() > x.shape[-1]
-    if is_short and x.is_contiguous() and _dims(x, dim) == [x.dim() - 1]:
+    is_safe = x.numel() > x.shape[-1] or (x.numel() < _LONG and func not in _ANOTHER_WAY_ALONE)
+    if is_safe and x.is_contiguous() and _dims(x, dim) == [x.dim() - 1]:
         return func(x, *args, **kwargs)
     rows = rows_of(x, dim)
     shape = rows.shape[:-1]
     rows = rows.view(-1, rows.shape[-1])
-    is_alone = len(rows) == 1 and rows.numel() >= _LONG
+    is_alone = len(rows) == 1 and (rows.numel() >= _LONG or func in _ANOTHER_WAY_ALONE)
     if is_alone:
         rows = rows.expand(2, -1)
     keeps = given.get("keepdim", False)
