@@ -92,6 +92,33 @@ def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(na
         refused()[name]()
 
 
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "chain", [torch.linalg.multi_dot, lambda x: torch.chain_matmul(*x), torch.ops.aten.linalg_multi_dot.default]
+)
+# Of torch, that chain_matmul is deprecated.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_chain_of_products_whose_order_depends_on_the_number_of_rows_is_refused(chain, grad):
+    factors = [randn(300, 64), randn(64, 70, seed=1), randn(70, 33, seed=2)]
+    message = r"(multi_dot|chain_matmul)\S* has no batch-invariant form here, .*: write a @ b @ c"
+    with pytest.raises(NotImplementedError, match=message), grad(), batch_invariant_mode():
+        chain(factors)
+
+
+def test_einsum_takes_its_operands_from_left_to_right_or_is_refused(monkeypatch):
+    a, b, c = randn(30, 64), randn(64, 70, seed=1), randn(70, 33, seed=2)
+    with batch_invariant_mode():
+        monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.opt_einsum, "enabled", True)
+        message = r"einsum of 3 operands .* set torch\.backends\.opt_einsum\.enabled = False"
+        for operands in ((a, b, c), ([a, b, c],)):
+            with pytest.raises(NotImplementedError, match=message):
+                torch.einsum("ab,bc,cd->ad", *operands)
+        assert equal_bits(torch.einsum("ab,bc->ac", a, b), a @ b)
+        monkeypatch.setattr(torch.backends.opt_einsum, "enabled", False)
+        assert equal_bits(torch.einsum("ab,bc,cd->ad", a, b, c), a @ b @ c)
+
+
 def test_products_of_other_dtypes_and_the_kernels_of_attention_are_refused_where_torch_has_them():
     names = ["_flash_attention_forward", "_efficient_attention_forward", "_scaled_grouped_mm"]
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]

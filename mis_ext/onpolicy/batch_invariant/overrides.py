@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from mis_ext.onpolicy.batch_invariant import accumulation, elementwise, grouped, kernels, row_reductions, ties
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
@@ -28,8 +29,15 @@ _CALLERS_OF_ATTENTION = frozenset(
 which a backward pass computes again, would run unseen."""
 
 
+_CHAINS = frozenset({torch.linalg.multi_dot, torch.chain_matmul, aten.linalg_multi_dot, aten.chain_matmul})
+"""Made of other operators, in an order that torch chooses by the number of rows: with autograd only its parts arrive
+below."""
+
+_SEEN = _CALLERS_OF_ATTENTION | _CHAINS | {F.scaled_dot_product_attention, torch.einsum}
+
+
 class FunctionOverrides(TorchFunctionMode):
-    """Catches attention before torch picks one of its kernels."""
+    """Catches attention before torch picks one of its kernels, and what chooses an order of products."""
 
     @classmethod
     def is_on(cls) -> bool:
@@ -40,9 +48,15 @@ class FunctionOverrides(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "overloadpacket", func) not in _SEEN:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
-        if func in _CALLERS_OF_ATTENTION and _redispatch is not None:
+        if func is torch.einsum:
+            _check_order_of_einsum(args)
+        elif func not in _CALLERS_OF_ATTENTION:
+            _refuse_chain(func)
+        elif _redispatch is not None:
             with self:
                 return _redispatch(func, types, args, kwargs)
         return func(*args, **kwargs)
@@ -82,6 +96,23 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if x is None else _without_override(func, x, args, kwargs)
+
+
+def _refuse_chain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    name = getattr(func, "__name__", func)
+    raise NotImplementedError(
+        f"{name} has no batch-invariant form here, it picks an order of products by the number of rows: write a @ b @ c"
+    )
+
+
+def _check_order_of_einsum(args: tuple[Any, ...]) -> None:
+    opt_einsum = torch.backends.opt_einsum
+    num_operands = sum(isinstance(x, Tensor) for x in tree_leaves(args))
+    if num_operands > 2 and opt_einsum.is_available() and opt_einsum.enabled:
+        raise NotImplementedError(
+            f"einsum of {num_operands} operands has no batch-invariant form with opt_einsum, which picks an order of "
+            "products by the number of rows: set torch.backends.opt_einsum.enabled = False"
+        )
 
 
 def _first_of_numbers(values: Iterable[Any]) -> Tensor | None:
@@ -264,6 +295,9 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.logsumexp.default: _row(row_reductions.reduce, "logsumexp"),
     aten.glu.default: elementwise.glu,
     aten.native_batch_norm.default: _of_contiguous,
+    # Without autograd.
+    aten.linalg_multi_dot.default: _refuse_chain,
+    aten.chain_matmul.default: _refuse_chain,
 }
 _OVERRIDES |= dict.fromkeys(
     (
