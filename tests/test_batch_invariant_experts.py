@@ -400,9 +400,10 @@ def test_the_gradient_of_a_choice_goes_to_the_chosen():
 
 
 @pytest.mark.parametrize(
-    ("dims", "is_row"), [((1,), True), ((1, 2), True), ((-1,), True), ((0,), False), ((0, 1), False), ((-3, 2), False)]
+    ("dims", "is_row"),
+    [((1,), True), ((1, 2), True), ((-1,), True), ((0,), True), ((0, 1), False), ((-3, 2), True), ((0, 1, 2), False)],
 )
-def test_on_cuda_a_sum_that_leaves_out_the_first_dimension_is_that_of_a_row(dims, is_row, monkeypatch):
+def test_on_cuda_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(dims, is_row, monkeypatch):
     cuda = pytest.importorskip("mis_ext.onpolicy.batch_invariant.cuda")
     seen = []
     monkeypatch.setattr(cuda, "sum", lambda x, *_: seen.append(x) or x)

@@ -239,6 +239,78 @@ def test_the_variance_of_a_row_alone_is_that_of_the_row_in_a_batch(function, dty
             assert equal_bits(torch.stack([function(row) for row in x]), expected), width
 
 
+GRADIENTS = {
+    **{f.__name__: f for f in (F.softplus, F.elu, F.selu, F.celu, F.silu, F.gelu, F.mish, F.hardswish, F.logsigmoid)},
+    **{f.__name__: f for f in (F.hardsigmoid, F.hardtanh, F.leaky_relu, F.softshrink, F.hardshrink, F.tanhshrink)},
+    "glu": lambda x: F.glu(torch.cat([x, x + 1], -1)),
+    "glu over the middle": lambda x: F.glu(torch.stack([x, x + 1], 1), 1),
+    "prelu": lambda x: F.prelu(x, x.new_full((1,), 0.3)),
+    "rrelu": F.rrelu,
+    "smooth L1": lambda x: F.smooth_l1_loss(x, x.detach() / 3, reduction="none", beta=0.7),
+    "Huber": lambda x: F.huber_loss(x, x.detach() / 3, reduction="none", delta=0.7),
+    "squared error": lambda x: F.mse_loss(x, x.detach() / 3, reduction="none"),
+    "soft margin": lambda x: F.soft_margin_loss(x, x.detach().sign(), reduction="none"),
+    "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().cos().square(), reduction="none"),
+    "softmax": lambda x: x.softmax(-1),
+    "softmax over the middle": lambda x: torch.stack([x, x + 1], 1).softmax(1),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "variance": lambda x: x.var(-1, unbiased=False),
+    "norm": lambda x: F.normalize(x, dim=-1),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "RMS norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "cumulative sum": lambda x: x.cumsum(-1),
+}
+
+
+def gradient_of_rows(function, x, rows):
+    x = x[rows].clone().requires_grad_()
+    y = function(x)
+    slope = randn(29, *y.shape[1:], dtype=y.dtype, seed=7)[rows]
+    return torch.autograd.grad(y, x, slope)[0]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_of_a_row_has_its_bits_in_any_batch(name, dtype):
+    rng = random.Random(name)
+    for width in (1, 33, 300):
+        x = randn(29, width, dtype=dtype, scale=2.0)
+        for batch in (x, strided(x)):
+            with batch_invariant_mode():
+                expected = gradient_of_rows(GRADIENTS[name], batch, slice(None))
+                for start in (*rng.sample(range(29), 6), 0):
+                    rows = slice(start, start + rng.choice([1, 1, 10]) if start else 17)
+                    torch.set_num_threads(rng.randint(1, 3))
+                    assert equal_bits(gradient_of_rows(GRADIENTS[name], batch, rows), expected[rows]), (width, rows)
+        torch.set_num_threads(1)
+        plain = gradient_of_rows(GRADIENTS[name], x, slice(None))
+        torch.testing.assert_close(expected, plain, rtol=2e-2 if dtype in FLOATS[1:] else 1e-4, atol=2e-2)
+
+
+def test_a_gradient_that_nobody_has_reviewed_is_refused():
+    x = randn(1, 1, 3, 3).requires_grad_()
+    outside = F.grid_sample(x, torch.zeros(1, 2, 2, 2), align_corners=False)
+    with pytest.raises(NotImplementedError, match="grid_sampler_2d_backward"), batch_invariant_mode():
+        outside.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_columns_without_a_share_change_no_bit_of_the_gradient_of_a_softmax(dtype):
+    shares, slope, rng = randn(4, 200, dtype=dtype).softmax(-1), randn(4, 200, dtype=dtype, seed=1), random.Random(0)
+    with batch_invariant_mode():
+        expected = aten._softmax_backward_data(slope, shares, -1, dtype)
+        for _ in range(10):
+            width = rng.randint(201, 900)
+            places = torch.tensor(sorted(rng.sample(range(width), 200)))
+            wide, wide_slope = torch.zeros(4, width, dtype=dtype), randn(4, width, dtype=dtype, seed=2)
+            wide[:, places], wide_slope[:, places] = shares, slope
+            result = aten._softmax_backward_data(wide_slope, wide, -1, dtype)
+            assert equal_bits(result[:, places], expected)
+    exact = shares.double() * (slope.double() - (shares.double() * slope.double()).sum(-1, keepdim=True))
+    assert (expected.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
 def test_reductions_without_a_kernel_are_refused_on_cuda_but_for_those_over_the_batch():
     with FakeTensorMode():
         x, experts = torch.empty(4, 8, device="cuda"), torch.empty(2, 4, 8, device="cuda")
@@ -414,6 +486,24 @@ def test_ways_around_the_attention_of_the_mode_are_errors_that_say_what_to_do(me
     x = randn(1, 2, 8, 16).requires_grad_()
     with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
         UNTOUCHED[message](x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_groups_of_heads_are_those_of_repeated_heads_with_a_mask(groups, dtype):
+    """Models of transformers take groups of heads without padding, and repeat heads with it."""
+    query, *of_groups = (randn(1, n, 90, 16, dtype=dtype, seed=n).requires_grad_() for n in (4, groups))
+    of_groups.append(randn(1, groups, 90, 16, dtype=dtype, seed=9).requires_grad_())
+    slope, padding = randn(1, 4, 90, 16, dtype=dtype, seed=5), 7
+    mask = torch.ones(90 + padding, 90 + padding, dtype=torch.bool).tril()
+    with batch_invariant_mode():
+        output = attend(query, *of_groups, is_causal=True, enable_gqa=True)
+        expected = torch.autograd.grad(output, [query, *of_groups], slope)
+        each = [x[:, :, None].expand(-1, -1, 4 // x.shape[1], -1, -1).flatten(1, 2) for x in of_groups]
+        padded = [F.pad(x, (0, 0, 0, padding)) for x in (query, *each)]
+        output = attend(*padded, attn_mask=mask)[:, :, :90]
+        found = torch.autograd.grad(output, [query, *of_groups], slope)
+    assert all(map(equal_bits, found, expected))
 
 
 @pytest.mark.parametrize(("kind", "shift"), [(causal_upper_left, 0), (causal_lower_right, 5)])

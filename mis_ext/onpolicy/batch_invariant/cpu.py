@@ -178,7 +178,9 @@ def attention_backward(
         grad_scores = torch.where(seen, weights * inner, 0.0) * scale
         grads[0][of_q] = (grad_scores @ k).transpose(0, 1)
         for into, per_head in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            into[of_k] = per_head.view(key.shape[1], group, *per_head.shape[1:]).sum(1).transpose(0, 1)
+            # Rounded as the gradient of a head of its own: models that mask repeat the heads, and then do not.
+            rounded = per_head.to(key.dtype).view(key.shape[1], group, *per_head.shape[1:])
+            into[of_k] = rounded.sum(1).transpose(0, 1)
     grad_query, grad_key, grad_value = (grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     return grad_query, grad_key, grad_value
 

@@ -73,6 +73,17 @@ def glu(func: Any, x: Tensor, dim: int = -1) -> Any:
     return _unflat(func(torch.cat([_flat(half, shape, strides, length) for half in halves]), 0), shape, strides)
 
 
+def glu_backward(func: Any, grad: Tensor, x: Tensor, dim: int) -> Any:
+    """Stands in for ``aten.glu_backward``, in the same way."""
+    if x.device.type != "cpu" or x.dim() == 0 or x.shape[dim] % 2:
+        return func(grad, x, dim)
+    halves = x.chunk(2, dim)
+    shape, strides, _ = _layout([*halves])
+    length = filled(halves[0].numel())
+    flat = func(_flat(grad, shape, strides, length), torch.cat([_flat(y, shape, strides, length) for y in halves]), 0)
+    return torch.cat([_unflat(half, shape, strides) for half in flat.chunk(2)], dim)
+
+
 def filled(numel: int, *, is_gelu: bool = False) -> int:
     """The least number of elements, not less than ``numel``, of which every thread computes whole vectors."""
     while missing := -numel % _multiple(numel, is_gelu):

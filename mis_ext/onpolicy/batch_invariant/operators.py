@@ -32,7 +32,12 @@ _WITH_FACTOR = frozenset({"add", "sub", "rsub"})
 _WITH_INTEGERS = frozenset({"div", "mul"})
 
 # Elementwise, though torch does not say so.
-_UNTAGGED = _names("_prelu_kernel floor_divide hardswish log_sigmoid_forward polar rsub")
+_UNTAGGED = _names("""
+    _prelu_kernel _prelu_kernel_backward binary_cross_entropy_backward elu_backward floor_divide hardshrink_backward
+    hardsigmoid_backward hardswish hardswish_backward hardtanh_backward huber_loss_backward leaky_relu_backward
+    log_sigmoid_backward log_sigmoid_forward mse_loss_backward polar rrelu_with_noise_backward rsub
+    smooth_l1_loss_backward soft_margin_loss_backward softplus_backward softshrink_backward
+""")
 
 # What moves, chooses, counts or draws numbers; what reduces or normalises a row by itself on every device; and what is
 # about the batch by its meaning: losses, batch norms, sums over a batch.
@@ -61,6 +66,18 @@ _PASSING = _names("""
     unsafe_split_with_sizes zero zeros_like
 """)
 
+# Gradients that give a row to each place of a pool, a padding or a table, or normalise it by itself; and those of
+# weights, which are sums over the batch.
+_PASSING_GRADIENTS = _names("""
+    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _fused_rms_norm_backward adaptive_max_pool2d_backward
+    adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward batch_norm_backward diagonal_backward
+    embedding_dense_backward masked_scatter_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    multi_margin_loss_backward multilabel_margin_loss_backward native_batch_norm_backward native_group_norm_backward
+    native_layer_norm_backward nll_loss2d_backward nll_loss_backward reflection_pad1d_backward
+    reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward
+    replication_pad3d_backward select_backward slice_backward unfold_backward
+""")
+
 
 @cache
 def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
@@ -75,13 +92,12 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
         if name in _WITH_INTEGERS:
             return "passes without integers"
         return "passes without factor" if name in _WITH_FACTOR else "passes"
-    if name in _PASSING or name.startswith("_foreach_"):
+    if name in _PASSING or name in _PASSING_GRADIENTS or name.startswith("_foreach_"):
         return "passes"
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return "elementwise"
-    # The gradient of a weight is a sum over the batch. Of means and sums over everything it is the same.
-    is_over_batch = "_backward" in name or (name in ("mean", "sum") and form == "default")
-    return "passes" if is_over_batch else "refused"
+    # Means and sums over everything are over the batch.
+    return "passes" if name in ("mean", "sum") and form == "default" else "refused"
 
 
 def _returns_nothing_new(func: Any) -> bool:

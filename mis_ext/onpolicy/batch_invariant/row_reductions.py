@@ -134,6 +134,25 @@ def _softmax(rows: Tensor) -> Tensor:
     return shares / torch.where(highest.isfinite(), _exact_sum(shares), torch.nan)
 
 
+def softmax_backward(func: Any, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """``aten._softmax_backward_data``; columns whose share is 0 change no bit, wherever they are.
+
+    The products of shares and gradients are added up as integers, in units of the largest.
+    """
+    if output.dim() == 0 or output.numel() == 0 or output.shape[dim] > MOST_COLUMNS:
+        return func(grad, output, dim, input_dtype)  # type: ignore[no-any-return]
+    shares, grads = rows_of(output, dim), rows_of(grad, dim)
+    out = torch.empty_like(shares, dtype=input_dtype)
+    num_columns = shares.shape[-1]
+    size = max(1, _PART // num_columns)
+    for start in range(0, shares.numel() // num_columns, size):
+        share, slope, into = (x.view(-1, num_columns)[start : start + size] for x in (shares, grads, out))
+        if share.dtype != torch.float64:
+            share, slope = share.float(), slope.float()
+        into.copy_((slope - _sum_of_any_order(share * slope)) * share)
+    return out.movedim(-1, dim).contiguous()
+
+
 def log_softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
     """Stands in for ``aten._log_softmax``: over contiguous rows, so strides change no bit."""
     if x.dim() == 0 or x.numel() == 0:
@@ -142,8 +161,16 @@ def log_softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
     return func(rows, rows.dim() - 1, half_to_float).movedim(-1, dim).contiguous()
 
 
+def _sum_of_any_order(rows: Tensor) -> Tensor:
+    """``[..., 1]``; numbers are rounded to a unit that the row shares, far below the last bit of its largest."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    # A power of two, so dividing by it rounds nothing.
+    unit = (largest / torch.frexp(largest).mantissa).nan_to_num(1.0).clamp(2.0**-120, 2.0**120)
+    return torch.where(largest.isfinite(), _exact_sum(rows / unit) * unit, torch.nan)
+
+
 def _exact_sum(shares: Tensor) -> Tensor:
-    """``[..., 1]`` of numbers from 0 to 1."""
+    """``[..., 1]`` of numbers from -1 to 1."""
     scaled = shares * 2.0**_SHARE_BITS
     whole = scaled.to(torch.int64)
     total = whole.sum(-1, keepdim=True).to(shares.dtype) * 2.0**-_SHARE_BITS
