@@ -30,6 +30,8 @@ INVALID = {
     "shorter mask": ({"masks": tensors([1.0])}, r"3 log-probs, but mask values of shape \[1\]", 0, None),
     "mask with two dimensions": ({"masks": [torch.ones(3, 3)]}, r"mask values of shape \[3, 3\]", 0, None),
     "longer mask": ({"masks": tensors([1.0] * 4)}, r"of shape \[4\] \(a part of a response", 0, None),
+    "nan in a mask": ({"masks": tensors([1.0, NAN, 0.0])}, "the mask is nan", 0, 1),
+    "nan in a list of masks": ({"masks": [[1.0, 1.0, NAN]]}, "the mask is nan", 0, 2),
     "shorter ids": (
         {"rollout_token_ids": [torch.tensor([1, 2])]},
         r"3 log-probs, but rollout token ids of shape \[2\]",

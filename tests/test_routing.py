@@ -141,6 +141,19 @@ def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> Non
         RoutedExperts.from_sglang(info, **{"num_tokens": 4, **SGLANG_MODEL, **changes})
 
 
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"routed_experts": SGLANG.tolist()}, "routed_experts must be base64, got list: RoutedExperts.from_rows"),
+        (SGLANG.tolist(), "meta_info must be a mapping or its base64, got list: RoutedExperts.from_rows"),
+        (SGLANG, "meta_info must be a mapping or its base64, got Tensor"),
+    ],
+)
+def test_lists_in_the_place_of_what_sglang_sends_are_an_error_that_says_who_takes_them(info, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL)
+
+
 def test_disagreement_counts_sets_and_choices_that_both_recorded() -> None:
     a = torch.tensor([[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[-1, -1, -1], [-1, -1, -1]]])
     b = torch.tensor([[[2, 0, 1], [3, 4, 6]], [[3, 4, 0], [5, 3, 4]], [[0, 1, 2], [3, 4, 5]]])

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_once_everything_is_aligned_every_token_agrees_until_a_weight_sync_is_fo
     assert [report.verdict for report in reports] == ["EXACT", "EXACT", "DIFFERENT"]
     assert {report.num_active_tokens for report in reports} == {48}
     assert "stale weights" in reports[-1].hint
+
+
+def test_the_audit_has_the_weight_version_that_the_completions_carry(device):
+    """Not the one that the demonstration handed over: an engine may have dropped it."""
+    with Experiment(Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL), SHORT, device) as experiment:
+        own = experiment._engine.generate
+        experiment._engine.generate = lambda *args, **kwargs: [
+            replace(completion, weight_version=7) for completion in own(*args, **kwargs)
+        ]
+        (step,) = experiment.steps(0)
+    assert (step.report.train_weight_versions, step.report.rollout_weight_versions) == (("0",), ("7",))
 
 
 def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(device):

@@ -150,11 +150,9 @@ class Experiment:
             count: Optimizer steps.
             forgotten_sync: The version of the weights that the engine does not get.
         """
-        engine_version = 0
         for version in range(count + 1):
             if version != forgotten_sync:
                 self._engine.update_weights(self._trainer, version=version)
-                engine_version = version
             started = _now()
             completions = self._engine.generate(self._workload.prompts, max_new_tokens=self._workload.max_new_tokens)
             generate_seconds = _now() - started
@@ -169,7 +167,7 @@ class Experiment:
                 [torch.tensor(completion.log_probs) for completion in completions],
                 provenance="decode",
                 train_weight_version=version,
-                rollout_weight_versions=[engine_version] * len(completions),
+                rollout_weight_versions=[completion.weight_version for completion in completions],
             )
             yield Step(report=report, generate_seconds=generate_seconds)
             if version < count:

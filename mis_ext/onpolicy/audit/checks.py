@@ -71,6 +71,10 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
         if position is not None:
             pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
             return Problem(f"the token id is {pair}", position=position, has_other_ids=True)
+    if sample.mask is not None:
+        position = first_true(torch.as_tensor(sample.mask).cpu().isnan())
+        if position is not None:
+            return Problem("the mask is nan, which says neither active nor masked", position=position)
     active_T = active_tokens(sample)
     for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())

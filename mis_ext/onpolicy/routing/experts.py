@@ -22,6 +22,7 @@ from torch import Tensor
 from mis_ext.checks import check_choice
 
 NOT_RECORDED = -1
+_OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 _DTYPES = (torch.int16, torch.int32, torch.int64)
 _SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
 
@@ -119,16 +120,21 @@ class RoutedExperts:
             moe_layers: Which of the decoder layers are mixture-of-experts layers, from 0; by default all.
 
         Raises:
+            TypeError: ``meta_info`` is no mapping, or its ``routed_experts`` no string.
             ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
                 value is 0, or see the class.
         """
         fields = {"routed_experts": meta_info} if isinstance(meta_info, str) else meta_info
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"meta_info must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
         encoded = fields.get("routed_experts")
         if not encoded:
             raise ValueError(
                 "meta_info has no routed_experts: start SGLang with --enable-return-routed-experts and send "
                 "return_routed_experts: true"
             )
+        if not isinstance(encoded, str):
+            raise TypeError(f"routed_experts must be base64, got {type(encoded).__name__}: {_OTHER_ROWS}")
         name = check_choice("routed_experts_dtype", fields.get("routed_experts_dtype") or "int32", _SGLANG_DTYPES)
         start = int(fields.get("routed_experts_start_len") or 0)
         values = _decode(encoded, _SGLANG_DTYPES[name])
