@@ -15,6 +15,7 @@ from mis_ext.rollout.errors import (
     CountMismatch,
     LogProbError,
     MalformedResponse,
+    NotASample,
     RolloutError,
     UnprovenTokenIds,
 )
@@ -250,6 +251,29 @@ def test_a_chat_response_with_a_mistake_is_refused_by_name(spoil, error, message
 @pytest.mark.parametrize(("spoil", "error", "message"), VLLM_MISTAKES.values(), ids=VLLM_MISTAKES)
 def test_a_vllm_response_with_a_mistake_is_refused_by_name(spoil, error, message) -> None:
     refuse(read_vllm_chat, vllm_chat(), spoil, error, message)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({"use_beam_search": True}, "use_beam_search is True, so the answer is no sample of the policy: leave it out"),
+        ({"best_of": 3}, "best_of is 3"),
+        ({"best_of": 3, "n": 2}, "best_of is 3"),
+        ({"beam_width": 4}, "beam_width is 4"),
+    ],
+)
+def test_what_was_searched_or_chosen_among_samples_is_none(sent, message) -> None:
+    exchanges = (
+        (read_sglang_generate, recorded("generate_length")),
+        (read_sglang_chat, recorded("chat_meta_info")),
+        (read_vllm_chat, vllm_chat()),
+    )
+    for read, (request, response) in exchanges:
+        for asked in (request | sent, request | {"sampling_params": sent}):
+            with pytest.raises(NotASample, match=message):
+                read(asked, response)
+        harmless = {"use_beam_search": False, "best_of": 3, "n": 3, "beam_width": None}
+        assert read(request | harmless, response) == read(request, response)
 
 
 def refuse(read, exchange, spoil, error, message) -> None:

@@ -45,6 +45,10 @@ class AbortedRequest(RolloutError):
     """The server gave the request up before it was finished."""
 
 
+class NotASample(RolloutError):
+    """The server searched or chose among samples, so its answer was not drawn from the policy."""
+
+
 class UnprovenTokenIds(RolloutError):
     """The response has text but no token ids, and the text does not prove them."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse
+from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse, NotASample
 from mis_ext.rollout.generation import LARGEST_ID, FinishReason
 
 # JSON has no infinity: vLLM writes this in its place.
@@ -163,6 +163,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
     Raises:
         AbortedRequest: The server answered with an error.
         MalformedResponse: One of them is not an object.
+        NotASample: The request asks for a search, or for the best of several samples.
     """
     name = request_id or _find_id(request, response)
     asked = Field(value=request, path="request", request_id=name)
@@ -176,7 +177,27 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
     error = answer if response.get("object") == "error" else answer.get("error")
     if error is not None:
         raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:_SHOWN]}")
+    nested = asked.get("sampling_params")
+    for parameters in (asked, nested):
+        if parameters is not None and isinstance(parameters.value, Mapping):
+            _check_sampled(parameters)
     return asked, answer
+
+
+def _check_sampled(parameters: Field) -> None:
+    """The best of several is likelier than a sample, and its log-probs do not say by how much."""
+    num_returned = parameters.get("n")
+    harmless: dict[str, list[Any]] = {
+        "use_beam_search": [False],
+        "beam_width": [1],
+        # All of those that were drawn come back.
+        "best_of": [1] if num_returned is None else [1, num_returned.value],
+    }
+    for key, values in harmless.items():
+        found = parameters.get(key)
+        if found is not None and found.value not in values:
+            problem = f"{found.path} is {reprlib.repr(found.value)}, so the answer is no sample of the policy"
+            raise NotASample(found.request_id, f"{problem}: leave it out")
 
 
 def are_token_ids(values: list[Any]) -> bool:
