@@ -75,7 +75,6 @@ def refused():
         "addbmm.out": lambda: torch.addbmm(out, a3, b3, out=out),
         "addbmm_.default": lambda: out.addbmm_(a3, b3),
         "mv.out": lambda: torch.mv(a, vector, out=randn(2)),
-        "addmv.default": lambda: torch.addmv(randn(2), a, vector),
         "addmv_.default": lambda: randn(2).addmv_(a, vector),
         "linear.out": lambda: torch.ops.aten.linear.out(a, b.t(), out=out),
         "softmax.int_out": lambda: torch.softmax(a, 1, out=a),

@@ -85,7 +85,7 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
 
     Only where the mode has no override of it, and it is not made of other operators.
     """
-    if func.namespace not in _FAMILIES or _returns_nothing_new(func):
+    if func.namespace not in _FAMILIES or torch.Tag.inplace_view in func.tags or _returns_nothing_new(func):
         return "passes"
     name, form = func.overloadpacket.__name__.removesuffix("_"), func._overloadname
     if name in (_EXACT_OF_COMPLEX if is_complex else _EXACT) and "mode" not in form:

@@ -210,10 +210,27 @@ def _baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, 
     return _sum(_bmm(func, a, b), _expanded(bias, a, b), beta, alpha)
 
 
+def _addmv(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _sum(_mv(func, a, b), _expanded(bias, a), beta, alpha)
+
+
+def _addr(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if a.dim() != 1 or b.dim() != 1 or a.dtype != b.dtype:
+        pair = f"{[*a.shape]}, {a.dtype} and {[*b.shape]}, {b.dtype}"
+        raise RuntimeError(f"addr takes two vectors of one dtype, got {pair}")
+    a, b = a.unsqueeze(1), b.unsqueeze(0)
+    return _sum(a * b, _expanded(bias, a, b), beta, alpha)
+
+
 def _sum(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
     scaled = product if alpha == 1 else product * alpha
     # With beta 0 the bias counts for nothing, whatever it holds.
-    return scaled if beta == 0 else torch.add(scaled, bias, alpha=beta)
+    return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
+
+
+def _dist(func: Any, a: Tensor, b: Tensor, p: float = 2) -> Any:
+    difference = a - b
+    return row_reductions.reduce(aten.linalg_vector_norm.default, difference, p, [*range(difference.dim())])
 
 
 def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
@@ -229,11 +246,11 @@ def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
         raise RuntimeError(f"shapes {[*a.shape]} and {[*b.shape]} cannot be multiplied")
 
 
-def _expanded(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _expanded(bias: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
     """The bias in the shape of the product; an error where it has another dtype or does not broadcast to it."""
     if bias.dtype != a.dtype:
         raise RuntimeError(f"a bias must have the dtype of the product, got {bias.dtype} and {a.dtype}")
-    return bias.expand(*a.shape[:-1], b.shape[-1])
+    return bias.expand(a.shape[:-1] if b is None else (*a.shape[:-1], b.shape[-1]))
 
 
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
@@ -284,6 +301,9 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.mv.default: _mv,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
+    aten.addmv.default: _addmv,
+    aten.addr.default: _addr,
+    aten.dist.default: _dist,
     aten.dot.default: _dot,
     aten.vdot.default: _dot,
     aten._softmax.default: _softmax,

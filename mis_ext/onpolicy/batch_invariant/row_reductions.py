@@ -123,7 +123,8 @@ def refuse_masked_beginning(scores: Tensor) -> None:
     if rows.numel() and bool((rows.amax(-1) > _MASKED).any()):
         raise NotImplementedError(
             "softmax of scores whose first keys are masked (padding on the left, packs, sliding windows) has no "
-            'batch-invariant form in eager attention on cuda: take attn_implementation="sdpa", or pad on the right'
+            'batch-invariant form in eager attention on cuda: take attn_implementation="sdpa"; a model without it '
+            "(GPT-OSS) is exact on a CPU, and on cuda with sequences no longer than its window, padded on the right"
         )
 
 
