@@ -107,6 +107,46 @@ def test_elementwise_functions_do_not_know_where_a_number_lies():
     assert num_judged > 35
 
 
+OF_INTEGERS = {f.__name__: f for f in (torch.exp, torch.cosh, torch.sigmoid, torch.rsqrt, torch.log1p, torch.sin)}
+OF_INTEGERS |= {"pow": lambda x: torch.pow(0.97, x), "atan2": lambda x: torch.atan2(x, x + 3)}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_functions_of_integers_do_not_know_where_a_number_lies(name):
+    x = torch.arange(40).repeat(29).view(40, 29).remainder(37)
+    with batch_invariant_mode():
+        expected = OF_INTEGERS[name](x)
+        for rows in (x, x.t().contiguous().t(), strided(x)):
+            for size in (1, 7, 40):
+                parts = [OF_INTEGERS[name](part) for part in rows.split(size)]
+                assert equal_bits(torch.cat(parts), expected)
+    torch.testing.assert_close(expected, OF_INTEGERS[name](x))
+
+
+def of_many(function, *others):
+    return lambda x: function([x, x + 1], *others)
+
+
+FOREACH = {
+    "cosh": of_many(torch._foreach_cosh),
+    "rsqrt": of_many(torch._foreach_rsqrt),
+    "pow": of_many(torch._foreach_pow, 2.3),
+    "sub": lambda x: torch._foreach_sub([x], [x.sin()], alpha=0.7),
+    "sigmoid_": lambda x: (y := [x.clone()], torch._foreach_sigmoid_(y))[0],
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", FOREACH)
+def test_functions_of_many_tensors_are_those_of_each(name, dtype):
+    x = randn(40, 33, dtype=dtype).abs()
+    with batch_invariant_mode():
+        expected = FOREACH[name](x)
+        for parts in zip(*(FOREACH[name](part) for part in x.split(7)), strict=True):
+            assert any(equal_bits(torch.cat(parts), whole) for whole in expected)
+    assert all(torch.allclose(a.float(), b.float(), rtol=1e-2) for a, b in zip(expected, FOREACH[name](x), strict=True))
+
+
 @pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.softplus, torch.rsqrt, F.glu])
 def test_what_is_called_in_models_is_close_to_torch_and_laid_out_like_it(function):
     x = randn(7, 5, 26).abs()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["passes", "passes without factor", "passes without integers", "elementwise", "refused"]
+Kind = Literal["passes", "passes without factor", "passes without integers", "elementwise", "one by one", "refused"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -85,6 +85,8 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
 
     Only where the mode has no override of it, and it is not made of other operators.
     """
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return "one by one"
     if func.namespace not in _FAMILIES or torch.Tag.inplace_view in func.tags or _returns_nothing_new(func):
         return "passes"
     name, form = func.overloadpacket.__name__.removesuffix("_"), func._overloadname
@@ -92,7 +94,7 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
         if name in _WITH_INTEGERS:
             return "passes without integers"
         return "passes without factor" if name in _WITH_FACTOR else "passes"
-    if name in _PASSING or name in _PASSING_GRADIENTS or name.startswith("_foreach_"):
+    if name in _PASSING or name in _PASSING_GRADIENTS:
         return "passes"
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return "elementwise"

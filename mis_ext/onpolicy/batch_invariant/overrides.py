@@ -95,7 +95,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if x is None else _without_override(func, x, args, kwargs)
+        return _of_integers(func, args, kwargs) if x is None else _without_override(func, x, args, kwargs)
 
 
 def _refuse_chain(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,11 +132,23 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
         raise NotImplementedError(f"{func} has no batch-invariant form here{_advice(func)}")
     if x.device.type != "cpu" or kind == "passes":
         return func(*args, **kwargs)
+    if kind == "one by one":
+        # On a CPU these call the function of one tensor for each, and so they arrive here again.
+        with OperatorOverrides():  # type: ignore[no-untyped-call]
+            return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
     if kind == "passes without integers":
         return func(args[0], _rounded(args[1], x), **kwargs)
     if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
         return func(*args, **kwargs)
     return elementwise.compute(func, *args, **kwargs)
+
+
+def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of integers too, functions as exp return floating-point numbers."""
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result.device.type == "cpu" and result.is_floating_point():
+        return elementwise.compute(func, *args, **kwargs) if kind_of(func) == "elementwise" else result
+    return result
 
 
 def _rounded(factor: Any, x: Tensor) -> Any:
