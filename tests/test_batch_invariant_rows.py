@@ -132,6 +132,7 @@ FOREACH = {
     "rsqrt": of_many(torch._foreach_rsqrt),
     "pow": of_many(torch._foreach_pow, 2.3),
     "sub": lambda x: torch._foreach_sub([x], [x.sin()], alpha=0.7),
+    "cosh of integers": lambda x: torch._foreach_cosh([(9 * x).int()]),
     "sigmoid_": lambda x: (y := [x.clone()], torch._foreach_sigmoid_(y))[0],
 }
 

@@ -133,9 +133,7 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
     if x.device.type != "cpu" or kind == "passes":
         return func(*args, **kwargs)
     if kind == "one by one":
-        # On a CPU these call the function of one tensor for each, and so they arrive here again.
-        with OperatorOverrides():  # type: ignore[no-untyped-call]
-            return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return _one_by_one(func, args, kwargs)
     if kind == "passes without integers":
         return func(args[0], _rounded(args[1], x), **kwargs)
     if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
@@ -146,9 +144,20 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
 def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of integers too, functions as exp return floating-point numbers."""
     result = func(*args, **kwargs)
-    if isinstance(result, Tensor) and result.device.type == "cpu" and result.is_floating_point():
-        return elementwise.compute(func, *args, **kwargs) if kind_of(func) == "elementwise" else result
+    first = result[0] if isinstance(result, list) and result else result
+    if isinstance(first, Tensor) and first.device.type == "cpu" and first.is_floating_point():
+        kind = kind_of(func)
+        if kind == "elementwise":
+            return elementwise.compute(func, *args, **kwargs)
+        if kind == "one by one":
+            return _one_by_one(func, args, kwargs)
     return result
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On a CPU these call the function of one tensor for each, so that they arrive at the mode again."""
+    with OperatorOverrides():  # type: ignore[no-untyped-call]
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def _rounded(factor: Any, x: Tensor) -> Any:
