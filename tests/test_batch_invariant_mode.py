@@ -93,13 +93,20 @@ def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(na
 
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
-    "chain", [torch.linalg.multi_dot, lambda x: torch.chain_matmul(*x), torch.ops.aten.linalg_multi_dot.default]
+    "chain",
+    [
+        torch.linalg.multi_dot,
+        lambda x: torch.chain_matmul(*x),
+        torch.ops.aten.linalg_multi_dot.default,
+        # One number is a sum of products to it, and more are a product of matrices.
+        lambda x: torch.tensordot(*x[:2], 1),
+    ],
 )
 # Of torch, that chain_matmul is deprecated.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_chain_of_products_whose_order_depends_on_the_number_of_rows_is_refused(chain, grad):
     factors = [randn(300, 64), randn(64, 70, seed=1), randn(70, 33, seed=2)]
-    message = r"(multi_dot|chain_matmul)\S* has no batch-invariant form here, .*: write a @ b @ c"
+    message = r"(multi_dot|chain_matmul|tensordot)\S* has no batch-invariant form here, .*: write them with @"
     with pytest.raises(NotImplementedError, match=message), grad(), batch_invariant_mode():
         chain(factors)
 

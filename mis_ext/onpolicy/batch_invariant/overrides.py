@@ -29,9 +29,11 @@ _CALLERS_OF_ATTENTION = frozenset(
 which a backward pass computes again, would run unseen."""
 
 
-_CHAINS = frozenset({torch.linalg.multi_dot, torch.chain_matmul, aten.linalg_multi_dot, aten.chain_matmul})
-"""Made of other operators, in an order that torch chooses by the number of rows: with autograd only its parts arrive
-below."""
+_CHAINS = frozenset(
+    {torch.linalg.multi_dot, torch.chain_matmul, torch.tensordot}
+    | {aten.linalg_multi_dot, aten.chain_matmul, aten.tensordot}
+)
+"""Made of other operators, which torch chooses by the number of rows: with autograd only these arrive below."""
 
 _SEEN = _CALLERS_OF_ATTENTION | _CHAINS | {F.scaled_dot_product_attention, torch.einsum}
 
@@ -101,7 +103,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _refuse_chain(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = getattr(func, "__name__", func)
     raise NotImplementedError(
-        f"{name} has no batch-invariant form here, it picks an order of products by the number of rows: write a @ b @ c"
+        f"{name} has no batch-invariant form here, it picks its products by the number of rows: write them with @"
     )
 
 
@@ -340,6 +342,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     # Without autograd.
     aten.linalg_multi_dot.default: _refuse_chain,
     aten.chain_matmul.default: _refuse_chain,
+    aten.tensordot.default: _refuse_chain,
 }
 _OVERRIDES |= dict.fromkeys(
     (
