@@ -53,9 +53,11 @@ def main() -> None:
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
         from evidence import enumerable, front, signs, verdicts
+        from evidence.floor import Floor
         from evidence.studies import FEW
 
-        verdicts.report(studies, results, options.output)
+        floor = Floor.of_results(STUDIES.values(), results)
+        verdicts.report(studies, results, options.output, floor)
         if not options.studies:
             front.report(results, options.output)
             signs.report(results, options.output)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import mismatch
+from evidence.archives import Archives
+from evidence.engines import EngineSpec
 from evidence.enumerable import Enumerated
-from evidence.group import Method
-from evidence.outcomes import Condition, Difference, pareto_k
-from evidence.studies import STUDIES
+from evidence.floor import Floor
+from evidence.group import Group, Method
+from evidence.outcomes import Condition, Difference, holm, pareto_k
+from evidence.results import Results, settings
+from evidence.studies import STUDIES, Study
 from evidence.task import Problems, grade
 from evidence_runs import NONE
 
@@ -36,7 +41,7 @@ def test_grading() -> None:
 
 def test_differences_are_judged_by_their_intervals() -> None:
     difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
-    assert difference == pytest.approx((0.2, 0.2 - 0.1299, 0.2 + 0.1299, 4), abs=1e-3)
+    assert difference[:4] == pytest.approx((0.2, 0.2 - 0.1299, 0.2 + 0.1299, 4), abs=1e-3)
     assert difference.verdict(0.02) == "better"
     assert Difference.of_pairs([-0.2, -0.21, -0.19]).verdict(0.02) == "worse"
     assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
@@ -143,3 +148,43 @@ def test_every_study_has_unique_groups_and_controls_with_models() -> None:
         names = {method.name for method in group.methods}
         assert all(method.like is None or method.like in names for method in group.methods)
         assert not group.methods[0].keys
+
+
+def test_a_claim_survives_the_other_comparisons_and_the_noise() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.5]) == pytest.approx([1.0, 1.0])
+    difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
+    assert difference.p_value == pytest.approx(0.0163, abs=1e-4)
+    assert difference.verdict(0.02, holm([difference.p_value] * 4)[0]) == "not resolved"
+    # Sure, but not beyond what equal runs differ by.
+    assert Difference.of_pairs([0.021, 0.022, 0.0215]).verdict(0.03) == "no difference"
+    assert Difference.of_pairs([0.018, 0.024, 0.03, 0.028]).verdict(0.027) == "not resolved"
+
+
+def test_the_floor_is_what_repeated_runs_differ_by(tmp_path: Path) -> None:
+    def group(name: str, seeds: tuple[int, ...], methods: tuple[Method, ...], **settings: Any) -> Group:
+        return Group(name=name, engine=EngineSpec(), methods=methods, seeds=seeds, num_steps=2, **settings)
+
+    tis = Method(name="token_tis", keys={"use_tis": True})
+    renamed = Method(name="another name", keys={"use_tis": True})
+    groups = (
+        (group("a", (1, 2), (NONE, tis)), 0.5),
+        (group("b", (2,), (NONE, renamed), dump_steps=(0,)), 0.53),
+        (group("stale", (1, 2), (NONE, tis), staleness=1), 0.9),
+    )
+    results = Results(tmp_path)
+    for each, reward in groups:
+        rows = [
+            {"method": method.name, "seed": seed, "step": step, "reward": reward}
+            for method, seed in each.runs
+            for step in range(2)
+        ]
+        Archives(tmp_path).write(each.name, {"settings": settings(each), "seconds": {}}, rows, {})
+    floor = Floor.of_results([Study(name="s", question="?", groups=tuple(each for each, _ in groups))], results)
+    assert floor.differences == pytest.approx([-0.03, -0.03])
+    assert floor.half_width(4) == pytest.approx(1.96 * 0.03 / 2)
+    assert (floor.margin(4, 0.02), floor.margin(9, 0.02)) == pytest.approx((0.0294, 0.02))
+    assert "2 pairs" in floor.sentence(4)
+    nothing = Floor(())
+    assert nothing.margin(4, 0.02) == 0.02
+    assert "not measured" in nothing.sentence(4)

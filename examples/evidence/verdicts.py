@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 
 from . import mismatch
 from .ensemble import Row
+from .floor import Floor
 from .group import Group
-from .outcomes import Condition, Curve, last_quarter
+from .outcomes import Condition, Curve, holm, last_quarter
 from .pictures import save
 from .results import Results
 from .studies import Study
@@ -24,7 +25,7 @@ from .studies import Study
 SMOOTHED_STEPS = 15
 
 
-def report(studies: Iterable[Study], results: Results, output: Path) -> None:
+def report(studies: Iterable[Study], results: Results, output: Path, floor: Floor) -> None:
     """Write ``STUDY.md`` and plots of each study that has a finished group; the others are listed as missing."""
     output.mkdir(parents=True, exist_ok=True)
     for study in studies:
@@ -33,7 +34,7 @@ def report(studies: Iterable[Study], results: Results, output: Path) -> None:
             print(f"{study.name}: nothing has run")
             continue
         page = output / f"{study.name}.md"
-        page.write_text("\n".join(_page(study, done, results, output)) + "\n", encoding="utf-8")
+        page.write_text("\n".join(_page(study, done, results, output, floor)) + "\n", encoding="utf-8")
         print(page)
 
 
@@ -42,7 +43,7 @@ def condition_name(group: Group) -> str:
     return group.name.partition("-seed")[0]
 
 
-def _page(study: Study, done: list[Group], results: Results, output: Path) -> list[str]:
+def _page(study: Study, done: list[Group], results: Results, output: Path, floor: Floor) -> list[str]:
     rows: dict[str, list[Row]] = {}
     for group in done:
         rows.setdefault(condition_name(group), []).extend(results.rows(group))
@@ -50,9 +51,9 @@ def _page(study: Study, done: list[Group], results: Results, output: Path) -> li
     lines = [f"# {study.question}", "", *_header(study, done, results)]
     for condition in conditions:
         if len(condition.curves) > 1:
-            lines += ["", f"## {condition.name}", "", *_table(condition, study.margin)]
+            lines += ["", f"## {condition.name}", "", *_table(condition, study.margin, floor)]
     if study.reference in rows:
-        lines += ["", *_across(conditions, study)]
+        lines += ["", *_across(conditions, study, floor)]
     if any(len(condition.curves) > 1 for condition in conditions):
         lines += [*_seconds(done, results), "", f"![rewards]({study.name}.png)"]
         _plot_rewards(conditions, output / f"{study.name}.png")
@@ -75,7 +76,8 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
         *([f"Until step {group.branch_step} no engine is stale and no method corrects."] if group.branch_step else []),
         f"{group.shape.num_layers} layers of {group.shape.hidden_size}{_experts(done)}.",
         "Differences are paired by seed, with 95 % confidence intervals.",
-        f"An interval within {study.margin:g} of 0 counts as no difference.",
+        f"No difference: the interval lies within the margin, {study.margin:g} or the noise floor where that is wider.",
+        "Better and worse: beyond the margin, with p < 0.05 after Holm's correction for all rows of the table.",
         "Fell: share of seeds that end more than 0.2 below their best ten steps.",
         *([f"{missing} of {len(study.groups)} groups have not run."] if missing else []),
     ]
@@ -88,8 +90,10 @@ def _experts(groups: list[Group]) -> str:
     return f", mixtures with {shape.experts_per_token} of {shape.num_experts} experts of {shape.expert_ffn_size}"
 
 
-def _table(condition: Condition, margin: float) -> list[str]:
+def _table(condition: Condition, margin: float, floor: Floor) -> list[str]:
     base = condition.base
+    num_seeds = len(condition.curves[base])
+    margin = floor.margin(num_seeds, margin)
     num_steps = len(next(iter(condition.curves[base].values()))["reward"])
     end = last_quarter(num_steps)
     k3 = [condition.mean(base, "k3", part) for part in (slice(0, 20), end)]
@@ -97,22 +101,24 @@ def _table(condition: Condition, margin: float) -> list[str]:
     lines = [
         f"Without correction: k3 {k3[0]:.1e} in the first 20 steps, {k3[1]:.1e} in the last quarter.",
         f"Sequence ESS {ess[0]:.2f}, {ess[1]:.2f}; "
-        f"share of ratios above 2: {condition.mean(base, 'above_2'):.1e}. {len(condition.curves[base])} seeds.",
+        f"share of ratios above 2: {condition.mean(base, 'above_2'):.1e}. {num_seeds} seeds.",
+        floor.sentence(num_seeds),
         "",
         "| method | mean reward | against none | last quarter, against none "
         "| trainer's own policy at the end, against none | fell | kept sequences | kept tokens "
         "| against random rejection | verdict |",
         "|---" * 10 + "|",
     ]
-    for method in condition.curves:
-        if method.endswith(", random"):
-            continue
+    methods = [method for method in condition.curves if not method.endswith(", random")]
+    differences = {method: condition.difference(method, base, "reward") for method in methods if method != base}
+    adjusted = dict(zip(differences, holm([each.p_value for each in differences.values()]), strict=True))
+    for method in methods:
         control = f"{method}, random"
         cells = [method, f"{condition.mean(method, 'reward'):.3f}"]
         verdict = ""
         if method != base:
-            overall = condition.difference(method, base, "reward")
-            verdict = overall.verdict(margin)
+            overall = differences[method]
+            verdict = overall.verdict(margin, adjusted[method])
             cells += [
                 str(overall),
                 str(condition.difference(method, base, "reward", end)),
@@ -128,7 +134,7 @@ def _table(condition: Condition, margin: float) -> list[str]:
     return lines
 
 
-def _across(conditions: list[Condition], study: Study) -> list[str]:
+def _across(conditions: list[Condition], study: Study, floor: Floor) -> list[str]:
     """A table of every setting and method against the reference without correction."""
     reference = next(condition for condition in conditions if condition.name == study.reference)
     lines = [
@@ -138,16 +144,21 @@ def _across(conditions: list[Condition], study: Study) -> list[str]:
         "| trainer's own policy at the end, against it | verdict |",
         "|---" * 8 + "|",
     ]
+    parts = (("reward", slice(None)), ("reward", None), ("own_reward", slice(-1, None)))
+    differences = {
+        (condition.name, method): [condition.difference_to(method, reference, *part) for part in parts]
+        for condition in conditions
+        for method in condition.curves
+        if condition is not reference or method != reference.base
+    }
+    adjusted = dict(zip(differences, holm([overall.p_value for overall, *_ in differences.values()]), strict=True))
+    margin = floor.margin(len(reference.curves[reference.base]), study.margin)
     for condition in conditions:
         for method in condition.curves:
-            overall, end, own = (
-                condition.difference_to(method, reference, number, part)
-                for number, part in (("reward", slice(None)), ("reward", None), ("own_reward", slice(-1, None)))
-            )
-            is_reference = condition is reference and method == reference.base
-            compared = (
-                ["", "", "", ""] if is_reference else [str(overall), str(end), str(own), overall.verdict(study.margin)]
-            )
+            key = (condition.name, method)
+            compared = [""] * 4
+            if key in differences:
+                compared = [*map(str, differences[key]), differences[key][0].verdict(margin, adjusted[key])]
             k3, reward = condition.mean(method, "k3"), condition.mean(method, "reward")
             lines.append(f"| {' | '.join([condition.name, method, f'{k3:.1e}', f'{reward:.3f}', *compared])} |")
     return lines
