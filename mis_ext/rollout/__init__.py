@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
     from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
     from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+    from mis_ext.rollout.streams.joining import join_stream
     from mis_ext.rollout.training_sample import TrainingSample
 else:
     __getattr__, __dir__ = lazy_names(
@@ -66,7 +67,6 @@ else:
                 "LogProbError",
                 "MalformedResponse",
                 "NotASample",
-                "NotASample",
                 "RolloutError",
                 "UnprovenTokenIds",
             ),
@@ -75,6 +75,7 @@ else:
             "readers.openai": ("read_openai_chat", "read_openai_completions"),
             "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
             "readers.vllm": ("read_vllm_chat", "read_vllm_completions"),
+            "streams.joining": ("join_stream",),
             "training_sample": ("TrainingSample",),
         },
     )
@@ -113,6 +114,7 @@ __all__ = [
     "define_log_probs",
     "detect_post_processing",
     "generate",
+    "join_stream",
     "padded_vocab_size",
     "read_openai_chat",
     "read_openai_completions",

@@ -1,0 +1,1 @@
+"""Server-sent events, joined into what a server answers without streaming."""

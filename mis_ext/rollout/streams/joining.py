@@ -1,0 +1,137 @@
+"""Streamed answers: the events of one request, joined into the response that the readers take.
+
+Nothing is proven here. The readers count and compare what was joined as they do with any response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
+from mis_ext.rollout.readers.reading import Field
+
+_DATA, _END = "data:", "[DONE]"
+_OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
+# What comes once, or again with a later value.
+_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop")
+_OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata")
+
+
+def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
+    """The response that these lines of server-sent events add up to.
+
+    Chunks of chat and completions: texts, reasoning, arguments of tool calls by their index, log-probs and ids are
+    joined in the order in which they came; ask for ``stream_options: {"include_usage": true}``, without which the
+    readers have no count to compare with. Events of SGLang's ``/generate`` hold all that came before, so the last one
+    counts.
+
+    Args:
+        lines: As the server sent them, empty ones too.
+        request_id: Names the request in errors.
+
+    Raises:
+        AbortedRequest: The stream breaks off, or has an error.
+        MalformedResponse: A line is no event, or an event no part of an answer.
+    """
+    events = _events(lines, request_id)
+    for event in events:
+        error = event.get("error")
+        if error is not None:
+            raise AbortedRequest(request_id, f"the stream has an error: {str(error.value)[:500]}")
+    if events[0].get("meta_info") is not None:
+        names = {event["meta_info"]["id"].value for event in events}
+        if len(names) > 1:
+            raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
+        return dict(events[-1].value)
+    return _join_chunks(events)
+
+
+def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
+    events: list[Field] = []
+    for number, raw in enumerate(lines):
+        line = (raw.decode() if isinstance(raw, bytes) else raw).strip()
+        # A comment keeps the connection open.
+        if not line or line.startswith(":"):
+            continue
+        if not line.startswith(_DATA):
+            raise MalformedResponse(request_id, f"line {number} is no event: {line[:80]!r}")
+        data = line[len(_DATA) :].strip()
+        if data == _END:
+            if not events:
+                raise MalformedResponse(request_id, "the stream has no events")
+            return events
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise MalformedResponse(request_id, f"line {number} is no JSON: {error}") from error
+        events.append(Field(value=event, path=f"event[{len(events)}]", request_id=request_id))
+    raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
+
+
+def _join_chunks(events: list[Field]) -> dict[str, Any]:
+    first = events[0]
+    kind = first["object"].string()
+    if kind not in _OBJECTS:
+        raise first["object"].malformed(" | ".join(_OBJECTS))
+    response: dict[str, Any] = {"id": first["id"].string(), "object": _OBJECTS[kind]}
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["id"].value != response["id"]:
+            raise event["id"].malformed(f"{response['id']!r} as before: one stream is one request")
+        response |= {key: found.value for key in _OF_A_RESPONSE if (found := event.get(key)) is not None}
+        chunks = event["choices"]
+        for position in range(len(chunks.array())):
+            chunk = chunks.entry(position)
+            index = chunk["index"].count()
+            _add_chunk(choices.setdefault(index, {"index": index}), chunk)
+    return response | {"choices": [choices[index] for index in sorted(choices)]}
+
+
+def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
+    # Each choice of a completion brings its own, as without streaming.
+    choice |= {key: found.value for key in ("prompt_token_ids",) if (found := chunk.get(key)) is not None}
+    if choice.get("finish_reason") is not None and (chunk.get("logprobs") or chunk.get("token_ids")):
+        raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
+    choice |= {key: found.value for key in _OF_A_CHOICE if (found := chunk.get(key)) is not None}
+    ids, log_probs, delta, text = (chunk.get(key) for key in ("token_ids", "logprobs", "delta", "text"))
+    if ids is not None:
+        choice.setdefault("token_ids", []).extend(ids.array())
+    if text is not None:
+        choice["text"] = choice.get("text", "") + text.string()
+    if log_probs is not None:
+        joined = choice.setdefault("logprobs", {})
+        for key in log_probs.value:
+            found = log_probs.get(key)
+            if found is not None:
+                joined.setdefault(key, []).extend(found.array())
+    if delta is not None:
+        _add_delta(choice.setdefault("message", {"role": "assistant", "content": None}), delta)
+
+
+def _add_delta(message: dict[str, Any], delta: Field) -> None:
+    for key in ("content", "reasoning", "reasoning_content"):
+        found = delta.get(key)
+        if found is not None:
+            message[key] = (message.get(key) or "") + found.string()
+    calls = delta.get("tool_calls")
+    for position in range(0 if calls is None else len(calls.array())):
+        assert calls is not None
+        _add_call(message.setdefault("tool_calls", []), calls.entry(position))
+
+
+def _add_call(calls: list[dict[str, Any]], part: Field) -> None:
+    """The name comes once, the arguments piece by piece; pieces of several calls may alternate."""
+    index = part["index"].count()
+    if index > len(calls):
+        raise part["index"].malformed(f"at most {len(calls)}, the number of calls before")
+    if index == len(calls):
+        calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+    name, function = part.get("id"), part.get("function")
+    if name is not None:
+        calls[index]["id"] = name.string()
+    for key in ("name", "arguments"):
+        piece = None if function is None else function.get(key)
+        if piece is not None:
+            calls[index]["function"][key] += piece.string()
