@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import platform
@@ -29,11 +30,12 @@ ARCHITECTURES = tuple(
         "gemma gemma2 gemma3_text phi phi3 phimoe cohere cohere2 olmo olmo2 olmo3 olmoe",
         "deepseek_v2 deepseek_v3 glm glm4 glm4_moe gpt_oss granite granitemoe smollm3 stablelm starcoder2",
         "gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt persimmon nemotron helium seed_oss ernie4_5 hunyuan_v1_dense",
+        "exaone4 apertus gpt_bigcode minimax dots1",
         "mamba mamba2 jamba bamba falcon_h1 lfm2 rwkv",
     )
     for name in family.split()
 )
-VOCABULARY, WINDOW = 97, 40
+VOCABULARY, WINDOW, NUM_GENERATED = 97, 40, 6
 
 # What makes any config small, where it has such a key.
 _SMALL: dict[str, Any] = {
@@ -99,8 +101,9 @@ _SMALL: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
-    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+    "deepseek_v2": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "dots1": {"n_shared_experts": 1},
 }
 
 
@@ -113,15 +116,36 @@ class Sequences(NamedTuple):
 
 Probe = Callable[[Any, Sequences, random.Random], str]
 
+# Their widths depend on one another.
+_OF_ONE_SIZE = ("mamba2", "bamba", "rwkv")
+# Heads, heads of keys, width of a head: their products are no multiples of 32.
+_HEADS = ((7, 1, 24), (6, 2, 24), (3, 1, 24), (5, 1, 24), (2, 2, 24))
 
-def build(name: str) -> Any:
-    """A model of the architecture with random weights, float32, in evaluation."""
+
+def draw_sizes(rng: random.Random) -> dict[str, Any]:
+    """Widths off multiples of 32, and five or more experts, by the keys of configs."""
+    num_heads, num_key_value_heads, head_dim = rng.choice(_HEADS)
+    drawn = {
+        ("num_attention_heads", "n_head", "num_heads", "n_heads"): num_heads,
+        ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"): num_heads * head_dim,
+        ("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner"): rng.choice([90, 100, 130]),
+        ("moe_intermediate_size", "shared_expert_intermediate_size"): rng.choice([36, 50, 70]),
+        ("num_experts", "num_local_experts", "n_routed_experts"): rng.randint(5, 16),
+        ("num_key_value_heads",): num_key_value_heads,
+        ("head_dim",): head_dim,
+    }
+    return {key: size for keys, size in drawn.items() for key in keys}
+
+
+def build(name: str, sizes: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of the architecture with random weights, in evaluation."""
     default = transformers.AutoConfig.for_model(name)
     known = {**default.to_dict(), **default.attribute_map}
-    small = {key: value for key, value in _SMALL.items() if key in known} | _OWN.get(name, {})
+    wanted = _SMALL | (sizes or {})
+    small = {key: value for key, value in wanted.items() if key in known} | _OWN.get(name, {})
     config = transformers.AutoConfig.for_model(name, **small)
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def _agreement(pairs: list[tuple[Tensor, Tensor]]) -> str:
@@ -143,6 +167,37 @@ def _right_padding(model: Any, sequences: Sequences, rng: random.Random) -> str:
     mask = torch.stack([(torch.arange(longest) < len(x)).long() for x in sequences.ids])
     logits = model(ids, attention_mask=mask, use_cache=False).logits
     return _agreement([(ours[: len(x)], x) for ours, x in zip(logits, sequences.expected, strict=True)])
+
+
+def _left_padded(sequences: Sequences, longest: int) -> tuple[Tensor, Tensor]:
+    ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0), value=3) for x in sequences.ids])
+    return ids, torch.stack([(torch.arange(longest) >= longest - len(x)).long() for x in sequences.ids])
+
+
+def _left_padding(model: Any, sequences: Sequences, rng: random.Random) -> str:
+    ids, mask = _left_padded(sequences, max(map(len, sequences.ids)) + rng.randint(1, 9))
+    takes = inspect.signature(model.forward).parameters
+    named = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if "position_ids" in takes else {}
+    logits = model(ids, attention_mask=mask, use_cache=False, **named).logits
+    return _agreement([(ours[-len(x) :], x) for ours, x in zip(logits, sequences.expected, strict=True)])
+
+
+def _generate(model: Any, sequences: Sequences, rng: random.Random) -> str:
+    def logits_of(ids: Tensor, mask: Tensor) -> Tensor:
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=NUM_GENERATED,
+            max_new_tokens=NUM_GENERATED,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return torch.stack(found.logits, 1)
+
+    together = logits_of(*_left_padded(sequences, max(map(len, sequences.ids))))
+    alone = [logits_of(x[None], torch.ones(1, len(x), dtype=torch.long))[0] for x in sequences.ids]
+    return _agreement([*zip(together, alone, strict=True)])
 
 
 def _in_parts(model: Any, sequences: Sequences, sizes: list[int]) -> str:
@@ -174,9 +229,11 @@ def _packing(model: Any, sequences: Sequences, rng: random.Random) -> str:
 PROBES: dict[str, Probe] = {
     "batch": _batch,
     "right padding": _right_padding,
+    "left padding": _left_padding,
     "decode": _decode,
     "chunked prefill": _chunks,
     "packing": _packing,
+    "generate": _generate,
 }
 
 
@@ -184,7 +241,8 @@ def judge(name: str, seed: int = 0, *, most_threads: int = 7) -> dict[str, str]:
     """What each probe found, by its name: "exact", how many rows differ, "refused: ...", or the error."""
     rng, before = random.Random(f"{name} {seed}"), torch.get_num_threads()
     try:
-        model = build(name)
+        sizes = {} if name in _OF_ONE_SIZE else draw_sizes(rng)
+        model = build(name, sizes, rng.choice([torch.float32, torch.bfloat16]))
     except Exception as error:
         return dict.fromkeys(PROBES, _reason(error))
     with torch.no_grad(), batch_invariant_mode():
@@ -238,24 +296,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=ARCHITECTURES)
     parser.add_argument("--seed", type=int, default=0, help="of lengths, chunks and numbers of threads")
+    parser.add_argument("--threads", type=int, default=7, help="each probe takes 1 to as many")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     logging.disable(logging.WARNING)
     results = {}
     for name in options.names:
-        results[name] = judge(name, options.seed)
+        results[name] = judge(name, options.seed, most_threads=options.threads)
         print(name, results[name], flush=True)
     exact = sum(set(found.values()) == {"exact"} for found in results.values())
     page = f"""# Architectures in the batch-invariant mode
 
 `python benchmarks/model_zoo.py --write` ({platform.machine()} CPU, torch {torch.__version__}, transformers
-{transformers.__version__}, seed {options.seed}): tiny models with random weights, float32, {WINDOW} tokens to a window,
-3 sequences of 66 to 130 tokens, 1 to 7 threads, the attention and the experts that transformers takes by
-default. Every token's logits are compared, bit for bit, with those of its sequence alone in one thread.
+{transformers.__version__}, seed {options.seed}): tiny models with random weights, {WINDOW} tokens to a window,
+drawn widths off multiples of 32 (not {" ".join(_OF_ONE_SIZE)}), 5 to 16 experts, float32 or bfloat16,
+3 sequences of 66 to 130 tokens, 1 to {options.threads} threads, the attention and the experts that transformers takes
+by default. Every token's logits are compared, bit for bit, with those of its sequence alone in one thread.
 {exact} of {len(results)} are exact in all.
 Where rows differ by more than rounding (1e-5), the model itself attends to other tokens there. Where they differ by
-rounding (mpt), the model counts its position biases from the last key that it is given: its scores round differently.
+rounding, mpt (in float32) counts its position biases from the last key that it is given, and minimax sums in blocks
+that begin where a chunk does.
 
 {table(results)}
 """
