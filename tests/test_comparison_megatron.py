@@ -33,8 +33,9 @@ def megatron() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch.distributed as dist
+        from grpo.conversion import export_weights
         from grpo.cpu import megatron_device
-        from grpo.model import ModelShape, build_model, export_weights, hf_config, transformer_config
+        from grpo.model import ModelShape, build_model, hf_config, transformer_config
         from megatron.core import parallel_state
         from transformers import Qwen3ForCausalLM
     shape = ModelShape(hidden_size=16, ffn_hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8)

@@ -18,8 +18,10 @@ with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
     from grpo.attention import GatheredAttention
+    from grpo.conversion import load_weights
     from grpo.cpu import megatron_device
     from grpo.layout import ModelInputs
+    from grpo.model import ModelShape
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -30,40 +32,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a Llama configuration of transformers says."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_length: int
-    norm_eps: float
-    rope_base: float
-    is_tied: bool
-
-    @classmethod
-    def of(cls, config: Any) -> Shape:
-        """Read a ``LlamaConfig``."""
-        return cls(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            max_length=config.max_position_embeddings,
-            norm_eps=config.rms_norm_eps,
-            rope_base=config.rope_parameters["rope_theta"],
-            is_tied=config.tie_word_embeddings,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +75,7 @@ class Decoder:
     def __init__(
         self,
         variant: Variant,
-        shape: Shape,
+        shape: ModelShape,
         weights: dict[str, Tensor],
         device: torch.device,
         *,
@@ -157,7 +125,7 @@ def _layer(variant: Variant) -> Any:
     return spec
 
 
-def _config(variant: Variant, shape: Shape, device: torch.device) -> TransformerConfig:
+def _config(variant: Variant, shape: ModelShape, device: torch.device) -> TransformerConfig:
     quantised = {} if variant.fp8 is None else {"fp8": "hybrid", "fp8_recipe": variant.fp8}
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -187,53 +155,3 @@ def _config(variant: Variant, shape: Shape, device: torch.device) -> Transformer
         persist_layer_norm=False,
         **quantised,
     )
-
-
-@torch.no_grad()
-def load_weights(model: GPTModel, weights: dict[str, Tensor], shape: Shape) -> None:
-    """Fill the model from weights under their transformers names; every tensor-parallel rank takes its part.
-
-    Raises:
-        ValueError: Heads or vocabulary cannot be split, or a parameter of the model got no weight.
-    """
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    for name, number in {"key-value heads": shape.num_kv_heads, "vocabulary": shape.vocab_size}.items():
-        if number % size:
-            raise ValueError(f"{name}: {number} cannot be split over {size} tensor-parallel ranks")
-    left = dict(model.named_parameters())
-
-    def put(name: str, weight: Tensor, dim: int | None = None) -> None:
-        left.pop(name).copy_(weight if dim is None else weight.chunk(size, dim)[rank])
-
-    put("embedding.word_embeddings.weight", weights["model.embed_tokens.weight"], 0)
-    put("decoder.final_layernorm.weight", weights["model.norm.weight"])
-    if not shape.is_tied:
-        put("output_layer.weight", weights["lm_head.weight"], 0)
-    for index in range(shape.num_layers):
-        layer, of = f"decoder.layers.{index}", f"model.layers.{index}"
-        # Transformer Engine's linear layers normalise their input themselves.
-        is_fused = f"{layer}.mlp.linear_fc1.layer_norm_weight" in left
-        norms = (
-            ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
-            if is_fused
-            else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
-        )
-        put(f"{layer}.{norms[0]}", weights[f"{of}.input_layernorm.weight"])
-        put(f"{layer}.{norms[1]}", weights[f"{of}.post_attention_layernorm.weight"])
-        put(f"{layer}.self_attention.linear_qkv.weight", _qkv(weights, of, shape), 0)
-        put(f"{layer}.self_attention.linear_proj.weight", weights[f"{of}.self_attn.o_proj.weight"], 1)
-        gate, up = (weights[f"{of}.mlp.{name}_proj.weight"].chunk(size)[rank] for name in ("gate", "up"))
-        put(f"{layer}.mlp.linear_fc1.weight", torch.cat([gate, up]))
-        put(f"{layer}.mlp.linear_fc2.weight", weights[f"{of}.mlp.down_proj.weight"], 1)
-    if left:
-        raise ValueError(f"no weights for {sorted(left)}")
-
-
-def _qkv(weights: dict[str, Tensor], of: str, shape: Shape) -> Tensor:
-    """Megatron stores, for each key-value head, its queries, its key and its value."""
-    query, key, value = (weights[f"{of}.self_attn.{name}_proj.weight"] for name in "qkv")
-    parts = [part.view(shape.num_kv_heads, -1, shape.head_dim, shape.hidden_size) for part in (query, key, value)]
-    return torch.cat(parts, 1).reshape(-1, shape.hidden_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from te_models import Shape
+from te_models import ModelShape
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def prepare(model: str, folder: Path, *, gguf: Path | None, engine: str | None, 
     rollout = _ask(engine, prompts, num_tokens) if engine else _sample(network, prompts, num_tokens, device)
     torch.save(vars(rollout), folder / "rollout.pt")
     weights = {name: weight.cpu() for name, weight in network.state_dict().items()}
-    torch.save({"weights": weights, "shape": vars(Shape.of(network.config))}, folder / "weights.pt")
+    torch.save({"weights": weights, "shape": vars(ModelShape.of(network.config))}, folder / "weights.pt")
     for dtype in (torch.bfloat16, torch.float32):
         name = f"transformers, {str(dtype).removeprefix('torch.')}"
         torch.save(_score(_cast(network, dtype), rollout, device), scores_file(folder, name))
@@ -67,14 +67,14 @@ def scores_file(folder: Path, name: str) -> Path:
     return folder / f"scores {name}.pt"
 
 
-def load(folder: Path) -> tuple[Shape, dict[str, Tensor], Rollout]:
+def load(folder: Path) -> tuple[ModelShape, dict[str, Tensor], Rollout]:
     """What :func:`prepare` wrote.
 
     Raises:
         FileNotFoundError: It has not run in this folder.
     """
     stored = torch.load(folder / "weights.pt")
-    return Shape(**stored["shape"]), stored["weights"], Rollout(**torch.load(folder / "rollout.pt"))
+    return ModelShape(**stored["shape"]), stored["weights"], Rollout(**torch.load(folder / "rollout.pt"))
 
 
 def _smollm2(gguf: Path | None) -> tuple[Any, list[list[int]], int]:

@@ -1,5 +1,7 @@
 """The decoder: one shape, as a Megatron-Core ``GPTModel`` and as a transformers configuration with the same weights."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -10,16 +12,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 
 from .attention import GatheredAttention
 from .task import VOCAB_SIZE
 
+# What these have beside what all have: a bias of queries, keys and values; a norm of queries and keys.
+FAMILIES = {
+    "llama": {"has_qkv_bias": False, "has_qk_norm": False},
+    "qwen2": {"has_qkv_bias": True, "has_qk_norm": False},
+    "qwen3": {"has_qkv_bias": False, "has_qk_norm": True},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A Qwen3-like decoder: RMSNorm, SwiGLU, rotary positions, grouped queries with normalised heads."""
+    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped queries; by default Qwen3's normalised heads."""
 
     num_layers: int = 2
     hidden_size: int = 64
@@ -31,6 +39,51 @@ class ModelShape:
     max_length: int = 512
     norm_eps: float = 1e-6
     rope_base: float = 10_000.0
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = True
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, *, max_length: int | None = None) -> ModelShape:
+        """Read a configuration of transformers.
+
+        Args:
+            config: Of Llama, Qwen2 or Qwen3.
+            max_length: Tokens of the longest sequence, where that is less than the model can take.
+
+        Raises:
+            ValueError: Megatron-Core's ``GPTModel`` cannot hold such a model, as it is built here.
+        """
+        family = FAMILIES.get(config.model_type)
+        if family is None:
+            raise ValueError(f"model_type {config.model_type!r}: expected one of {', '.join(FAMILIES)}")
+        rope = config.rope_parameters
+        # What transformers would compute otherwise than this decoder.
+        unlike = {
+            "rope_type": (rope.get("rope_type", "default"), "default"),
+            "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+            "hidden_act": (config.hidden_act, "silu"),
+            "mlp_bias": (getattr(config, "mlp_bias", False), False),
+            "attention_bias": (getattr(config, "attention_bias", False), False),
+            "use_sliding_window": (getattr(config, "use_sliding_window", False), False),
+        }
+        for key, (found, expected) in unlike.items():
+            if found != expected:
+                raise ValueError(f"{key} is {found!r}: the trainer's model has {expected!r} only")
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            max_length=max_length or config.max_position_embeddings,
+            norm_eps=config.rms_norm_eps,
+            rope_base=float(rope["rope_theta"]),
+            is_tied=config.tie_word_embeddings,
+            **family,
+        )
 
 
 def hf_config(shape: ModelShape) -> Qwen3Config:
@@ -71,8 +124,9 @@ def transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.has_qk_norm,
         add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         attention_backend=AttnBackend.local,
@@ -97,7 +151,7 @@ def build_model(
     shape: ModelShape, config: TransformerConfig, *, seed: int, core_attention: type | None = GatheredAttention
 ) -> GPTModel:
     """Build the trainer's model with the same weights on every rank; without a core attention, with Megatron's own."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
     if core_attention is not None:
         spec.submodules.self_attention.submodules.core_attention = core_attention
     # Given a layer alone, Megatron-Core takes the last norm from Transformer Engine where that is installed.
@@ -111,41 +165,5 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=shape.rope_base,
         parallel_output=False,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=shape.is_tied,
     )
-
-
-@torch.no_grad()
-def export_weights(model: GPTModel, shape: ModelShape) -> dict[str, Tensor]:
-    """Return the weights under their transformers names: float32 copies, on the CPU."""
-    weights = {
-        "model.embed_tokens.weight": model.embedding.word_embeddings.weight,
-        "model.norm.weight": model.decoder.final_layernorm.weight,
-        "lm_head.weight": model.output_layer.weight,
-    }
-    for index, layer in enumerate(model.decoder.layers):
-        for name, weight in _layer_weights(layer, shape).items():
-            weights[f"model.layers.{index}.{name}.weight"] = weight
-    return {name: weight.detach().float().cpu().clone() for name, weight in weights.items()}
-
-
-def _layer_weights(layer: torch.nn.Module, shape: ModelShape) -> dict[str, Tensor]:
-    """Undo Megatron's fusions: heads are stored per key-value group, gate and up projection in one matrix."""
-    queries_per_group = shape.num_heads // shape.num_kv_heads
-    attention = layer.self_attention
-    qkv = attention.linear_qkv.weight.view(shape.num_kv_heads, queries_per_group + 2, shape.head_dim, shape.hidden_size)
-    query, key, value = (part.reshape(-1, shape.hidden_size) for part in qkv.split([queries_per_group, 1, 1], dim=1))
-    gate, up = layer.mlp.linear_fc1.weight.chunk(2)
-    return {
-        "input_layernorm": layer.input_layernorm.weight,
-        "self_attn.q_proj": query,
-        "self_attn.k_proj": key,
-        "self_attn.v_proj": value,
-        "self_attn.q_norm": attention.q_layernorm.weight,
-        "self_attn.k_norm": attention.k_layernorm.weight,
-        "self_attn.o_proj": attention.linear_proj.weight,
-        "post_attention_layernorm": layer.pre_mlp_layernorm.weight,
-        "mlp.gate_proj": gate,
-        "mlp.up_proj": up,
-        "mlp.down_proj": layer.mlp.linear_fc2.weight,
-    }

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from mis_ext import session_for
 
+from .conversion import export_weights
 from .cpu import megatron_device
 from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
 from .loss import PolicyBatch, Reducer, load_function, policy_loss
-from .model import ModelShape, build_model, export_weights, transformer_config
+from .model import ModelShape, build_model, transformer_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+from grpo.conversion import export_weights
 from grpo.cpu import megatron_device
-from grpo.model import ModelShape, build_model, export_weights, transformer_config
+from grpo.model import ModelShape, build_model, transformer_config
 from torch import Tensor
 
 from mis_ext.onpolicy.recording.recorder import record

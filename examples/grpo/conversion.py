@@ -1,0 +1,118 @@
+"""Weights under their transformers names into a Megatron-Core ``GPTModel``, and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from .model import ModelShape
+
+
+@torch.no_grad()
+def load_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: ModelShape) -> None:
+    """Fill the model; every tensor-parallel rank takes its part.
+
+    Args:
+        model: Of Megatron-Core's local layers, or of Transformer Engine's.
+        weights: By transformers name, in any dtype, on any device.
+        shape: Of the model.
+
+    Raises:
+        ValueError: Heads or vocabulary cannot be split, or a parameter of the model got no weight.
+    """
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for name, number in {"key-value heads": shape.num_kv_heads, "vocabulary": shape.vocab_size}.items():
+        if number % size:
+            raise ValueError(f"{name}: {number} cannot be split over {size} tensor-parallel ranks")
+    left = dict(model.named_parameters())
+
+    def put(name: str, weight: Tensor, dim: int | None = None) -> None:
+        left.pop(name).copy_(weight if dim is None else weight.chunk(size, dim)[rank])
+
+    put("embedding.word_embeddings.weight", weights["model.embed_tokens.weight"], 0)
+    put("decoder.final_layernorm.weight", weights["model.norm.weight"])
+    if not shape.is_tied:
+        put("output_layer.weight", weights["lm_head.weight"], 0)
+    for index in range(shape.num_layers):
+        layer, of = f"decoder.layers.{index}", f"model.layers.{index}"
+        attention = f"{layer}.self_attention"
+        # Transformer Engine's linear layers normalise their input themselves.
+        is_fused = f"{layer}.mlp.linear_fc1.layer_norm_weight" in left
+        norms = (
+            ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+            if is_fused
+            else ("input_layernorm.weight", "pre_mlp_layernorm.weight")
+        )
+        put(f"{layer}.{norms[0]}", weights[f"{of}.input_layernorm.weight"])
+        put(f"{layer}.{norms[1]}", weights[f"{of}.post_attention_layernorm.weight"])
+        put(f"{attention}.linear_qkv.weight", _joined_qkv(weights, of, "weight", shape), 0)
+        if shape.has_qkv_bias:
+            put(f"{attention}.linear_qkv.bias", _joined_qkv(weights, of, "bias", shape), 0)
+        if shape.has_qk_norm:
+            put(f"{attention}.q_layernorm.weight", weights[f"{of}.self_attn.q_norm.weight"])
+            put(f"{attention}.k_layernorm.weight", weights[f"{of}.self_attn.k_norm.weight"])
+        put(f"{attention}.linear_proj.weight", weights[f"{of}.self_attn.o_proj.weight"], 1)
+        gate, up = (weights[f"{of}.mlp.{name}_proj.weight"].chunk(size)[rank] for name in ("gate", "up"))
+        put(f"{layer}.mlp.linear_fc1.weight", torch.cat([gate, up]))
+        put(f"{layer}.mlp.linear_fc2.weight", weights[f"{of}.mlp.down_proj.weight"], 1)
+    if left:
+        raise ValueError(f"no weights for {sorted(left)}")
+
+
+@torch.no_grad()
+def named_weights(model: GPTModel, shape: ModelShape) -> dict[str, Tensor]:
+    """The weights of a model of local layers on one rank: on its device, in its dtype, some of them views."""
+    embedding = model.embedding.word_embeddings.weight.detach()
+    weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": model.decoder.final_layernorm.weight}
+    for index, layer in enumerate(model.decoder.layers):
+        for name, weight in _layer_weights(layer, shape).items():
+            weights[f"model.layers.{index}.{name}"] = weight
+    weights["lm_head.weight"] = embedding if shape.is_tied else model.output_layer.weight
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def export_weights(model: GPTModel, shape: ModelShape) -> dict[str, Tensor]:
+    """The same as float32 copies on the CPU."""
+    return {name: weight.float().cpu().clone() for name, weight in named_weights(model, shape).items()}
+
+
+def _layer_weights(layer: torch.nn.Module, shape: ModelShape) -> dict[str, Tensor]:
+    """Undo Megatron's fusions: heads are stored per key-value group, gate and up projection in one matrix."""
+    attention = layer.self_attention
+    gate, up = layer.mlp.linear_fc1.weight.chunk(2)
+    weights = {
+        "input_layernorm.weight": layer.input_layernorm.weight,
+        **_split_qkv(attention.linear_qkv.weight, "weight", shape),
+        "self_attn.o_proj.weight": attention.linear_proj.weight,
+        "post_attention_layernorm.weight": layer.pre_mlp_layernorm.weight,
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": layer.mlp.linear_fc2.weight,
+    }
+    if shape.has_qkv_bias:
+        weights |= _split_qkv(attention.linear_qkv.bias, "bias", shape)
+    if shape.has_qk_norm:
+        weights["self_attn.q_norm.weight"] = attention.q_layernorm.weight
+        weights["self_attn.k_norm.weight"] = attention.k_layernorm.weight
+    return weights
+
+
+def _joined_qkv(weights: Mapping[str, Tensor], of: str, kind: str, shape: ModelShape) -> Tensor:
+    """Megatron stores, for each key-value head, its queries, its key and its value."""
+    parts = [weights[f"{of}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
+    grouped = [part.view(shape.num_kv_heads, -1, shape.head_dim, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, 1).flatten(0, 2)
+
+
+def _split_qkv(joined: Tensor, kind: str, shape: ModelShape) -> dict[str, Tensor]:
+    per_group = shape.num_heads // shape.num_kv_heads
+    grouped = joined.view(shape.num_kv_heads, per_group + 2, shape.head_dim, *joined.shape[1:])
+    parts = grouped.split([per_group, 1, 1], dim=1)
+    return {f"self_attn.{name}_proj.{kind}": part.flatten(0, 2) for name, part in zip("qkv", parts, strict=True)}
