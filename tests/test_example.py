@@ -154,7 +154,7 @@ def test_drawn_problems_are_graded_on_32_to_40_tokens_and_masked_after():
     assert {problem.num_graded for problem in problems} == set(range(32, 41))
     assert {len(problem.prompt_ids) for problem in problems} == set(range(2, 10))
     for problem in problems:
-        mask = task.loss_mask(problem)
+        mask = task.loss_mask(problem, 40)
         assert mask == sorted(mask, reverse=True)
         assert (len(mask), sum(mask)) == (40, problem.num_graded)
 

@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,9 +28,13 @@ sys.path.insert(0, str(ROOT / "examples"))
 with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
+    from grpo.arguments import parse_args
     from grpo.conversion import export_weights, load_weights
     from grpo.cpu import megatron_device
     from grpo.model import ModelShape, build_model, transformer_config
+    from grpo.pretrained import Pretrained, load_pretrained
+    from grpo.questions import QuestionTask
+    from tiny_checkpoint import write_tiny_checkpoint
     from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 # Megatron-Core warns of its own choices.
@@ -64,6 +72,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(folder)
+    return load_pretrained(folder)
 
 
 def random_model(config: PretrainedConfig) -> Any:
@@ -117,3 +132,95 @@ def test_another_architecture_is_refused_with_those_that_are_known() -> None:
 
     with pytest.raises(ValueError, match=r"model_type 'gpt2': expected one of llama, qwen2, qwen3"):
         ModelShape.of(GPT2Config())
+
+
+def run_of(output: Path, model: Path, *flags: str) -> list[dict[str, float]]:
+    """The rows of a run of the program on one rank."""
+    correction = ["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"]
+    sizes = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
+    command = [
+        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"],
+        *["examples/train_grpo.py", "--output-dir", str(output), "--model", str(model), "--bf16"],
+        *["--rollout-max-response-len", "2", "--num-steps-per-rollout", "1", "--custom-config-path", "yaml/mis.yaml"],
+        *[*correction, *sizes, "--qkv-format", "bshd", "--lr", "1e-3", *flags],
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny_checkpoint(model)
+    # Some of 256 answers of the random model are right.
+    flags = ["--seed", "1"]
+    whole = run_of(tmp_path / "whole", model, *flags, "--num-rollout", "3")
+    assert any(row["train/grad_norm"] > 0 for row in whole)
+    assert all(0 < row["train/mis_k3_kl"] < 0.01 for row in whole)
+    run_of(tmp_path / "parts", model, *flags, "--num-rollout", "2")
+    assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "3", "--resume") == whole
+
+
+def test_questions_are_asked_in_the_chat_template_and_answers_checked(checkpoint: Pretrained) -> None:
+    task = QuestionTask("arithmetic", checkpoint.tokenizer, response_length=8)
+    rng, text = Random(1), checkpoint.tokenizer.decode
+    learned, held_out = ({task.sample(rng, held_out=kind).text for _ in range(200)} for kind in (False, True))
+    assert not learned & held_out
+    question = task.sample(Random(1))
+    assert (question.text, text(question.prompt_ids)) == (
+        "What is 3 x 6? Answer with the number only.",
+        "<|start|>u What is 3 x 6? Answer with the number only.<|end|><|start|>a ",
+    )
+    answers = {"18<|end|>": 1.0, "3 x 6 is 18.<|end|>": 1.0, "3 x 6": 0.0, "": 0.0}
+    ids = {answer: checkpoint.tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers}
+    assert {answer: question.grade(ids[answer]) for answer in answers} == answers
+    assert task.loss_mask(question, 3) == [1, 1, 1]
+    assert text([checkpoint.config.eos_token_id]) == "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda folder: None, FileNotFoundError, "neither config.json nor a GGUF"),
+        (lambda folder: [(folder / name).touch() for name in ("a.gguf", "b.gguf")], ValueError, "a.gguf, b.gguf"),
+        (lambda folder: folder.rmdir(), FileNotFoundError, "expected a folder"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, make: Any, error: Any, message: str) -> None:
+    (tmp_path / "model").mkdir()
+    make(tmp_path / "model")
+    with pytest.raises(error, match=message):
+        load_pretrained(tmp_path / "model")
+
+
+def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
+    with pytest.raises(ValueError, match="task 'sums': expected counting, arithmetic or reasoning_gym:NAME"):
+        QuestionTask("sums", checkpoint.tokenizer, response_length=8)
+    if importlib.util.find_spec("reasoning_gym") is None:
+        with pytest.raises(ModuleNotFoundError, match="pip install reasoning-gym"):
+            QuestionTask("reasoning_gym:chain_sum", checkpoint.tokenizer, response_length=8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task", "arithmetic"], "--task arithmetic needs --model"),
+        (["--model", "m", "--task", "counting"], "are for the random decoder"),
+        (["--model", "m", "--warmup-steps", "3"], "are for the random decoder"),
+        (["--model", "m", "--num-layers", "3"], "are for the random decoder"),
+    ],
+)
+def test_flags_of_the_other_model_are_refused(capsys: Any, flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_follow_from_the_model() -> None:
+    random, pretrained = parse_args([]), parse_args(["--model", "m"])
+    assert (random.task, random.warmup_steps, random.num_layers, random.lr) == ("counting", 30, 2, 1e-3)
+    assert (pretrained.task, pretrained.warmup_steps, pretrained.lr) == ("arithmetic", 0, 1e-5)

@@ -30,7 +30,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.eps_clip_high is None and getattr(args, "mis_loss_method", None) is None:
         args.eps_clip_high = 0.28
     _check(parser, args)
+    _set_model_defaults(parser, args)
     return args
+
+
+def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What depends on whether the model is pretrained."""
+    random = {"task": "counting", "num_layers": 2, "hidden_size": 64, "warmup_steps": 30, "lr": 1e-3}
+    pretrained = {"task": "arithmetic", "num_layers": None, "hidden_size": None, "warmup_steps": 0, "lr": 1e-5}
+    for key, value in (random if args.model is None else pretrained).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    if args.model is None and args.task != "counting":
+        parser.error(f"--task {args.task} needs --model: the random decoder has no words")
+    if args.model is not None and (args.task == "counting" or args.warmup_steps or args.num_layers or args.hidden_size):
+        parser.error("--task counting, --warmup-steps, --num-layers and --hidden-size are for the random decoder")
 
 
 def apply_custom_config(args: argparse.Namespace, path: Path) -> None:
@@ -52,6 +66,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
+    group.add_argument(
+        "--task",
+        help="counting, for the random decoder; with --model arithmetic, or reasoning_gym:NAME with that package",
+    )
     group.add_argument("--rollout-engine", choices=["transformers", "sglang"], default="transformers")
     group.add_argument(
         "--engine-settings",
@@ -72,11 +90,22 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--num-layers", type=int, default=2)
-    group.add_argument("--hidden-size", type=int, default=64)
-    group.add_argument("--warmup-steps", type=int, default=30, help="supervised steps before the first rollout")
+    group.add_argument(
+        "--model",
+        type=Path,
+        help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file. None: a tiny "
+        "random decoder of --num-layers and --hidden-size",
+    )
+    group.add_argument("--bf16", action="store_true", help="the trainer's weights, with a copy in float32 to update")
+    group.add_argument("--num-layers", type=int, help="of the random decoder, 2 by default")
+    group.add_argument("--hidden-size", type=int, help="of the random decoder, 64 by default")
+    group.add_argument(
+        "--warmup-steps",
+        type=int,
+        help="supervised steps of the random decoder before rollouts, 30 by default",
+    )
     group.add_argument("--warmup-lr", type=float, default=3e-3)
-    group.add_argument("--lr", type=float, default=1e-3)
+    group.add_argument("--lr", type=float, help="1e-3 by default, with --model 1e-5")
     group.add_argument("--adam-beta2", type=float, default=0.98)
     group.add_argument("--clip-grad", type=float, default=1.0)
     group.add_argument("--num-steps-per-rollout", type=int, default=2, help="optimizer steps per rollout")

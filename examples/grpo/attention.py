@@ -71,6 +71,9 @@ class GatheredAttention(MegatronModule):
         Returns:
             ``[S, B, heads * dim]``; packed input counts as ``B = 1``.
         """
+        if packed_seq_params is None and self.cp_size == 1:
+            # The usual triangle, for which torch has faster kernels and nothing waits for the device.
+            return _attend(query, key, value, is_causal=True)
         if packed_seq_params is None:
             lengths_S = torch.tensor([len(query) * self.cp_size], device=query.device)
         else:
@@ -79,9 +82,7 @@ class GatheredAttention(MegatronModule):
         mask = self._mask(lengths_S)
         if self.cp_size > 1:
             key, value = _GatherTokens.apply(key, self.cp_group), _GatherTokens.apply(value, self.cp_group)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        return output.permute(2, 0, 1, 3).flatten(2)
+        return _attend(query, key, value, attn_mask=mask)
 
     def _mask(self, lengths_S: Tensor) -> Tensor:
         """Return which gathered key each local query may see, bool ``[T_local, T_all]``."""
@@ -90,3 +91,10 @@ class GatheredAttention(MegatronModule):
         query_sequence, query_position = ranks[self.cp_rank]
         same_sequence = query_sequence[:, None] == key_sequence
         return same_sequence & (query_position[:, None] >= key_position)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """From ``[S, B, heads, dim]`` to ``[S, B, heads * dim]``."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+    return output.permute(2, 0, 1, 3).flatten(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .engine import Completion
-from .task import CountingTask, Problem, grade
+from .questions import Question, QuestionTask
+from .task import CountingTask, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Sample:
         advantage: Of every token of the response.
     """
 
-    problem: Problem
+    problem: Problem | Question
     response_ids: list[int]
     rollout_log_probs: list[float] | None = None
     weight_versions: list[str] = field(default_factory=list)
@@ -33,7 +35,7 @@ class Sample:
 
 
 def grade_groups(
-    problems: list[Problem], completions: list[Completion], *, num_samples: int
+    problems: Sequence[Problem | Question], completions: list[Completion], *, num_samples: int
 ) -> tuple[list[Sample], Tensor]:
     """Grade completions and compare each with the others to the same problem.
 
@@ -44,7 +46,7 @@ def grade_groups(
         The samples, and their rewards ``[problems, num_samples]``.
     """
     asked = [problem for problem in problems for _ in range(num_samples)]
-    rewards = [grade(problem, answer.token_ids) for problem, answer in zip(asked, completions, strict=True)]
+    rewards = [problem.grade(answer.token_ids) for problem, answer in zip(asked, completions, strict=True)]
     rewards_GN = torch.tensor(rewards).view(len(problems), num_samples)
     deviation_GN = rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
     advantages = (deviation_GN / (rewards_GN.std(dim=1, keepdim=True) + 1e-4)).flatten().tolist()
@@ -68,7 +70,13 @@ def supervised_samples(task: CountingTask, rng: Random, count: int) -> list[Samp
 
 
 def own_share(
-    task: CountingTask, samples: list[Sample], *, dp_rank: int, dp_size: int, padded: bool, device: torch.device
+    task: CountingTask | QuestionTask,
+    samples: list[Sample],
+    *,
+    dp_rank: int,
+    dp_size: int,
+    padded: bool,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Store one data-parallel rank's samples as slime hands them to its hooks: lists with one entry per sample.
 
@@ -82,7 +90,10 @@ def own_share(
     """
     tokens = [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples]
     own = slice(dp_rank, None, dp_size)
-    masks = [torch.tensor(task.loss_mask(sample.problem), dtype=torch.int, device=device) for sample in samples[own]]
+    masks = [
+        torch.tensor(task.loss_mask(sample.problem, len(sample.response_ids)), dtype=torch.int, device=device)
+        for sample in samples[own]
+    ]
     data = {
         "tokens": tokens[own],
         "total_lengths": [len(sample_tokens) for sample_tokens in tokens[own]],

@@ -18,6 +18,8 @@ from .distributed import Ranks, StopRequest
 from .engine import Completion, RolloutEngine, create_engine
 from .loss import load_function
 from .model import ModelShape, hf_config
+from .pretrained import load_pretrained
+from .questions import Question, QuestionTask
 from .report import MetricsLog, ProgressDisplay, Row, plot, read_metrics, summary_table
 from .rollout import Sample, grade_groups, own_share, supervised_samples
 from .run_settings import write_settings
@@ -30,15 +32,26 @@ class Run:
 
     def __init__(self, args: Namespace, ranks: Ranks, stop: StopRequest) -> None:
         self._args, self._ranks, self._stop = args, ranks, stop
-        self._task = CountingTask(response_length=args.rollout_max_response_len)
         self._rng = Random(args.seed)
-        shape = ModelShape(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            ffn_hidden_size=2 * args.hidden_size,
-            max_length=self._task.max_length,
-        )
-        self._trainer = Trainer(args, shape, ranks)
+        length = args.rollout_max_response_len
+        if args.model is None:
+            self._task: CountingTask | QuestionTask = CountingTask(response_length=length)
+            shape = ModelShape(
+                num_layers=args.num_layers,
+                hidden_size=args.hidden_size,
+                ffn_hidden_size=2 * args.hidden_size,
+                max_length=self._task.max_length,
+            )
+            config, weights = hf_config(shape), None
+        else:
+            pretrained = load_pretrained(args.model)
+            self._task = QuestionTask(args.task, pretrained.tokenizer, response_length=length)
+            shape, config, weights = pretrained.shape, pretrained.config, pretrained.weights
+            if self._task.max_length > shape.max_length:
+                raise ValueError(
+                    f"{self._task.max_length} tokens of prompt and response, the model has {shape.max_length}"
+                )
+        self._trainer = Trainer(args, shape, ranks, weights)
         self._checkpoint = args.output_dir / "checkpoint.pt"
         self._metrics = args.output_dir / "metrics.jsonl"
         self._figure = args.output_dir / "metrics.png"
@@ -49,7 +62,7 @@ class Run:
             # The sampler of the transformers engine shares this process's generator, which a checkpoint restores.
             self._engine = create_engine(
                 args.rollout_engine,
-                hf_config=hf_config(shape),
+                hf_config=config,
                 seed=args.seed,
                 workdir=args.output_dir / "engine",
                 settings=args.engine_settings,
@@ -146,7 +159,7 @@ class Run:
             **{f"perf/{name}_seconds": seconds for name, seconds in self._phase_seconds.items()},
         }
 
-    def _generate(self, problems: list[Problem]) -> list[Completion] | None:
+    def _generate(self, problems: list[Problem] | list[Question]) -> list[Completion] | None:
         if self._engine is None:
             return None
         prompts = [problem.prompt_ids for problem in problems for _ in range(self._args.n_samples_per_prompt)]

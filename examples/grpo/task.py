@@ -30,6 +30,10 @@ class Problem:
         """The prompt: noise, step, start."""
         return [*self.noise, FIRST_STEP_TOKEN + self.step, self.start]
 
+    def grade(self, response_ids: list[int]) -> float:
+        """See :func:`grade`."""
+        return grade(self, response_ids)
+
     def solve(self, length: int) -> list[int]:
         """Return the right response of a given length."""
         return [(self.start + self.step * count) % 10 for count in range(1, length + 1)]
@@ -66,9 +70,9 @@ class CountingTask:
             num_graded=rng.randint(min(self.min_graded, self.response_length), self.response_length),
         )
 
-    def loss_mask(self, problem: Problem) -> list[int]:
+    def loss_mask(self, problem: Problem, num_tokens: int) -> list[int]:
         """Return 1 for every graded digit of a response and 0 for the others."""
-        return [1] * problem.num_graded + [0] * (self.response_length - problem.num_graded)
+        return [int(position < problem.num_graded) for position in range(num_tokens)]
 
 
 def grade(problem: Problem, response_ids: list[int]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mis_ext import session_for
 
-from .conversion import export_weights
+from .conversion import export_weights, load_weights
 from .cpu import megatron_device
 from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
@@ -42,32 +42,43 @@ class MicroBatch:
 class Trainer:
     """Scores and trains on one data-parallel rank's share of a rollout."""
 
-    def __init__(self, args: Namespace, shape: ModelShape, ranks: Ranks) -> None:
+    def __init__(
+        self, args: Namespace, shape: ModelShape, ranks: Ranks, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Start from ``weights`` under their transformers names, or from random ones."""
         self._args, self._shape, self._ranks = args, shape, ranks
         config = transformer_config(
             shape,
             context_parallel_size=ranks.cp_size,
             calculate_per_token_loss=args.calculate_per_token_loss,
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
         )
+        config.perform_initialization = weights is None
         config.finalize_model_grads_func = finalize_model_grads
         with megatron_device(ranks.device):
             self._model = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-                build_model(shape, config, seed=args.seed).to(ranks.device),
+                build_model(shape, config, seed=args.seed).to(device=ranks.device, dtype=config.params_dtype),
             )
+        if weights is not None:
+            load_weights(self._model.module, weights, shape)
         self._forward_backward = get_forward_backward_func()
         self.reset_optimizer(lr=args.warmup_lr)
 
     def reset_optimizer(self, *, lr: float) -> None:
-        """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss."""
+        """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss.
+
+        Of weights in bf16 it keeps a copy in float32, and updates that.
+        """
         config = OptimizerConfig(
             optimizer="adam",
             lr=lr,
             adam_beta2=self._args.adam_beta2,
             weight_decay=0.0,
             clip_grad=self._args.clip_grad,
-            params_dtype=torch.float32,
+            bf16=self._args.bf16,
+            params_dtype=torch.bfloat16 if self._args.bf16 else torch.float32,
         )
         with megatron_device(self._ranks.device):
             self._optimizer = get_megatron_optimizer(config, [self._model])

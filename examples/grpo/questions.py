@@ -1,0 +1,141 @@
+"""Questions in words whose answers a program checks, for models with a chat template.
+
+``arithmetic``: products, sums, the largest of three numbers. ``reasoning_gym:NAME``: a task of the package
+``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+# slime's process has these questions on its path as ``slime_gpu``.
+sys.path.append(str(Path(__file__).parents[1] / "slime"))
+from slime_gpu.arithmetic import draw_task, is_right
+
+GYM = "reasoning_gym:"
+MAX_PROMPT = 512
+# One of so many questions is never trained on.
+HELD_OUT_SHARE = 8
+# So many draws in a row of the other kind: there is none of this one.
+MAX_DRAWS = 1000
+
+Grader = Callable[[str], float]
+Draw = Callable[[Random], tuple[str, Grader]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One prompt, and what its answers are worth.
+
+    Attributes:
+        text: As the user asks.
+        prompt_ids: In the chat template.
+        worth: Of an answer in words, 0 to 1.
+        decode: From tokens to words.
+    """
+
+    text: str
+    prompt_ids: list[int]
+    worth: Grader = field(repr=False)
+    decode: Callable[[list[int]], str] = field(repr=False)
+
+    def grade(self, response_ids: list[int]) -> float:
+        """What an answer is worth, 0 to 1."""
+        return self.worth(self.decode(response_ids))
+
+
+class QuestionTask:
+    """Draws questions, one kind apart from the other: those to learn from, and those held out.
+
+    Args:
+        name: See the module.
+        tokenizer: With a chat template.
+        response_length: Tokens of the longest answer; it may end earlier.
+
+    Raises:
+        ValueError: There is no such task.
+        ModuleNotFoundError: reasoning-gym is not installed.
+    """
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, *, response_length: int) -> None:
+        self.response_length = response_length
+        self._draw, self._tokenizer = _source(name), tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return MAX_PROMPT + self.response_length
+
+    def sample(self, rng: Random, *, held_out: bool = False) -> Question:
+        """Draw a question to learn from, or one that is held out.
+
+        Raises:
+            RuntimeError: The task has no such questions.
+            ValueError: A question is too long.
+        """
+        for _ in range(MAX_DRAWS):
+            text, worth = self._draw(rng)
+            if (zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0) == held_out:
+                return self._question(text, worth)
+        raise RuntimeError(f"{MAX_DRAWS} draws and no question with {held_out=}: the task has too few questions")
+
+    def loss_mask(self, question: Question, num_tokens: int) -> list[int]:
+        """Every token of an answer carries loss."""
+        return [1] * num_tokens
+
+    def _question(self, text: str, worth: Grader) -> Question:
+        ids = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        if len(ids) > MAX_PROMPT:
+            raise ValueError(f"a question of {len(ids)} tokens, at most {MAX_PROMPT} are taken: {text[:80]!r}")
+        return Question(text=text, prompt_ids=ids, worth=worth, decode=self._decode)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _source(name: str) -> Draw:
+    if name == "arithmetic":
+        return _arithmetic
+    if name.startswith(GYM):
+        return _gym(name.removeprefix(GYM))
+    raise ValueError(f"task {name!r}: expected counting, arithmetic or {GYM}NAME")
+
+
+def _arithmetic(rng: Random) -> tuple[str, Grader]:
+    question, label = draw_task(rng)
+    return question, lambda answer: float(is_right(answer, label))
+
+
+def _gym(name: str) -> Draw:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ModuleNotFoundError(f"task {GYM}{name}: pip install reasoning-gym")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise ValueError(f"reasoning-gym has no task {name!r}, it has {', '.join(sorted(DATASETS))}")
+
+    def draw(rng: Random) -> tuple[str, Grader]:
+        data = reasoning_gym.create_dataset(name, size=1, seed=rng.randrange(1 << 31))
+        entry = data[0]
+
+        def worth(answer: str) -> float:
+            # A small model talks around its number.
+            if re.fullmatch(r"-?\d+", str(entry["answer"])):
+                answer = (re.findall(r"-?\d+", answer) or [""])[-1]
+            return float(data.score_answer(answer=answer.strip(), entry=entry))
+
+        return entry["question"], worth
+
+    return draw
