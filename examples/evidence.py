@@ -121,10 +121,13 @@ def run(group: Group, results: Results, engines: Engines, stop: Stop) -> None:
         training = Training(group, engine, engines.device)
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
-            while training.num_steps_done < group.num_steps and not stop:
+            while training.num_steps_done < group.num_steps:
                 rows += training.step(keep)
                 reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
                 progress.update(bar, completed=training.num_steps_done, reward=reward)
+                # Not before a step: a slice that the warm-up fills would never get any further.
+                if stop:
+                    break
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,26 @@ def test_runs_are_equal_until_they_branch() -> None:
         assert of["gate", seed, 2]["grad_norm"] != of["none", seed, 2]["grad_norm"]
 
 
-def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def evidence_command() -> Any:
     path = Path(__file__).parents[1] / "examples" / "evidence.py"
     specification = importlib.util.spec_from_file_location("evidence_command", path)
     command = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(command)
+    return command
+
+
+def test_every_slice_gets_further_however_short_it_is(tmp_path: Path) -> None:
+    group = dataclasses.replace(TINY, methods=(NONE,), num_steps=2)
+    results = Results(tmp_path)
+    with Engines(CPU) as engines:
+        for is_done in (False, True):
+            evidence_command().run(group, results, engines, True)
+            assert results.is_done(group) == is_done
+    assert re.fullmatch(r"unknown|\S+", results.machine(group)["revision"])
+
+
+def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = evidence_command()
     broken = dataclasses.replace(TINY, name="broken", replays_routing=True)
     short = dataclasses.replace(TINY, methods=(NONE,), num_steps=1)
     results = Results(tmp_path)

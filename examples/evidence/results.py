@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,9 +126,17 @@ def _set_fields(value: Any) -> Any:
 
 def _machine(on: torch.device) -> dict[str, Any]:
     device = torch.cuda.get_device_name(on) if on.type == "cuda" else platform.machine()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"revision": _revision(), "python": platform.python_version(), "torch": torch.__version__}
     try:
         import sglang
     except ImportError:
         return {"device": device, **versions}
     return {"device": device, **versions, "sglang": sglang.__version__}
+
+
+def _revision() -> str:
+    """Of this checkout, as git calls it."""
+    if shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
