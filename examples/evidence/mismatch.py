@@ -76,7 +76,7 @@ def _numbers(pieces: list[Streams]) -> str:
             f"{(d > np.log(2)).mean():.1e}",
             f"{(d < -np.log(2)).mean():.1e}",
             f"{pareto_k(np.exp(d)):.2f}",
-            f"{pareto_k(np.exp(_sums(pieces)[:, -1])):.2f}",
+            f"{pareto_k(np.exp(_prefixes(pieces).sum(1))):.2f}",
             f"{k3[rare].sum() / k3.sum():.2f}",
             f"{rare.mean():.2f}",
         )
@@ -150,27 +150,33 @@ def _plot_where(conditions: dict[str, Steps], path: Path) -> None:
 
 
 def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
-    """Acceptance of bands against the length of prefixes, beside the law for independent Gaussian log-ratios."""
+    """Acceptance of bands against the length of prefixes, beside the law for independent Gaussian log-ratios.
+
+    Each length has the k3 of its own prefixes: k3 falls with the position.
+    """
     figure, axes = plt.subplots(
         1, len(conditions), figsize=(6 * len(conditions), 4.5), squeeze=False, constrained_layout=True
     )
-    lines = ["| engine | step | tokens | " + " | ".join(f"{band}: kept (law)" for band in BANDS) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(BANDS))
+    lines = ["| engine | step | tokens | their k3 | " + " | ".join(f"{band}: kept (law)" for band in BANDS) + " |"]
+    lines.append("|---|---|---|---|" + "---|" * len(BANDS))
     for axis, (condition, steps) in zip(axes[0], conditions.items(), strict=True):
         for step, pieces in steps.items():
-            sums = _sums(pieces)
+            d = _prefixes(pieces)
+            sums = np.cumsum(d, 1)
             lengths = np.unique(np.geomspace(1, sums.shape[1], 24).astype(int))
-            d = _valid(pieces, "log_ratio")
-            k3 = float((np.expm1(d) - d).mean())
+            k3 = [float((np.expm1(d) - d)[:, :n].mean()) for n in lengths]
             kept = {band: [_share(sums, n, band) for n in lengths] for band in BANDS}
-            law = {band: [_law(k3, n, band) for n in lengths] for band in BANDS}
+            law = {band: [_law(of_prefix, n, band) for of_prefix, n in zip(k3, lengths, strict=True)] for band in BANDS}
             is_first = step == next(iter(steps))
             for index, band in enumerate(BANDS):
                 if is_first:
                     axis.plot(lengths, kept[band], "o-", color=f"C{index}", markersize=3, label=band)
                     axis.plot(lengths, law[band], "--", color=f"C{index}", linewidth=0.9)
-            cells = [f"{kept[band][-1]:.2f} ({law[band][-1]:.2f})" for band in BANDS]
-            lines.append(f"| {condition} | {step.removeprefix('step')} | {lengths[-1]} | {' | '.join(cells)} |")
+            # A tenth of the longest, three tenths, and all of it.
+            for at in (int(np.abs(lengths - share * lengths[-1]).argmin()) for share in (0.1, 0.3, 1.0)):
+                cells = [f"{kept[band][at]:.2f} ({law[band][at]:.2f})" for band in BANDS]
+                number = step.removeprefix("step")
+                lines.append(f"| {condition} | {number} | {lengths[at]} | {k3[at]:.1e} | {' | '.join(cells)} |")
         axis.set(
             title=f"{condition}, first rollout",
             xlabel="tokens",
@@ -198,15 +204,11 @@ def _valid(pieces: list[Streams], stream: str) -> NDArray[np.float64]:
     return np.concatenate([getattr(piece, stream)[piece.mask] for piece in pieces]).astype(np.float64)
 
 
-def _sums(pieces: list[Streams]) -> NDArray[np.float64]:
-    """``[sequences, L]``: log-ratios summed over the first tokens, up to the fewest that the grader reads."""
+def _prefixes(pieces: list[Streams]) -> NDArray[np.float64]:
+    """``[sequences, L]``: log-ratios of the first tokens, as many as the shortest response has."""
     shortest = min(int(piece.mask.sum(-1).min()) for piece in pieces)
-    return np.concatenate(
-        [
-            np.cumsum(piece.log_ratio.astype(np.float64).reshape(-1, piece.mask.shape[-1])[:, :shortest], 1)
-            for piece in pieces
-        ]
-    )
+    rows = [piece.log_ratio.reshape(-1, piece.mask.shape[-1])[:, :shortest] for piece in pieces]
+    return np.concatenate(rows).astype(np.float64)
 
 
 def _by_position(pieces: list[Streams]) -> NDArray[np.float64]:
