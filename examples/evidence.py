@@ -6,26 +6,37 @@
     python examples/evidence.py report                           # tables and plots of everything that ran
 
 Results lie in ``benchmarks/evidence/results``: a file per group of runs until ``compact``. Several processes can share
-a study: ``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
+a study, on one machine (``--workers 4``) or on several: ``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from evidence.engines import Engines
 from evidence.ensemble import Training
 from evidence.group import Group
+from evidence.pretrained.group import PretrainedGroup
+from evidence.pretrained.studies import PRETRAINED_STUDIES
 from evidence.results import Results
-from evidence.studies import STUDIES
+from evidence.studies import STUDIES as TOY_STUDIES
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+if TYPE_CHECKING:
+    from evidence.pretrained.training import PretrainedTraining
+    from evidence.pretrained.workplace import Workplace
+
+STUDIES = TOY_STUDIES | {study.name: study for study in PRETRAINED_STUDIES}
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "evidence"
 
 
@@ -40,7 +51,11 @@ def main() -> None:
         command.add_argument("--results", type=Path, default=FOLDER / "results")
         if name == "run":
             command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+            command.add_argument("--workers", type=int, default=1, help="processes side by side on the device")
             command.add_argument("--worker", default="0/1", metavar="I/N", help="every Nth group, from the Ith on")
+            command.add_argument(
+                "--model", type=Path, metavar="FOLDER", help="of studies of a pretrained model: where it is"
+            )
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":
             command.add_argument("--output", type=Path, default=FOLDER)
@@ -48,16 +63,22 @@ def main() -> None:
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
         parser.error(f"no study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
-    studies = [STUDIES[name] for name in options.studies or STUDIES]
+    names = options.studies or STUDIES
+    if options.command == "run" and not options.studies and options.model is None:
+        names = TOY_STUDIES
+    studies = [STUDIES[name] for name in names]
     results = Results(options.results)
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
         from evidence import enumerable, front, signs, verdicts
         from evidence.floor import Floor
+        from evidence.pretrained import report as pretrained
         from evidence.studies import FEW
 
-        floor = Floor.of_results(STUDIES.values(), results)
-        verdicts.report(studies, results, options.output, floor)
+        toys = [study for study in studies if study.name in TOY_STUDIES]
+        floor = Floor.of_results(TOY_STUDIES.values(), results)
+        verdicts.report(toys, results, options.output, floor)
+        pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
         if not options.studies:
             front.report(results, options.output)
             signs.report(results, options.output)
@@ -69,16 +90,28 @@ def main() -> None:
             print(f"{study.name:24} {done} of {len(study.groups)} groups   {study.question}")
         if options.command == "compact":
             results.compact(study.name, study.groups)
+    if options.command == "run" and options.workers > 1:
+        raise SystemExit(run_workers(options.workers))
     if options.command == "run":
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]
         stop = Stop(options.seconds)
-        with Engines(torch.device(options.device)) as engines:
-            failed = run_all(groups, results, engines, stop)
+        with Places(torch.device(options.device), options.model, options.results) as places:
+            failed = run_all(groups, results, places, stop)
         left = sum(not results.is_done(group) for group in groups)
         print(f"{left} of {len(groups)} groups left: the same command goes on" if left else "nothing left to run")
         if failed:
             raise SystemExit(f"failed, see above: {', '.join(failed)}")
+
+
+def run_workers(count: int) -> int:
+    """Start this command so often; each process takes a group that no other one has. The worst exit code."""
+    command = [sys.executable, *sys.argv, "--workers", "1"]
+    workers = [subprocess.Popen(command) for _ in range(count)]
+    # They get Ctrl-C too, and finish their steps.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: [worker.send_signal(number) for worker in workers])
+    return max(abs(worker.wait()) for worker in workers)
 
 
 class Stop:
@@ -96,29 +129,69 @@ class Stop:
         self._deadline = 0.0
 
 
-def run_all(groups: Iterable[Group], results: Results, engines: Engines, stop: Stop) -> list[str]:
+class Places:
+    """Starts the training of a group, with an engine that is kept from group to group."""
+
+    def __init__(self, device: torch.device, model: Path | None, scratch: Path) -> None:
+        self._engines = Engines(device)
+        self._pretrained = device, model, scratch
+
+    def start(self, group: Group) -> Training | PretrainedTraining:
+        """Its training, before the first step."""
+        if isinstance(group, PretrainedGroup):
+            from evidence.pretrained.training import PretrainedTraining
+
+            return PretrainedTraining(group, self._workplace)
+        batch, length = group.num_prompts * group.samples_per_prompt, group.response_length + 16
+        engine = self._engines.get(group.engine, group.shape, batch=batch, length=length)
+        return Training(group, engine, self._engines.device)
+
+    @cached_property
+    def _workplace(self) -> Workplace:
+        # Megatron-Core and transformers, which the other studies do without.
+        from evidence.pretrained.workplace import Workplace
+
+        return Workplace(*self._pretrained)
+
+    def close(self) -> None:
+        """Free the engines."""
+        self._engines.close()
+        if "_workplace" in self.__dict__:
+            self._workplace.close()
+
+    def __enter__(self) -> Places:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the engines."""
+        self.close()
+
+
+def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Stop) -> list[str]:
     """Run what is missing; one that fails is told and left, and its name is returned."""
     failed = []
     for group in groups:
         if results.is_done(group) or stop:
             continue
-        try:
-            run(group, results, engines, stop)
-        except Exception:
-            traceback.print_exc()
-            failed.append(group.name)
-            engines.close()
+        with results.claimed(group) as is_ours:
+            if not is_ours:
+                continue
+            try:
+                run(group, results, places, stop)
+            except Exception:
+                traceback.print_exc()
+                failed.append(group.name)
+                places.close()
     return failed
 
 
-def run(group: Group, results: Results, engines: Engines, stop: Stop) -> None:
+def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
     """Run a group, or go on with it, to its end or a stop."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("reward {task.fields[reward]:.3f}")) as progress:
         bar = progress.add_task(group.name, total=group.num_steps, reward=float("nan"))
-        batch, length = group.num_prompts * group.samples_per_prompt, group.response_length + 16
-        engine = engines.get(group.engine, group.shape, batch=batch, length=length)
-        training = Training(group, engine, engines.device)
+        training = places.start(group)
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
             while training.num_steps_done < group.num_steps:

@@ -89,13 +89,15 @@ class EngineSpec:
         Raises:
             ValueError: The shape has experts, or its widths are no whole numbers of blocks.
         """
-        if self.weights not in BLOCKS:
-            return None
-        if shape.num_experts:
+        if self.weights in BLOCKS and shape.num_experts:
             raise ValueError(
                 f"weights={self.weights!r} is for dense decoders, this one has {shape.num_experts} experts"
             )
-        return BlockQuantizer.create(BLOCKS[self.weights], shape.weight_shapes())
+        return self.quantizer_of(shape.weight_shapes())
+
+    def quantizer_of(self, shapes: Mapping[str, tuple[int, ...]]) -> BlockQuantizer | None:
+        """The same for weights of these shapes, by transformers name."""
+        return BlockQuantizer.create(BLOCKS[self.weights], shapes) if self.weights in BLOCKS else None
 
     def rounded(self, weights: Weights) -> Weights:
         """The weights as the engine is to have them; those in blocks are left to the quantizer."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,7 +115,10 @@ class Training:
     Attributes:
         num_steps_done: Rollouts trained on.
         sampling_seconds: That the engine took for all of them.
+        record: What else results say of where they come from.
     """
+
+    record: ClassVar[dict[str, str]] = {}
 
     def __init__(self, group: Group, engine: Engine, device: torch.device) -> None:
         self.group, self.device, self._engine = group, device, engine

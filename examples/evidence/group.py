@@ -25,11 +25,15 @@ class Method:
         keys: Of a configuration file; empty is no correction.
         like: Instead of ``keys``: reject as many sequences, and of the others as many tokens, as this method does in
             the run with the same seed, at random. The control for every filter.
+        stream: Of random numbers to sample with, of a pretrained model: another one shows what chance alone does.
+        bypasses: Of a pretrained model: PPO's ratio is that to the policy that sampled, and nothing is corrected.
     """
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     like: str | None = None
+    stream: int = 0
+    bypasses: bool = False
 
     @cached_property
     def config(self) -> mis_ext.CorrectionConfig | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +47,20 @@ class Results:
         if self._archives.head(group.name)["settings"] != settings(group):
             raise ValueError(f"{self._folder} has results of other settings than {group.name} has now: move them")
         return True
+
+    @contextmanager
+    def claimed(self, group: Group) -> Iterator[bool]:
+        """Whether this process may run a group: no other one is at it. A process that ends gives up its claims."""
+        place = hashlib.sha256(str(self._folder.resolve()).encode()).hexdigest()[:16]
+        locks = Path(tempfile.gettempdir()) / f"mis-ext-evidence-{place}"
+        locks.mkdir(exist_ok=True)
+        with (locks / f"{group.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield not self.is_done(group)
 
     def rows(self, group: Group) -> list[Row]:
         """Of a finished group."""
@@ -97,7 +114,7 @@ class Results:
 
     def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         seconds = {"sampling": round(training.sampling_seconds, 3)}
-        head = _machine(training.device) | {"settings": settings(group), "seconds": seconds}
+        head = _machine(training.device) | training.record | {"settings": settings(group), "seconds": seconds}
         self._archives.write(group.name, head, rows, kept)
         self._state(group).unlink(missing_ok=True)
 

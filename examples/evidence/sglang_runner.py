@@ -1,4 +1,4 @@
-"""SGLang's model runner in this process, for many small models one after the other.
+"""SGLang's model runner in this process, for many models one after the other.
 
 What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and
 sampler. Left out is what stands around it: server, scheduler process, tokenizer, cache of prefixes. The calls are those
@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +35,9 @@ GPU_SETTINGS: dict[str, Any] = {
     "attention_backend": "triton",
     "disable_prefill_cuda_graph": True,
     "disable_overlap_schedule": True,
-    # An upper bound only: the cache is as large as the batch needs.
-    "mem_fraction_static": 0.5,
+    # An upper bound only: the cache is as large as the batch needs. SGLang takes what other processes allocate while
+    # it starts for its own, and ends above this share.
+    "mem_fraction_static": 0.9,
     # Others reorder the experts' weights after loading, which load() would not do.
     "moe_runner_backend": "triton",
 }
@@ -44,6 +45,7 @@ GPU_SETTINGS: dict[str, Any] = {
 ROTATING_HEAD_DIMS = (64, 128, 256, 512)
 # Log-probs are those at the sampling temperature.
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+STEPS_BETWEEN_LOOKS = 8
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -73,7 +75,7 @@ class SGLangRunner:
     whose rendezvous that group would join.
 
     Args:
-        hf_config: A Qwen3 or Qwen3-MoE configuration without tied embeddings.
+        hf_config: A Llama, Qwen2, Qwen3 or Qwen3-MoE configuration. Tied embeddings are one weight: of the embedding.
         device: A CUDA device or the CPU.
         batch_size: Prompts of every call. CUDA graphs are captured for this size only.
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
@@ -189,24 +191,32 @@ class SGLangRunner:
 
     @torch.no_grad()
     def generate(
-        self, prompts_BP: Tensor, *, num_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+        self,
+        prompts: Sequence[Tensor],
+        *,
+        num_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        end_token: int | None = None,
     ) -> Generated:
-        """Sample ``num_tokens`` tokens after each prompt; nothing ends a response earlier.
+        """Sample ``num_tokens`` tokens after each prompt.
 
         Args:
-            prompts_BP: Token ids, int64, ``batch_size`` rows of one length.
+            prompts: Token ids, int64, ``batch_size`` rows; of one length if the experts are asked for.
             num_tokens: Length L of the responses.
             temperature: Divides the logits, above 0.
             top_p: Share of the mass to sample from, above 0 and at most 1.
+            end_token: Once every row has it, sampling stops, and L is less. A row goes on behind its own, with tokens
+                that mean nothing.
 
         Raises:
             ValueError: The batch has another size, is too long, or the temperature or top-p is out of range.
             RuntimeError: The engine does not hold the loaded weights.
         """
-        batch_size, prompt_length = prompts_BP.shape
-        if batch_size != self._batch_size or prompt_length + num_tokens > self._max_length:
+        batch_size, longest = len(prompts), max(map(len, prompts))
+        if batch_size != self._batch_size or longest + num_tokens > self._max_length:
             raise ValueError(
-                f"{batch_size} prompts of {prompt_length} tokens and {num_tokens} new ones, the runner takes "
+                f"{batch_size} prompts of up to {longest} tokens and {num_tokens} new ones, the runner takes "
                 f"{self._batch_size} with {self._max_length} tokens in all"
             )
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -223,9 +233,10 @@ class SGLangRunner:
         log_probs: list[Tensor] = []
         kept: list[Tensor] = []
         log_mass: list[Tensor] = []
+        has_ended = torch.zeros(batch_size, dtype=torch.bool, device=self._device)
         self._chosen.clear()
         try:
-            batch = self._prefill_batch(prompts_BP, params)
+            batch = self._prefill_batch(prompts, params)
             with _kept_random_state(self._device), self._own_arithmetic():
                 _set_random_state(self._device, self._random_state)
                 for step in range(num_tokens):
@@ -241,16 +252,25 @@ class SGLangRunner:
                         kept.append(kept_tokens(scaled, top_p).scatter_(1, ids[-1][:, None], True))
                         log_mass.append(scaled.log_softmax(-1).masked_fill(~kept[-1], -torch.inf).logsumexp(-1))
                     log_probs.append(logits.next_token_logprobs.float())
+                    if end_token is not None:
+                        has_ended |= ids[-1] == end_token
+                        # The host waits for the device now and then only.
+                        if step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1 and has_ended.all():
+                            break
                 self._random_state = _random_state(self._device)
         finally:
             self._clear_pools()
         return Generated(
             torch.stack(ids, dim=1),
             torch.stack(log_probs, dim=1),
-            self._experts(num_tokens),
+            self._experts(len(ids)),
             torch.stack(kept, dim=1) if kept else None,
             torch.stack(log_mass, dim=1) if kept else None,
         )
+
+    def reseed(self, seed: int) -> None:
+        """Begin the sampler's random numbers anew."""
+        self._random_state = _seeded_state(self._device, seed)
 
     def close(self) -> None:
         """Free the engine and leave its process groups."""
@@ -271,17 +291,16 @@ class SGLangRunner:
             self._runner.req_to_token_pool.available_size(),
         )
 
-    def _prefill_batch(self, prompts_BP: Tensor, params: list[Any]) -> Any:
+    def _prefill_batch(self, prompts: Sequence[Tensor], params: list[Any]) -> Any:
         """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""
         from sglang.benchmark.one_batch import TreeCacheNamespace
         from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-        batch_size, length = prompts_BP.shape
-        # Requests hold Python integers. Only their number matters: the ids go to the batch and stay on the device.
-        placeholder = array("q", bytes(8 * length))
         requests = []
-        for row in range(batch_size):
+        for row, length in enumerate(map(len, prompts)):
+            # Requests hold Python integers. Only their number matters: the ids go to the batch, on the device.
+            placeholder = array("q", bytes(8 * length))
             request = Req(rid=str(row), origin_input_text="", origin_input_ids=placeholder, sampling_params=params[row])
             request.full_untruncated_fill_ids = placeholder
             request.logprob_start_len = -1
@@ -303,10 +322,10 @@ class SGLangRunner:
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         batch.prepare_for_extend()
-        batch.input_ids = prompts_BP.to(self._device).reshape(-1)
+        batch.input_ids = torch.cat([*prompts]).to(self._device)
         batch.prefill_input_ids_cpu = None
-        batch.top_logprobs_nums = [0] * batch_size
-        batch.token_ids_logprobs = [None] * batch_size
+        batch.top_logprobs_nums = [0] * len(prompts)
+        batch.token_ids_logprobs = [None] * len(prompts)
         return batch
 
     def _draw_seed(self, row: int) -> dict[str, int]:

@@ -29,14 +29,17 @@ def write_settings(path: Path, args: Namespace, *, engine_settings: dict[str, Sc
     settings = {
         "arguments": vars(args),
         "engine_settings": engine_settings,
-        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: package_version(package) for package in PACKAGES},
+        },
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}",
         "ranks": dist.get_world_size(),
     }
     path.write_text(json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return None for what is not installed; a checkout on the path may be without its version."""
     try:
         return version(package)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mis_ext import session_for
 
-from .conversion import export_weights, load_weights
+from .conversion import export_weights, load_weights, named_weights
 from .cpu import megatron_device
 from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
@@ -124,6 +124,10 @@ class Trainer:
     def imitate(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one optimizer step towards the given responses."""
         return self._step(data, batches, loss=partial(self._imitation_loss, data))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the current weights under their transformers names, on the device; the next step changes them."""
+        return named_weights(self._model.module, self._shape)
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the current weights under their transformers names."""

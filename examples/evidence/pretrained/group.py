@@ -1,0 +1,67 @@
+"""What is trained: one run of a pretrained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evidence.group import Group, Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedGroup(Group):
+    """One method with one seed, from the weights of a checkpoint on.
+
+    Attributes:
+        model: The checkpoint's name, for the record; the folder is said at run time.
+        task: Of ``grpo.questions``.
+        max_prompt: Tokens that the engine has room for before the answer.
+        num_evaluated: Held-out questions of an evaluation, one answer each.
+        ages: Steps after which some of a rollout are scored again, for the mismatch that so old weights would have.
+        trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no
+            correction.
+        micro_batch_size: Answers in one pass of the trainer.
+        dtype: Of the trainer's weights, beside which it updates a copy in float32.
+    """
+
+    model: str = "SmolLM2-135M-Instruct"
+    task: str = "arithmetic"
+    num_steps: int = 60
+    response_length: int = 32
+    max_prompt: int = 96
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    num_prompts: int = 64
+    updates: int = 1
+    eval_interval: int = 10
+    num_evaluated: int = 256
+    ages: tuple[int, ...] = ()
+    trained_steps: int = 0
+    micro_batch_size: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def run(self) -> tuple[Method, int]:
+        """Its method and seed."""
+        ((method, seed),) = self.runs
+        return method, seed
+
+
+def runs_of(conditions: Sequence[PretrainedGroup]) -> tuple[PretrainedGroup, ...]:
+    """The runs of conditions, each a group: all of the first seed first, so that what ran can be compared."""
+    seeds = dict.fromkeys(seed for condition in conditions for seed in condition.seeds)
+    return tuple(
+        dataclasses.replace(
+            condition, name=f"{condition.name}-seed{seed}-{_slug(method.name)}", methods=(method,), seeds=(seed,)
+        )
+        for seed in seeds
+        for condition in conditions
+        if seed in condition.seeds
+        for method in condition.methods
+    )
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_")

@@ -1,0 +1,258 @@
+"""A page and a plot per study of a pretrained model: the floor first, then what is above it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from scipy import stats
+
+from evidence.ensemble import Row
+from evidence.outcomes import Condition, Difference
+from evidence.pictures import save
+from evidence.results import Results
+from evidence.study import Study
+from evidence.verdicts import condition_name
+
+from .group import PretrainedGroup
+from .studies import AGAIN
+
+LAST_EVALUATIONS = 4
+SMALLEST_MARGIN = 0.02
+FIRST_STEPS = slice(0, 5)
+# Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
+RISE, FALL = 0.1, 0.2
+
+
+def report(studies: Iterable[Study], results: Results, output: Path) -> None:
+    """Write ``STUDY.md`` and ``STUDY.png`` of each study that has a finished run."""
+    output.mkdir(parents=True, exist_ok=True)
+    for study in studies:
+        done = [group for group in study.groups if results.is_done(group)]
+        if not done:
+            print(f"{study.name}: nothing has run")
+            continue
+        page = output / f"{study.name}.md"
+        page.write_text("\n".join(_page(study, done, results, output)) + "\n", encoding="utf-8")
+        print(page)
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The runs of one setting, and what is compared: the trainer's own policy, mean of the last evaluations."""
+
+    condition: Condition
+
+    def outcome(self, method: str) -> dict[int, float]:
+        """By seed."""
+        return {seed: final(curves["own_reward"]) for seed, curves in self.condition.curves[method].items()}
+
+    def against_none(self, method: str) -> Difference:
+        """Paired by seed."""
+        return Difference.of_pairs(self._pairs(method))
+
+    def floor(self) -> Difference | None:
+        """What chance alone does: the uncorrected arm a second time, with other random numbers."""
+        return self.against_none(AGAIN.name) if AGAIN.name in self.condition.curves else None
+
+    def margin(self) -> float:
+        """Smaller differences are none; unbounded while nobody knows the floor."""
+        floor = self.floor()
+        return math.inf if floor is None else max(SMALLEST_MARGIN, (floor.high - floor.low) / 2)
+
+    def holm(self) -> dict[str, float]:
+        """P of each method against none (paired t-test), corrected for their number."""
+        methods = [name for name in self.condition.curves if name not in (self.condition.base, AGAIN.name)]
+        pairs = {name: self._pairs(name) for name in methods}
+        raw = {name: float(stats.ttest_1samp(of, 0).pvalue) for name, of in pairs.items() if len(of) > 1}
+        corrected, least = {}, 0.0
+        for index, name in enumerate(sorted(raw, key=lambda name: raw[name])):
+            least = max(least, min(1.0, raw[name] * (len(raw) - index)))
+            corrected[name] = least
+        return corrected
+
+    def verdict(self, method: str) -> str:
+        """Above the floor, within it, or not resolved."""
+        difference, margin = self.against_none(method), self.margin()
+        if math.isinf(margin):
+            return "no floor"
+        if -margin < difference.low and difference.high < margin:
+            return "no difference"
+        if self.holm().get(method, 1.0) < 0.05 and abs(difference.mean) > margin:
+            return "better" if difference.mean > 0 else "worse"
+        return "not resolved"
+
+    def failed(self, method: str) -> int:
+        """Runs that never rose, or fell."""
+        return sum(has_failed(curves) for curves in self.condition.curves[method].values())
+
+    def _pairs(self, method: str) -> list[float]:
+        ours, none = self.outcome(method), self.outcome(self.condition.base)
+        return [ours[seed] - none[seed] for seed in ours if seed in none]
+
+
+def final(own_reward: np.ndarray[Any, Any]) -> float:
+    """Mean of the last evaluations."""
+    return float(own_reward[~np.isnan(own_reward)][-LAST_EVALUATIONS:].mean())
+
+
+def has_failed(curves: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether a run never rose, or fell."""
+    evaluated = curves["own_reward"][~np.isnan(curves["own_reward"])]
+    smooth = np.convolve(curves["reward"], np.ones(10) / 10, "valid") if len(curves["reward"]) >= 10 else evaluated
+    return bool(final(evaluated) < evaluated[0] + RISE or smooth.max() - smooth[-1] > FALL)
+
+
+def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> list[str]:
+    groups: dict[str, list[PretrainedGroup]] = {}
+    for group in done:
+        groups.setdefault(condition_name(group), []).append(group)
+    rows: dict[str, list[Row]] = {
+        name: [row for group in _by_method(of_condition, study) for row in results.rows(group)]
+        for name, of_condition in groups.items()
+    }
+    arms = {name: Arms(Condition.of_rows(name, of_condition)) for name, of_condition in rows.items()}
+    lines = [f"# {study.question}", "", *_header(study, done, results)]
+    lines += ["", "## Floor", "", *_floors(arms)]
+    for name, found in arms.items():
+        lines += ["", f"## {name}", "", *_condition(groups[name][0], found)]
+    ages = [line for name, found in arms.items() for line in _ages(name, found)]
+    if ages:
+        lines += [
+            "",
+            "## k3 by age of the weights",
+            "",
+            "| setting | age | k3 | k3 for each step of age |",
+            "|---|---|---|---|",
+        ]
+        lines += ages
+    lines += ["", f"![all seeds]({study.name}.png)"]
+    _plot(arms, output / f"{study.name}.png")
+    return lines
+
+
+def _by_method(groups: list[PretrainedGroup], study: Study) -> list[PretrainedGroup]:
+    """In the study's order of methods, the uncorrected one first."""
+    order = list(dict.fromkeys(group.methods[0].name for group in study.groups))
+    return sorted(groups, key=lambda group: order.index(group.methods[0].name))
+
+
+def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> list[str]:
+    group, machine = done[0], results.machine(done[0])
+    revisions = sorted({str(results.machine(group).get("revision", "unknown")) for group in done})
+    shown = {name: value for name, value in machine.items() if name != "revision"}
+    missing = len(study.groups) - len(done)
+    return [
+        f"`python examples/evidence.py run {study.name} --model FOLDER`, then `report`.",
+        f"{', '.join(f'{name} {value}' for name, value in shown.items())}; revision {', '.join(revisions)}.",
+        "",
+        f"{group.model}, questions: {group.task}. {group.num_steps} rollouts of {group.num_prompts} x "
+        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates} optimizer "
+        f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {group.dtype} with a copy in float32.",
+        f"Compared is the reward of the trainer's own policy on {group.num_evaluated} held-out questions, mean of the "
+        f"last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after Holm.",
+        f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
+        f"than {FALL:g} below its best ten steps.",
+        *([f"**{missing} of {len(study.groups)} runs are missing.**"] if missing else []),
+    ]
+
+
+def _floors(arms: dict[str, Arms]) -> list[str]:
+    """None against none: the same seed, other random numbers."""
+    lines = [
+        "| setting | seeds | none again against none | largest | margin of no difference |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in arms.items():
+        floor = found.floor()
+        if floor is None:
+            continue
+        largest = max(map(abs, found._pairs(AGAIN.name)))
+        lines.append(f"| {name} | {floor.num_pairs} | {floor} | {largest:.3f} | {found.margin():.3f} |")
+    return lines
+
+
+def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
+    condition, base = arms.condition, arms.condition.base
+    evaluated = [curves["own_reward"] for curves in condition.curves[base].values()]
+    gain = np.mean([final(curve) - curve[~np.isnan(curve)][0] for curve in evaluated])
+    holm = arms.holm()
+    start = f"; from a checkpoint after {group.trained_steps} steps" if group.trained_steps else ""
+    from_to = {
+        number: " to ".join(f"{condition.mean(base, number, part):{form}}" for part in (FIRST_STEPS, slice(-10, None)))
+        for number, form in {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f"}.items()
+    }
+    lines = [
+        f"Engine {_engine(group)}; weights {group.staleness} updates old; learning rate "
+        f"{group.learning_rate:g}{start}.",
+        f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {gain:+.3f}; k3 {from_to['k3']}, "
+        f"sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
+        f"{condition.mean(base, 'seconds'):.2f} s a step.",
+        "",
+        "| method | seeds | own policy | against none | p | failed | kept answers | kept tokens | verdict |",
+        "|---" * 9 + "|",
+    ]
+    for method, seeds in condition.curves.items():
+        cells = [method, str(len(seeds)), f"{np.mean(list(arms.outcome(method).values())):.3f}"]
+        cells += ["", ""] if method == base else [str(arms.against_none(method)), f"{holm.get(method, math.nan):.3f}"]
+        cells += [f"{arms.failed(method)}{_fisher(arms, method)}"]
+        cells += [f"{condition.mean(method, name):.3f}" for name in ("kept_sequences", "kept_tokens")]
+        cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
+        lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
+    return lines
+
+
+def _fisher(arms: Arms, method: str) -> str:
+    """P that so different numbers of failures are chance, where anything failed."""
+    base = arms.condition.base
+    counts = [(arms.failed(name), len(arms.condition.curves[name])) for name in (method, base)]
+    if method == base or not any(failed for failed, _ in counts):
+        return ""
+    return f" (p {stats.fisher_exact([[failed, total - failed] for failed, total in counts]).pvalue:.2f})"
+
+
+def _engine(group: PretrainedGroup) -> str:
+    spec = group.engine
+    parts = [spec.kind, spec.dtype]
+    parts += [
+        f"{name} {value}" for name, value in (("cache", spec.cache), ("weights", spec.weights)) if value != "auto"
+    ]
+    return ", ".join(parts)
+
+
+def _ages(name: str, arms: Arms) -> list[str]:
+    seeds = arms.condition.curves[arms.condition.base].values()
+    numbers = sorted({key for curves in seeds for key in curves if key.startswith("k3_age_")}, key=_age)
+    means = {_age(key): float(np.nanmean([np.nanmean(curves[key]) for curves in seeds])) for key in numbers}
+    fresh = arms.condition.mean(arms.condition.base, "k3")
+    lines = [f"| {name} | 0 | {fresh:.1e} | |"] if means else []
+    return lines + [f"| {name} | {age} | {k3:.1e} | {(k3 - fresh) / age:.1e} |" for age, k3 in means.items()]
+
+
+def _age(key: str) -> int:
+    return int(key.removeprefix("k3_age_"))
+
+
+def _plot(arms: dict[str, Arms], path: Path) -> None:
+    """Every seed, and the mean of all: the own policy, rollouts, k3."""
+    panels = {"own_reward": "own policy, held-out", "reward": "rollouts", "k3": "k3, nats"}
+    size = (14, 3.6 * len(arms))
+    figure, axes = plt.subplots(len(arms), len(panels), figsize=size, squeeze=False, constrained_layout=True)
+    for row, (name, found) in zip(axes, arms.items(), strict=True):
+        for axis, (number, title) in zip(row, panels.items(), strict=True):
+            for index, (method, seeds) in enumerate(found.condition.curves.items()):
+                color = "black" if index == 0 else f"C{index - 1}"
+                curves = np.array([curves[number] for curves in seeds.values()])
+                known = ~np.isnan(curves).any(0)
+                steps = np.arange(curves.shape[1])[known]
+                for curve in curves[:, known]:
+                    axis.plot(steps, curve, color=color, linewidth=0.5, alpha=0.45)
+                axis.plot(steps, curves[:, known].mean(0), color=color, linewidth=1.8, label=method)
+            axis.set(title=f"{name}: {title}", xlabel="step", yscale="log" if number == "k3" else "linear")
+        row[0].legend(fontsize=7)
+    save(figure, path)

@@ -1,0 +1,95 @@
+"""What is studied with a pretrained model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evidence.engines import EngineSpec
+from evidence.group import Method
+from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study
+
+from .group import PretrainedGroup, runs_of
+
+BF16 = EngineSpec(kind="sglang")
+FOUR_SEEDS, EIGHT_SEEDS, SIXTEEN_SEEDS = (tuple(range(1, count + 1)) for count in (4, 8, 16))
+
+AGAIN = Method(name="none, again", stream=1)
+BYPASS = Method(name="bypass", bypasses=True)
+# The band begins at 1 % and follows the share of answers that it keeps, whatever k3 does.
+FOLLOWING_GATE = Method(
+    name="geometric gate that keeps 90 %",
+    keys={
+        "use_tis": True,
+        "mis": {
+            "gates": [{"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.9}],
+            "max_reject_fraction": 1.0,
+        },
+    },
+)
+
+
+def token_tis(cap: float) -> Method:
+    """Token ratios, truncated."""
+    return Method(name=f"token_tis {cap:g}", keys=TOKEN_TIS.keys | {"tis_upper_bound": cap})
+
+
+_FLOOR = [
+    PretrainedGroup(
+        name=f"pretrained_floor_lr{rate:g}",
+        engine=BF16,
+        methods=(NONE, AGAIN),
+        seeds=FOUR_SEEDS,
+        learning_rate=rate,
+        ages=(1, 2, 4, 8),
+        dump_steps=(0, 30, 59),
+    )
+    # The one that is known to learn first.
+    for rate in (1e-5, 3e-6, 1e-6)
+]
+_FRESH = [
+    PretrainedGroup(
+        name=f"pretrained_fresh_{name}",
+        engine=engine,
+        methods=(NONE, AGAIN, TOKEN_TIS),
+        seeds=SIXTEEN_SEEDS,
+        dump_steps=(0, 30, 59),
+    )
+    for name, engine in (
+        ("bf16", BF16),
+        ("e4m3_cache", replace(BF16, cache="fp8_e4m3")),
+        ("fp8_products", replace(BF16, weights="fp8_blocks")),
+    )
+]
+_STALE = [
+    PretrainedGroup(
+        name=f"pretrained_stale_{age}",
+        engine=BF16,
+        methods=(
+            *(NONE, AGAIN, BYPASS, TOKEN_TIS),
+            *(TOKEN_MASK, FOLLOWING_GATE, token_tis(1.5), token_tis(5.0)),
+        ),
+        seeds=EIGHT_SEEDS,
+        staleness=age,
+        trained_steps=12,
+        dump_steps=(8, 59),
+    )
+    for age in (1, 4)
+]
+
+PRETRAINED_STUDIES = (
+    Study(
+        name="pretrained_floor",
+        question="How much do two runs with one seed differ, what is learned, and how does k3 grow with age?",
+        groups=runs_of(_FLOOR),
+    ),
+    Study(
+        name="pretrained_stale",
+        question="Which loss for weights that are 1 and 4 updates old, from a trained checkpoint on?",
+        groups=runs_of(_STALE),
+    ),
+    Study(
+        name="pretrained_fresh",
+        question="Does a fresh engine need a correction: bf16, a cache in e4m3, weights and products in fp8?",
+        groups=tuple(group for condition in _FRESH for group in runs_of([condition])),
+    ),
+)

@@ -1,0 +1,234 @@
+"""The training of one run: Megatron-Core, an engine, and the hosts' own call of mis_ext."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import torch
+from grpo.engine import Completion
+from grpo.rollout import grade_groups, own_share
+from grpo.run_settings import package_version
+from grpo.trainer import MicroBatch, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import mis_ext
+from evidence.ensemble import Row
+from evidence.study import NONE
+
+from . import numbers
+from .group import PretrainedGroup
+from .workplace import EVALUATION_SEED, Workplace
+
+# Of the rollouts that are scored again later, and of those whose log-probs are kept.
+NUM_SCORED_AGAIN = 64
+STEPS_BETWEEN_AGES = 5
+
+Keep = Callable[[str, dict[str, Any]], None]
+
+
+class PretrainedTraining:
+    """A run, step by step; its state can be saved between steps.
+
+    Attributes:
+        num_steps_done: Rollouts trained on.
+        sampling_seconds: That the engine took for all of them.
+        record: What else results say of where they come from.
+    """
+
+    def __init__(self, group: PretrainedGroup, workplace: Workplace) -> None:
+        self.group, self.device = group, workplace.device
+        self.num_steps_done, self.sampling_seconds = 0, 0.0
+        self.record = {name: str(package_version(name)) for name in ("transformers", "megatron-core")}
+        self._workplace = workplace
+        self._engine = workplace.engine(group)
+        self._task, self._held_out = workplace.task(group), workplace.held_out(group)
+        weights = workplace.pretrained.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
+        self._args = _arguments(group)
+        self._trainer = Trainer(self._args, workplace.pretrained.shape, workplace.ranks(), weights)
+        self._problems = Random(10_000 + group.run[1])
+        self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
+        self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
+
+    def step(self, keep: Keep) -> list[Row]:
+        """One rollout and its optimizer steps. ``keep`` takes log-probs for later analysis, by name."""
+        group, trainer, step = self.group, self._trainer, self.num_steps_done
+        start = time.perf_counter()
+        self._history.append({name: weight.clone() for name, weight in trainer.weights().items()})
+        data, reward = self._rollout(step)
+        sampled = time.perf_counter()
+        batches = trainer.micro_batches(data)
+        data["rollout_log_probs"] = trainer.own_tokens(data["engine_log_probs"], batches)
+        data["log_probs"] = trainer.score(batches)
+        found = numbers.mismatch(data["log_probs"], data["rollout_log_probs"])
+        found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
+        found |= self._by_age(data, step)
+        if step in group.dump_steps:
+            streams = (data[name][:NUM_SCORED_AGAIN] for name in ("log_probs", "rollout_log_probs"))
+            keep(f"step{step}", numbers.dump(*streams, group.response_length))
+        found |= self._update(data, batches, step)
+        trained = time.perf_counter()
+        if step % group.eval_interval == 0 or step + 1 == group.num_steps:
+            found["own_reward"] = self._evaluate()
+        found["seconds"] = time.perf_counter() - start
+        found |= {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
+        self.sampling_seconds += sampled - start
+        self.num_steps_done += 1
+        method, seed = group.run
+        row = {"group": group.name, "method": method.name, "seed": seed, "step": step}
+        return [row | {name: float(f"{value:.4g}") for name, value in found.items()}]
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` needs to go on with the next step."""
+        return {
+            "num_steps_done": self.num_steps_done,
+            "sampling_seconds": self.sampling_seconds,
+            "trainer": self._trainer.state_dict(),
+            "history": list(self._history),
+            "problems": self._problems.getstate(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same group; the next ages are measured once there are rollouts of such an age."""
+        self.num_steps_done, self.sampling_seconds = state["num_steps_done"], state["sampling_seconds"]
+        self._trainer.load_state_dict(state["trainer"])
+        self._history.extend(
+            {name: weight.to(self.device) for name, weight in weights.items()} for weights in state["history"]
+        )
+        self._problems.setstate(state["problems"])
+
+    def _rollout(self, step: int) -> tuple[dict[str, Any], Tensor]:
+        """Questions, answers of the engine's weights, and what they are worth."""
+        group, (method, seed) = self.group, self.group.run
+        problems = [self._task.sample(self._problems) for _ in range(group.num_prompts)]
+        prompts = [problem.prompt_ids for problem in problems for _ in range(group.samples_per_prompt)]
+        if (longest := max(map(len, prompts))) > group.max_prompt:
+            raise ValueError(f"{group.name}: a prompt of {longest} tokens, max_prompt is {group.max_prompt}")
+        self._engine.load(self._history[0])
+        answers = self._engine.sample(
+            prompts,
+            num_tokens=group.response_length,
+            temperature=group.temperature,
+            end_token=self._end_token,
+            seed=1_000_000 * (seed + 1) + 100_000 * method.stream + step,
+        )
+        version = max(0, step - group.staleness)
+        completions = [
+            Completion(token_ids=ids, log_probs=logprobs, weight_version=version)
+            for ids, logprobs in zip(*answers, strict=True)
+        ]
+        samples, reward = grade_groups(problems, completions, num_samples=group.samples_per_prompt)
+        data = own_share(self._task, samples, dp_rank=0, dp_size=1, padded=True, device=self.device)
+        data["train_weight_version"] = step
+        return data, reward
+
+    def _update(self, data: dict[str, Any], batches: list[MicroBatch], step: int) -> dict[str, float]:
+        """The optimizer steps of one rollout."""
+        if "mis" in self._args and any("target_accept" in gate for gate in self._args.mis.get("gates", ())):
+            mis_ext.prepare_rollout(self._args, step, data)
+        per_update = len(batches) // self.group.updates
+        logged = [
+            self._trainer.train(data, batches[start : start + per_update])
+            for start in range(0, len(batches), per_update)
+        ]
+        names = {
+            "grad_norm": "grad_norm",
+            "kept_tokens": "mis_kept_token_fraction",
+            "kept_sequences": "mis_kept_seq_fraction",
+        }
+        return {ours: sum(part.get(name, 1.0) for part in logged) / len(logged) for ours, name in names.items()}
+
+    def _by_age(self, data: dict[str, Any], step: int) -> dict[str, float]:
+        """k3 of what the engine sampled some steps ago against the trainer's weights of now, by age."""
+        if not self.group.ages:
+            return {}
+        self._past.append(
+            {name: values[:NUM_SCORED_AGAIN] for name, values in data.items() if isinstance(values, list)}
+        )
+        if step % STEPS_BETWEEN_AGES:
+            return {}
+        found = {}
+        for age in self.group.ages:
+            if age < len(self._past):
+                old = self._past[-1 - age]
+                log_probs = self._trainer.score(self._trainer.micro_batches(old))
+                found[f"k3_age_{age}"] = numbers.k3(torch.cat(log_probs) - torch.cat(old["rollout_log_probs"]))
+        return found
+
+    def _evaluate(self) -> float:
+        """Mean reward of the trainer's own policy on the held-out questions."""
+        evaluator = self._workplace.evaluator
+        evaluator.load(self._trainer.weights())
+        answers = evaluator.sample(
+            [question.prompt_ids for question in self._held_out],
+            num_tokens=self.group.response_length,
+            temperature=self.group.temperature,
+            end_token=self._end_token,
+            seed=EVALUATION_SEED,
+        )
+        rewards = [question.grade(ids) for question, ids in zip(self._held_out, answers.ids, strict=True)]
+        return sum(rewards) / len(rewards)
+
+    @property
+    def _end_token(self) -> int:
+        return self._workplace.pretrained.config.eos_token_id
+
+
+def _arguments(group: PretrainedGroup) -> Namespace:
+    """What a host's command line would say."""
+    method, seed = group.run
+    return Namespace(
+        **{
+            "seed": seed,
+            "bf16": group.dtype == "bfloat16",
+            "calculate_per_token_loss": False,
+            "warmup_lr": group.learning_rate,
+            "adam_beta2": 0.95,
+            "clip_grad": 1.0,
+            "micro_batch_size": group.micro_batch_size,
+            "qkv_format": "bshd",
+            "rollout_temperature": group.temperature,
+            "loss_type": "policy_loss",
+            "eps_clip": 0.2,
+            "eps_clip_high": 0.28,
+            "use_rollout_logprobs": method.bypasses,
+            "use_tis": False,
+            "get_mismatch_metrics": False,
+            "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp",
+            **({"mis_max_reject_fraction": 1.0} if method.keys and "mis" not in method.keys else {}),
+            **method.keys,
+        }
+    )
+
+
+def _trained_weights(group: PretrainedGroup, workplace: Workplace) -> dict[str, Tensor]:
+    """The weights that a group begins with: of a file that the first process which needs it writes."""
+    first = dataclasses.replace(
+        group,
+        name=f"first_weights_{group.task.replace(':', '_')}_{group.trained_steps}_{group.learning_rate:g}",
+        **{"methods": (NONE,), "seeds": (0,), "num_steps": group.trained_steps, "trained_steps": 0},
+        **{"staleness": 0, "ages": (), "dump_steps": (), "eval_interval": group.trained_steps + 1},
+    )
+    workplace.scratch.mkdir(parents=True, exist_ok=True)
+    file = workplace.scratch / f"{first.name}.safetensors"
+    with (workplace.scratch / f"{first.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            training = PretrainedTraining(first, workplace)
+            for _ in range(first.num_steps):
+                training.step(lambda name, arrays: None)
+            weights = {name: weight.cpu().contiguous() for name, weight in training._trainer.weights().items()}
+            if workplace.pretrained.config.tie_word_embeddings:
+                del weights["lm_head.weight"]
+            part = file.with_suffix(".part")
+            save_file(weights, part)
+            part.replace(file)
+    weights = load_file(file)
+    return weights | {"lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"])}

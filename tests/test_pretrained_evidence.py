@@ -1,0 +1,292 @@
+"""Studies of a pretrained model: a whole one on a CPU, interrupted and gone on with, and what its page says."""
+
+# The imports after the skip need packages that only the example's environment has.
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+MISSING = [
+    name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
+]
+if MISSING:
+    pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+with warnings.catch_warnings():
+    # Megatron-Core reports at import what is not installed.
+    warnings.simplefilter("ignore")
+    from evidence.engines import EngineSpec
+    from evidence.group import Method
+    from evidence.outcomes import Condition
+    from evidence.pretrained import report, studies
+    from evidence.pretrained import training as training_module
+    from evidence.pretrained.group import PretrainedGroup, runs_of
+    from evidence.pretrained.samplers import TransformersSampler, ended
+    from evidence.pretrained.training import PretrainedTraining
+    from evidence.pretrained.workplace import Workplace
+    from evidence.results import Results
+    from evidence.study import NONE, TOKEN_TIS
+    from tiny_checkpoint import write_tiny_checkpoint
+    from transformers import LlamaForCausalLM
+
+# Megatron-Core warns of its own choices.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope is deprecated"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {
+    "num_steps": 2,
+    "num_prompts": 2,
+    "response_length": 4,
+    "num_evaluated": 4,
+    "micro_batch_size": 8,
+    "max_prompt": 96,
+    "learning_rate": 1e-3,
+}
+GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), **TINY)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def workplace(model: Path, tmp_path: Path) -> Iterator[Workplace]:
+    place = Workplace(CPU, model, tmp_path)
+    yield place
+    place.close()
+
+
+def steps(training: PretrainedTraining, count: int) -> list[dict[str, Any]]:
+    rows = [row for _ in range(count) for row in training.step(lambda name, arrays: None)]
+    return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(workplace: Workplace) -> None:
+    group = dataclasses.replace(GROUP, staleness=1, num_prompts=8, samples_per_prompt=32, response_length=2)
+    whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
+    expected = steps(whole, 4)
+    assert any(row["grad_norm"] > 0 for row in expected[:2])
+    steps(first, 2)
+    second = PretrainedTraining(group, workplace)
+    second.restore(first.state())
+    assert steps(second, 2) == expected[2:]
+
+
+def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace) -> None:
+    group = dataclasses.replace(GROUP, staleness=2)
+    training, sampled_with, held = PretrainedTraining(group, workplace), [], []
+    load = training._engine.load
+    training._engine.load = lambda weights: (sampled_with.append(weights), load(weights))  # type: ignore[method-assign]
+    for _ in range(4):
+        held.append(training._trainer.weights()["model.norm.weight"].clone())
+        with torch.no_grad():
+            # An update, whatever the rewards are.
+            training._trainer.weights()["model.norm.weight"].add_(0.1)
+        training.step(lambda name, arrays: None)
+    norms = [float(weights["model.norm.weight"].float().mean()) for weights in sampled_with]
+    ours = [float(weight.float().mean()) + 0.1 for weight in held]
+    rollouts = [norm for norm in norms if any(abs(norm - value) < 0.02 for value in ours)]
+    assert rollouts[:4] == pytest.approx([ours[0], ours[0], ours[0], ours[1]], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [studies.AGAIN, studies.BYPASS, TOKEN_TIS, studies.token_tis(1.5), studies.TOKEN_MASK, studies.FOLLOWING_GATE],
+    ids=lambda method: method.name,
+)
+def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
+    group = dataclasses.replace(GROUP, methods=(method,), num_prompts=8, samples_per_prompt=32, response_length=2)
+    rows = steps(PretrainedTraining(group, workplace), 2)
+    assert all(np.isfinite([value for value in row.values() if isinstance(value, float)]).all() for row in rows)
+    assert max(row["grad_norm"] for row in rows) > 0
+    if method is studies.FOLLOWING_GATE:
+        assert rows[-1]["kept_sequences"] < 1
+
+
+def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
+    asked: dict[str, list[Any]] = {}
+    rewards = {}
+    for method in (NONE, studies.AGAIN):
+        training = PretrainedTraining(dataclasses.replace(GROUP, methods=(method,), num_prompts=8), workplace)
+        sample = training._engine.sample
+        training._engine.sample = (  # type: ignore[method-assign]
+            lambda prompts, _name=method.name, _sample=sample, **options: (
+                asked.setdefault(_name, []).append((prompts, options["seed"])),
+                _sample(prompts, **options),
+            )[1]
+        )
+        rewards[method.name] = steps(training, 1)[0]["entropy"]
+        del training._engine.sample
+    (prompts, seed), (others, other_seed) = (asked[name][0] for name in ("none", "none, again"))
+    assert prompts == others
+    assert seed != other_seed
+    assert rewards["none"] != rewards["none, again"]
+
+
+def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(model: Path) -> None:
+    policy = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    sampler = TransformersSampler(policy.config, dtype=torch.float32, device=CPU)
+    sampler.load(policy.state_dict())
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]] * 20
+    # A digit, which these answers have often.
+    answers = sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
+    assert answers == sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
+    assert len({len(ids) for ids in answers.ids}) > 2
+    for prompt, ids, logprobs in zip(prompts, *answers, strict=True):
+        assert 4 not in ids[:-1]
+        assert len(ids) == 9 or ids[-1] == 4
+        logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].detach() / 0.7
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_answers_are_cut_behind_their_first_end() -> None:
+    answers = ended(torch.tensor([[3, 1, 1], [1, 2, 2], [2, 2, 2]]), torch.tensor([[-1.0, -2, -3]] * 3), 1)
+    assert answers.ids == [[3, 1], [1], [2, 2, 2]]
+    assert answers.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
+
+
+def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = dataclasses.replace(GROUP, trained_steps=2, num_prompts=8, samples_per_prompt=32, response_length=2)
+    first = PretrainedTraining(group, workplace)._trainer.weights()
+    (file,) = workplace.scratch.glob("first_weights_*.safetensors")
+    made = file.stat().st_mtime_ns
+    other = PretrainedTraining(dataclasses.replace(group, seeds=(2,), staleness=1), workplace)._trainer.weights()
+    assert file.stat().st_mtime_ns == made
+    untrained = workplace.pretrained.weights
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Any:
+    """Calls evidence.py with the first study made tiny: all of its runs, two steps each, transformers as engine."""
+    spec = importlib.util.spec_from_file_location(
+        "evidence_program", Path(__file__).parents[1] / "examples/evidence.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    name = "pretrained_floor"
+    study = module.STUDIES[name]
+    groups = tuple(
+        dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,)) for group in study.groups
+    )
+    monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(study, groups=groups))
+
+    def call(command: str, *flags: str) -> None:
+        options = ["--results", str(tmp_path / "results"), *flags]
+        monkeypatch.setattr(sys, "argv", ["evidence.py", command, name, *options])
+        module.main()
+
+    call.module, call.groups, call.run = module, groups, ["--model", str(model), "--device", "cpu"]  # type: ignore[attr-defined]
+    return call
+
+
+@pytest.mark.slow
+def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, tmp_path: Path, monkeypatch) -> None:
+    results = Results(tmp_path / "results")
+    seen = 0
+    whole_step = PretrainedTraining.step
+
+    def step(training: PretrainedTraining, keep: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            raise KeyboardInterrupt
+        return whole_step(training, keep)
+
+    monkeypatch.setattr(PretrainedTraining, "step", step)
+    monkeypatch.setattr(training_module, "STEPS_BETWEEN_AGES", 1)
+    with pytest.raises(KeyboardInterrupt):
+        program("run", *program.run)
+    assert [results.is_done(group) for group in program.groups] == [True] + [False] * (len(program.groups) - 1)
+    state = tmp_path / "results" / f"{program.groups[1].name}.state.pt"
+    assert state.exists()
+    # A claim of another process.
+    with Results(tmp_path / "results").claimed(program.groups[-1]) as is_ours:
+        assert is_ours
+        program("run", *program.run)
+    assert not state.exists()
+    assert [results.is_done(group) for group in program.groups] == [True] * (len(program.groups) - 1) + [False]
+    program("report", "--output", str(tmp_path / "pages"))
+    page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
+    assert "1 of 24 runs are missing" in page
+    program("run", *program.run)
+    # Every step of every run once, and the one that was interrupted again.
+    assert seen == 2 * len(program.groups) + 1
+    program("compact")
+    program("report", "--output", str(tmp_path / "pages"))
+    page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
+    for words in ("## Floor", "none, again", "k3 by age", "| pretrained_floor_lr1e-06 | 1 |", "missing"):
+        assert (words in page) == (words != "missing"), words
+    assert (tmp_path / "pages" / "pretrained_floor.png").read_bytes().startswith(b"\x89PNG")
+    head = Results(tmp_path / "results").machine(program.groups[0])
+    assert {"torch", "transformers", "megatron-core", "device"} <= head.keys()
+    json.dumps(head)
+
+
+def curves(own: list[float], rewards: list[float] | None = None) -> dict[str, np.ndarray]:
+    return {"own_reward": np.array(own), "reward": np.array(rewards or own)}
+
+
+def arms_of(**finals: list[float]) -> report.Arms:
+    """Each with a flat curve per seed."""
+    return report.Arms(
+        Condition("c", {name: {seed: curves([x] * 12) for seed, x in enumerate(of)} for name, of in finals.items()})
+    )
+
+
+def test_nothing_is_claimed_within_the_floor_and_holm_counts_the_arms() -> None:
+    none = [0.5, 0.5, 0.5, 0.5]
+    better = [0.61, 0.62, 0.61, 0.62]
+    small = [0.513, 0.514, 0.515, 0.512]
+    arms = arms_of(**{"none": none, "none, again": [0.53, 0.47, 0.52, 0.48], "tis": better, "mask": small})
+    assert arms.floor().mean == pytest.approx(0)
+    assert arms.margin() == pytest.approx(0.0468, abs=1e-4)
+    assert (arms.verdict("tis"), arms.verdict("mask")) == ("better", "no difference")
+    alone = arms_of(**{"none": none, "none, again": none, "tis": better})
+    assert alone.margin() == 0.02
+    assert arms.holm()["tis"] == pytest.approx(2 * alone.holm()["tis"])
+    # Far from 0 for the test, and yet within what chance does here.
+    noisy = arms_of(**{"none": none, "none, again": [0.6, 0.4, 0.6, 0.4], "mask": [0.55, 0.55, 0.551, 0.55]})
+    assert noisy.holm()["mask"] < 0.001
+    assert noisy.verdict("mask") == "no difference"
+    assert arms_of(none=none, tis=better).verdict("tis") == "no floor"
+
+
+def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:
+    assert report.has_failed(curves([0.1] * 20))
+    assert report.has_failed(curves([0.1, *[0.9] * 19], [0.9] * 20 + [0.1] * 20))
+    assert not report.has_failed(curves([0.1, *[0.9] * 19]))
+    assert report.final(np.array([0.0, np.nan, 1.0, 2.0, np.nan, 3.0, 4.0])) == 2.5
+
+
+def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:
+    groups = runs_of([dataclasses.replace(GROUP, name=name, seeds=(1, 2), methods=(NONE, TOKEN_TIS)) for name in "ab"])
+    assert [group.name for group in groups][:5] == [
+        "a-seed1-none",
+        "a-seed1-token_tis",
+        "b-seed1-none",
+        "b-seed1-token_tis",
+        "a-seed2-none",
+    ]
+    assert all(len(group.runs) == 1 for group in groups)
