@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import ensemble
-from evidence.engines import Engines, EngineSpec
+from evidence.engines import EngineSpec
 from evidence.group import Method
 from evidence.results import Results
 from evidence_runs import CPU, EXPERTS, GATE, NONE, TINY, rows_of, training_of
@@ -187,8 +187,8 @@ def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pyt
     broken = dataclasses.replace(TINY, name="broken", replays_routing=True)
     short = dataclasses.replace(TINY, methods=(NONE,), num_steps=1)
     results = Results(tmp_path)
-    with Engines(CPU) as engines:
-        assert command.run_all((broken, short), results, engines, False) == ["broken"]
+    with command.Places(CPU, None, tmp_path) as places:
+        assert command.run_all((broken, short), results, places, False) == ["broken"]
     assert (results.is_done(broken), results.is_done(short)) == (False, True)
     assert "replays_routing: this engine does not tell" in capsys.readouterr().err
     assert 0 < results.sampling_seconds(short) < 60
