@@ -76,7 +76,25 @@ _STALE = [
     for age in (1, 4)
 ]
 
+_SMOKE = PretrainedGroup(
+    name="pretrained_smoke",
+    engine=BF16,
+    methods=(NONE, AGAIN, BYPASS, TOKEN_TIS, FOLLOWING_GATE),
+    seeds=(1,),
+    staleness=1,
+    num_steps=3,
+    num_prompts=4,
+    samples_per_prompt=4,
+    response_length=16,
+    num_evaluated=8,
+    micro_batch_size=8,
+    ages=(1,),
+    dump_steps=(0,),
+    trained_steps=1,
+)
+
 PRETRAINED_STUDIES = (
+    Study(name="pretrained_smoke", question="Does everything run on this machine?", groups=runs_of([_SMOKE])),
     Study(
         name="pretrained_floor",
         question="How much do two runs with one seed differ, what is learned, and how does k3 grow with age?",
