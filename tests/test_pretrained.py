@@ -34,8 +34,16 @@ with warnings.catch_warnings():
     from grpo.model import ModelShape, build_model, transformer_config
     from grpo.pretrained import Pretrained, load_pretrained
     from grpo.questions import QuestionTask
+    from safetensors.torch import load_file, save_file
     from tiny_checkpoint import write_tiny_checkpoint
-    from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        PretrainedConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
 # Megatron-Core warns of its own choices.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope is deprecated")
@@ -55,8 +63,13 @@ SMALL = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SMALL, tie_word_embeddings=False),
     "llama, tied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "llama, a head per query, wide heads": lambda: LlamaConfig(**SMALL | {"num_key_value_heads": 4}, head_dim=24),
+    "qwen2": lambda: Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "qwen2, tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
+    "qwen3, tied, one key head": lambda: Qwen3Config(
+        **SMALL | {"num_key_value_heads": 1}, head_dim=16, tie_word_embeddings=True
+    ),
 }
 
 
@@ -120,11 +133,32 @@ def test_megatron_computes_the_logits_of_transformers_and_gives_the_weights_back
         (LlamaConfig(**SMALL, mlp_bias=True), "mlp_bias is True"),
         (Qwen3Config(**SMALL, attention_bias=True), "attention_bias is True"),
         (Qwen2Config(**SMALL, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0), "use_sliding_window is"),
+        (Qwen3MoeConfig(**SMALL), "model_type 'qwen3_moe'"),
     ],
 )
 def test_a_model_that_would_be_computed_otherwise_is_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelShape.of(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"), "1.mlp.up_proj.weight is not in the check"),
+        (
+            lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+            "0.self_attn.q_proj.bias has no place in the model",
+        ),
+    ],
+)
+def test_a_weight_too_few_or_too_many_is_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
+    write_tiny_checkpoint(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
 
 
 def test_another_architecture_is_refused_with_those_that_are_known() -> None:

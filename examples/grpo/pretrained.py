@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +42,17 @@ def load_pretrained(path: Path) -> Pretrained:
 
     Raises:
         FileNotFoundError: There is no such file or folder, or it has neither.
-        ValueError: There are several GGUF files, no chat template, or the trainer cannot hold such a model.
+        ValueError: There are several GGUF files, no chat template, a weight too few or too many, or the trainer cannot
+            hold such a model.
     """
     folder, file = _place(path)
     options = {"gguf_file": file} if file else {}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if not tokenizer.chat_template:
         raise ValueError(f"{path}: its tokenizer has no chat template; take a model that was trained on chats")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if file else "auto", **options)
+    dtype = torch.float32 if file else "auto"
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    _check_weights(path, found)
     config = model.config
     # The file's own storage is of no concern to engines.
     for key in ("quantization_config", "_pre_quantization_dtype"):
@@ -69,6 +73,13 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int:
     if not ends:
         raise ValueError("the chat template ends an answer with no special token, so no answer would ever end")
     return ends[-1]
+
+
+def _check_weights(path: Path, found: dict[str, Collection[str]]) -> None:
+    """Transformers draws a weight that is not there at random, drops one that it does not know, and goes on."""
+    for kind, what in (("missing_keys", "is not in the checkpoint"), ("unexpected_keys", "has no place in the model")):
+        if names := sorted(found[kind]):
+            raise ValueError(f"{path}: {names[0]} {what} ({len(names)} such weights)")
 
 
 def _place(path: Path) -> tuple[Path, str | None]:
