@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -152,8 +153,8 @@ def _machine(on: torch.device) -> dict[str, Any]:
 
 
 def _revision() -> str:
-    """Of this checkout, as git calls it."""
-    if shutil.which("git") is None:
-        return "unknown"
+    """Of this checkout, as git calls it; where it came without git, what ``REVISION`` says."""
+    if "REVISION" in os.environ or shutil.which("git") is None:
+        return os.environ.get("REVISION", "unknown")
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import os
-import subprocess
 import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -49,8 +46,7 @@ class PretrainedTraining:
     def __init__(self, group: PretrainedGroup, workplace: Workplace) -> None:
         self.group, self.device = group, workplace.device
         self.num_steps_done, self.sampling_seconds = 0, 0.0
-        versions = {name: str(package_version(name)) for name in ("transformers", "megatron-core")}
-        self.record = versions | {"revision": revision()}
+        self.record = {name: str(package_version(name)) for name in ("transformers", "megatron-core")}
         self._workplace = workplace
         self._engine = workplace.engine(group)
         self._task, self._held_out = workplace.task(group), workplace.held_out(group)
@@ -183,15 +179,6 @@ class PretrainedTraining:
     @property
     def _end_token(self) -> int:
         return self._workplace.pretrained.config.eos_token_id
-
-
-def revision() -> str:
-    """Of this checkout; where it came without git, what ``REVISION`` says."""
-    if "REVISION" in os.environ:
-        return os.environ["REVISION"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def _arguments(group: PretrainedGroup) -> Namespace:
