@@ -231,6 +231,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, make: Any, error: A
         load_pretrained(tmp_path / "model")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
+def test_reasoning_gym_checks_answers_that_talk_around_their_number(checkpoint: Pretrained) -> None:
+    task = QuestionTask("reasoning_gym:basic_arithmetic", checkpoint.tokenizer, response_length=8)
+    question = task.sample(Random(1))
+    assert question.text == "Calculate 9 * -4 + -3."
+    assert [question.worth(f"9 times -4, so it is {x}.") for x in (-39, 39)] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="reasoning-gym has no task 'sums'"):
+        QuestionTask("reasoning_gym:sums", checkpoint.tokenizer, response_length=8)
+
+
 def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
     with pytest.raises(ValueError, match="task 'sums': expected counting, arithmetic or reasoning_gym:NAME"):
         QuestionTask("sums", checkpoint.tokenizer, response_length=8)

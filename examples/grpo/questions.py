@@ -119,7 +119,7 @@ def _arithmetic(rng: Random) -> tuple[str, Grader]:
 
 def _gym(name: str) -> Draw:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ModuleNotFoundError(f"task {GYM}{name}: pip install reasoning-gym")
+        raise ModuleNotFoundError(f"task {GYM}{name}: pip install reasoning-gym==0.1.25")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -39,7 +39,7 @@ class PretrainedGroup(Group):
     num_evaluated: int = 256
     ages: tuple[int, ...] = ()
     trained_steps: int = 0
-    micro_batch_size: int = 128
+    micro_batch_size: int = 64
     dtype: str = "bfloat16"
 
     @property
