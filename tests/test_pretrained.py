@@ -28,12 +28,16 @@ sys.path.insert(0, str(ROOT / "examples"))
 with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
+    from grpo import evaluation
     from grpo.arguments import parse_args
     from grpo.conversion import export_weights, load_weights
     from grpo.cpu import megatron_device
+    from grpo.distributed import Ranks
+    from grpo.evaluation import Evaluation
     from grpo.model import ModelShape, build_model, transformer_config
     from grpo.pretrained import Pretrained, load_pretrained
     from grpo.questions import QuestionTask
+    from grpo.trainer import Trainer
     from safetensors.torch import load_file, save_file
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import (
@@ -168,15 +172,15 @@ def test_another_architecture_is_refused_with_those_that_are_known() -> None:
         ModelShape.of(GPT2Config())
 
 
-def run_of(output: Path, model: Path, *flags: str) -> list[dict[str, float]]:
-    """The rows of a run of the program on one rank."""
+def run_of(output: Path, model: Path, *flags: str, ranks: int = 1) -> list[dict[str, float]]:
+    """The rows of a run of the program."""
     correction = ["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"]
     sizes = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
     command = [
-        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"],
-        *["examples/train_grpo.py", "--output-dir", str(output), "--model", str(model), "--bf16"],
+        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+        *["examples/train_grpo.py", "--output-dir", str(output), "--model", str(model)],
         *["--rollout-max-response-len", "2", "--num-steps-per-rollout", "1", "--custom-config-path", "yaml/mis.yaml"],
-        *[*correction, *sizes, "--qkv-format", "bshd", "--lr", "1e-3", *flags],
+        *[*correction, *sizes, "--qkv-format", "bshd", *flags],
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
@@ -191,12 +195,76 @@ def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_sto
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
     # Some of 256 answers of the random model are right.
-    flags = ["--seed", "1"]
+    flags = ["--seed", "1", "--bf16", "--lr", "1e-3"]
     whole = run_of(tmp_path / "whole", model, *flags, "--num-rollout", "3")
     assert any(row["train/grad_norm"] > 0 for row in whole)
     assert all(0 < row["train/mis_k3_kl"] < 0.01 for row in whole)
     run_of(tmp_path / "parts", model, *flags, "--num-rollout", "2")
     assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "3", "--resume") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_own_policy_is_worth_the_same_on_data_parallel_and_on_context_parallel_ranks(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_tiny_checkpoint(model)
+    flags = ["--num-rollout", "3", "--lr", "0", "--eval-interval", "2", "--num-eval-prompts", "301"]
+    flags += ["--eval-temperature", "1"]
+    alone = run_of(tmp_path / "alone", model, *flags)
+    rewards = [row.get("eval/reward") for row in alone]
+    assert rewards == [rewards[0], None, rewards[0]]
+    assert 0 < rewards[0] < 1
+    for name, cp_size in (("data", 1), ("context", 2)):
+        rows = run_of(tmp_path / name, model, *flags, "--context-parallel-size", str(cp_size), ranks=2)
+        assert [row.get("eval/reward") for row in rows] == rewards, name
+
+
+class Recorded:
+    """A trainer that keeps what it was asked for."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.asked = trainer, []
+
+    def next_logits(self, sequences: list[list[int]]) -> Any:
+        self.asked += [list(sequence) for sequence in sequences]
+        return self._trainer.next_logits(sequences)
+
+
+def test_greedy_answers_of_the_trainer_are_those_that_transformers_generates(checkpoint: Pretrained) -> None:
+    args = parse_args(["--model", "m", "--no-bf16"])
+    group = torch.distributed.group.WORLD
+    ranks = Ranks(device=CPU, rank=0, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1, control_group=group)
+    task = QuestionTask("arithmetic", checkpoint.tokenizer, response_length=5)
+    end = checkpoint.config.eos_token_id
+    sizes = {"num_questions": 12, "batch_size": 5, "end_token": end}
+    greedy = Evaluation(task, ranks, temperature=0.0, **sizes)
+    recorded = Recorded(Trainer(args, checkpoint.shape, ranks, checkpoint.weights))
+    reward = greedy.reward(recorded)
+    model = AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32).eval()
+    model.load_state_dict(checkpoint.weights)
+    graded = []
+    for question in greedy._questions:
+        ids = torch.tensor([question.prompt_ids])
+        answer = model.generate(ids, do_sample=False, max_new_tokens=5, eos_token_id=end, pad_token_id=end)[0]
+        assert answer[:-1].tolist() in recorded.asked
+        graded.append(question.grade(answer[ids.shape[1] :].tolist()))
+    assert reward == pytest.approx(sum(graded) / 12)
+    # Sampled answers differ from those, and are the same at every call.
+    sampled = Evaluation(task, ranks, temperature=1.0, **sizes)
+    drawn = Recorded(recorded._trainer)
+    again = Recorded(recorded._trainer)
+    assert sampled.reward(drawn) == sampled.reward(again)
+    assert drawn.asked == again.asked != recorded.asked
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
+    chance = (torch.arange(100_000) + 0.5) / 100_000
+    drawn = evaluation._draw(logits.expand(100_000, 4), chance, 2.0)
+    shares = drawn.bincount(minlength=4) / 100_000
+    torch.testing.assert_close(shares, (logits / 2).softmax(-1), rtol=0, atol=2e-5)
+    ends = evaluation._draw(logits.expand(2, 4), torch.tensor([0.0, 1.0 - 2**-24]), 2.0)
+    assert ends.tolist() == [0, 3]
 
 
 def test_questions_are_asked_in_the_chat_template_and_answers_checked(checkpoint: Pretrained) -> None:
@@ -256,6 +324,8 @@ def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
         (["--model", "m", "--task", "counting"], "are for the random decoder"),
         (["--model", "m", "--warmup-steps", "3"], "are for the random decoder"),
         (["--model", "m", "--num-layers", "3"], "are for the random decoder"),
+        (["--eval-interval", "3"], "--eval-interval needs --model"),
+        (["--model", "m", "--eval-interval", "0"], "expected at least 1"),
     ],
 )
 def test_flags_of_the_other_model_are_refused(capsys: Any, flags: list[str], message: str) -> None:
@@ -268,3 +338,4 @@ def test_defaults_follow_from_the_model() -> None:
     random, pretrained = parse_args([]), parse_args(["--model", "m"])
     assert (random.task, random.warmup_steps, random.num_layers, random.lr) == ("counting", 30, 2, 1e-3)
     assert (pretrained.task, pretrained.warmup_steps, pretrained.lr) == ("arithmetic", 0, 1e-5)
+    assert (random.bf16, pretrained.bf16) == (False, torch.cuda.is_available())

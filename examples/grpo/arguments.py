@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import yaml
 
 from .engine_settings import Scalar, parse_setting
@@ -22,6 +23,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_run(parser)
     _add_rollout(parser)
     _add_training(parser)
+    _add_evaluation(parser)
     _add_correction(parser)
     args = parser.parse_args(argv)
     args.engine_settings = _as_dict(parser, args.engine_settings)
@@ -36,8 +38,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What depends on whether the model is pretrained."""
-    random = {"task": "counting", "num_layers": 2, "hidden_size": 64, "warmup_steps": 30, "lr": 1e-3}
+    random = {"task": "counting", "num_layers": 2, "hidden_size": 64, "warmup_steps": 30, "lr": 1e-3, "bf16": False}
     pretrained = {"task": "arithmetic", "num_layers": None, "hidden_size": None, "warmup_steps": 0, "lr": 1e-5}
+    pretrained["bf16"] = torch.cuda.is_available()
     for key, value in (random if args.model is None else pretrained).items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -96,7 +99,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file. None: a tiny "
         "random decoder of --num-layers and --hidden-size",
     )
-    group.add_argument("--bf16", action="store_true", help="the trainer's weights, with a copy in float32 to update")
+    group.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        help="the trainer's weights in bf16, with a copy in float32 to update; with --model on a GPU the default",
+    )
     group.add_argument("--num-layers", type=int, help="of the random decoder, 2 by default")
     group.add_argument("--hidden-size", type=int, help="of the random decoder, 64 by default")
     group.add_argument(
@@ -132,6 +139,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_evaluation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("evaluation of the trainer's own policy on held-out questions, with --model only")
+    group.add_argument("--eval-interval", type=int, help="steps from one to the next, before training. None: never")
+    group.add_argument("--eval-temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    group.add_argument("--num-eval-prompts", type=int, default=64)
+
+
 def _add_correction(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("correction of the mismatch")
     group.add_argument("--use-tis", action="store_true", help="correct the loss with the custom function")
@@ -162,6 +176,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
     if args.engine_settings and args.rollout_engine != "sglang":
         parser.error(f"--engine-settings are of --rollout-engine sglang, the engine is {args.rollout_engine}")
+    if args.eval_interval is not None:
+        if args.model is None:
+            parser.error("--eval-interval needs --model: the random decoder has no held-out questions")
+        if min(args.eval_interval, args.num_eval_prompts) < 1 or args.eval_temperature < 0:
+            parser.error("--eval-interval and --num-eval-prompts: expected at least 1; --eval-temperature: at least 0")
     if not 0 < args.rollout_top_p <= 1:
         parser.error(f"--rollout-top-p {args.rollout_top_p}: expected a number above 0, at most 1")
     if args.rollout_top_p != 1 and args.rollout_engine != "sglang":

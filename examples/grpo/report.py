@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -29,7 +30,10 @@ class Panel:
 
 
 PANELS = {
-    "A": Panel(title="reward (share of right tokens)", series={"rollout/reward": "mean reward"}),
+    "A": Panel(
+        title="mean reward",
+        series={"rollout/reward": "of the engine's responses", "eval/reward": "of the trainer's policy, held out"},
+    ),
     "B": Panel(title="KL(behavior | proximal), k3", series={"train/mis_k3_kl": "k3"}, scale="log"),
     "C": Panel(
         title="effective sample size / samples",
@@ -112,14 +116,16 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def summary_table(rows: list[Row]) -> Table:
     """Show the first and last steps of every metric side by side."""
+    # What is measured now and then has fewer values.
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
     window = max(1, min(10, len(rows) // 4))
     table = Table(title=f"{len(rows)} steps; first and last: means over {window}", box=box.SIMPLE)
     table.add_column("metric")
     for heading in ("first", "last", "min", "max"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name in [name for name in rows[0] if name != "step"]:
+    for name in names:
         values = [row[name] for row in rows if name in row]
-        ends = sum(values[:window]) / window, sum(values[-window:]) / window
+        ends = fmean(values[:window]), fmean(values[-window:])
         table.add_row(name.removeprefix("train/"), *(f"{value:.4g}" for value in (*ends, min(values), max(values))))
     return table
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from .checkpoint import load_checkpoint, save_checkpoint
 from .distributed import Ranks, StopRequest
 from .engine import Completion, RolloutEngine, create_engine
+from .evaluation import Evaluation
 from .loss import load_function
 from .model import ModelShape, hf_config
 from .pretrained import load_pretrained
@@ -52,6 +53,16 @@ class Run:
                     f"{self._task.max_length} tokens of prompt and response, the model has {shape.max_length}"
                 )
         self._trainer = Trainer(args, shape, ranks, weights)
+        self._evaluation: Evaluation | None = None
+        if args.eval_interval is not None:
+            self._evaluation = Evaluation(
+                self._task,
+                ranks,
+                num_questions=args.num_eval_prompts,
+                batch_size=args.micro_batch_size,
+                temperature=args.eval_temperature,
+                end_token=config.eos_token_id,
+            )
         self._checkpoint = args.output_dir / "checkpoint.pt"
         self._metrics = args.output_dir / "metrics.jsonl"
         self._figure = args.output_dir / "metrics.png"
@@ -126,6 +137,7 @@ class Run:
     def _step(self, step: int) -> Row:
         """Draw, grade and learn from one rollout."""
         self._phase_seconds = {}
+        evaluated = self._evaluate(step)
         problems = [self._task.sample(self._rng) for _ in range(self._args.rollout_batch_size)]
         with self._timed("rollout"):
             completions = self._ranks.broadcast(self._generate(problems))
@@ -155,9 +167,18 @@ class Run:
             "rollout/reward": rewards.mean().item(),
             "rollout/solved": (rewards == 1).float().mean().item(),
             "rollout/weight_version_lag": step - completions[0].weight_version,
+            **evaluated,
             **{f"train/{name}": sum(values[name] for values in logged) / len(logged) for name in logged[0]},
             **{f"perf/{name}_seconds": seconds for name, seconds in self._phase_seconds.items()},
         }
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the reward of the trainer's own policy before it learns from this step, now and then and at last."""
+        is_last = step + 1 == self._args.num_rollout
+        if self._evaluation is None or not (step % self._args.eval_interval == 0 or is_last):
+            return {}
+        with self._timed("evaluation"):
+            return {"eval/reward": self._evaluation.reward(self._trainer)}
 
     def _generate(self, problems: list[Problem] | list[Question]) -> list[Completion] | None:
         if self._engine is None:

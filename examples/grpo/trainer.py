@@ -111,6 +111,27 @@ class Trainer:
         pieces = zip(batches, log_probs, strict=True)
         return [piece for batch, log_probs_T in pieces for piece in split_samples(log_probs_T, batch)]
 
+    @torch.no_grad()
+    def next_logits(self, sequences: Sequence[list[int]]) -> tuple[Tensor, list[int]]:
+        """Return the logits of the token after each sequence that ends on this rank, and which sequences these are.
+
+        Returns:
+            Logits, ``[R, V]`` in float32, and the places of these R sequences among all.
+        """
+        # The token whose log-prob would be asked for is not known yet: anything stands for it.
+        inputs = build_inputs(
+            [torch.tensor([*sequence, 0]) for sequence in sequences],
+            [1] * len(sequences),
+            max_seq_lens=[max(map(len, sequences)) + 1] * len(sequences),
+            cp_rank=self._ranks.cp_rank,
+            cp_size=self._ranks.cp_size,
+            device=self._ranks.device,
+        )
+        with megatron_device(self._ranks.device):
+            logits = self._logits(self._model, MicroBatch(samples=slice(len(sequences)), inputs=inputs))
+        held = [place for place, index in enumerate(inputs.response_indices) if len(index)]
+        return logits.flatten(0, 1)[inputs.logit_index_R].float(), held
+
     def own_tokens(self, responses: list[list[float]], batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return of values of whole responses those of this rank's tokens, one tensor per sample."""
         indices = [index for batch in batches for index in batch.inputs.response_indices]
