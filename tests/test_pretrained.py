@@ -189,6 +189,7 @@ def run_of(output: Path, model: Path, *flags: str, ranks: int = 1) -> list[dict[
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 
+@pytest.mark.whole_run
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
@@ -203,6 +204,7 @@ def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_sto
     assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "3", "--resume") == whole
 
 
+@pytest.mark.whole_run
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_own_policy_is_worth_the_same_on_data_parallel_and_on_context_parallel_ranks(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def steps(training: PretrainedTraining, count: int) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
 
 
+@pytest.mark.whole_run
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(workplace: Workplace) -> None:
     group = dataclasses.replace(GROUP, staleness=1, num_prompts=8, samples_per_prompt=32, response_length=2)
     whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
@@ -201,6 +202,7 @@ def program(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Any
     return call
 
 
+@pytest.mark.whole_run
 @pytest.mark.slow
 def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, tmp_path: Path, monkeypatch) -> None:
     results = Results(tmp_path / "results")

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from scipy import stats
 
 from evidence.ensemble import Row
-from evidence.outcomes import Condition, Difference
+from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
 from evidence.study import Study
@@ -67,25 +67,16 @@ class Arms:
 
     def holm(self) -> dict[str, float]:
         """P of each method against none (paired t-test), corrected for their number."""
-        methods = [name for name in self.condition.curves if name not in (self.condition.base, AGAIN.name)]
-        pairs = {name: self._pairs(name) for name in methods}
-        raw = {name: float(stats.ttest_1samp(of, 0).pvalue) for name, of in pairs.items() if len(of) > 1}
-        corrected, least = {}, 0.0
-        for index, name in enumerate(sorted(raw, key=lambda name: raw[name])):
-            least = max(least, min(1.0, raw[name] * (len(raw) - index)))
-            corrected[name] = least
-        return corrected
+        compared = [name for name in self.condition.curves if name not in (self.condition.base, AGAIN.name)]
+        p_values = {name: each.p_value for name in compared if (each := self.against_none(name)).num_pairs > 1}
+        return dict(zip(p_values, holm([*p_values.values()]), strict=True))
 
     def verdict(self, method: str) -> str:
         """Above the floor, within it, or not resolved."""
         difference, margin = self.against_none(method), self.margin()
         if math.isinf(margin):
             return "no floor"
-        if -margin < difference.low and difference.high < margin:
-            return "no difference"
-        if self.holm().get(method, 1.0) < 0.05 and abs(difference.mean) > margin:
-            return "better" if difference.mean > 0 else "worse"
-        return "not resolved"
+        return difference.verdict(margin, self.holm().get(method, 1.0))
 
     def failed(self, method: str) -> int:
         """Runs that never rose, or fell."""
