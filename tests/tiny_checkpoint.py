@@ -51,6 +51,7 @@ def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True) 
         # All hidden states have a part in one direction, and digits most of it: they are sampled most.
         model.model.embed_tokens.weight += 0.05
         model.model.embed_tokens.weight[3:13] += 0.06
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.save_pretrained(folder)

@@ -46,6 +46,8 @@ ROTATING_HEAD_DIMS = (64, 128, 256, 512)
 # Log-probs are those at the sampling temperature.
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 STEPS_BETWEEN_LOOKS = 8
+# Of an 8-bit cache, which some models have beside 8-bit weights; 1 where the checkpoint has none.
+CACHE_SCALES = ("attn.k_scale", "attn.v_scale")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -153,8 +155,11 @@ class SGLangRunner:
                     if self._runner is None:
                         _leave_groups()
         self._rows = _engine_rows(dict(self._runner.model.named_parameters()), shapes)
-        # SGLang gives up the loaders of such weights once it has used them.
-        self._writes_rows = quantizer is not None and quantizer.method == "blockwise_int8"
+        # SGLang gives up the loaders of int8 weights once it has used them, and its Llama looks for the scales of
+        # blocks under another name than its own.
+        self._writes_rows = quantizer is not None and (
+            quantizer.method == "blockwise_int8" or hf_config.model_type == "llama"
+        )
         self._chosen = _record_experts(self._runner.model)
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
@@ -467,6 +472,7 @@ def _engine_rows(parameters: dict[str, Tensor], shapes: dict[str, torch.Size]) -
         if rows[name].shape != shape:
             raise RuntimeError(f"SGLang's {held} has shape {list(parameters[held].shape)}, {name} has {list(shape)}")
         unused.discard(held)
+    unused = {name for name in unused if not name.endswith(CACHE_SCALES)}
     if unused:
         raise RuntimeError(f"SGLang's model has tensors that load() would not write: {sorted(unused)}")
     return rows

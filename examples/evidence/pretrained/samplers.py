@@ -78,7 +78,7 @@ class SGLangSampler:
     def load(self, weights: Weights) -> None:
         """See :class:`Sampler`."""
         own = {name: weight for name, weight in weights.items() if not self._is_alias(name)}
-        self._runner.load(own if self._quantizer is None else self._quantizer.quantize(own))
+        self._runner.load(self._prepared(own))
 
     def sample(
         self, prompts: Sequence[list[int]], *, num_tokens: int, temperature: float, end_token: int, seed: int
@@ -96,6 +96,12 @@ class SGLangSampler:
     def close(self) -> None:
         """See :class:`Sampler`."""
         self._runner.close()
+
+    def _prepared(self, weights: Weights) -> Weights:
+        """Quantised where the engine multiplies in 8 bits; scales are computed in float32."""
+        if self._quantizer is None:
+            return weights
+        return self._quantizer.quantize({name: weight.float() for name, weight in weights.items()})
 
     def _is_alias(self, name: str) -> bool:
         """A second name of tied embeddings."""
