@@ -272,6 +272,9 @@ def test_nothing_is_claimed_within_the_floor_and_holm_counts_the_arms() -> None:
     assert noisy.holm()["mask"] < 0.001
     assert noisy.verdict("mask") == "no difference"
     assert arms_of(none=none, tis=better).verdict("tis") == "no floor"
+    # Their standard deviation is 0.0263: 2.306 x 0.0263 / sqrt(9) is 0.0202, 2.262 x 0.0263 / sqrt(10) is 0.0188.
+    assert report.needed_seeds([0.03, -0.02, 0.02, -0.02]) == 10
+    assert report.needed_seeds([0.1]) is None
 
 
 def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:

@@ -24,6 +24,8 @@ from .studies import AGAIN
 
 LAST_EVALUATIONS = 4
 SMALLEST_MARGIN = 0.02
+# With more noise or less to learn nothing would be seen.
+LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
 FIRST_STEPS = slice(0, 5)
 # Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
 RISE, FALL = 0.1, 0.2
@@ -59,6 +61,11 @@ class Arms:
     def floor(self) -> Difference | None:
         """What chance alone does: the uncorrected arm a second time, with other random numbers."""
         return self.against_none(AGAIN.name) if AGAIN.name in self.condition.curves else None
+
+    def gain(self) -> float:
+        """Of the uncorrected runs, from their first evaluation to the last ones."""
+        evaluated = [curves["own_reward"] for curves in self.condition.curves[self.condition.base].values()]
+        return float(np.mean([final(curve) - curve[~np.isnan(curve)][0] for curve in evaluated]))
 
     def margin(self) -> float:
         """Smaller differences are none; unbounded while nobody knows the floor."""
@@ -154,24 +161,37 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
 
 
 def _floors(arms: dict[str, Arms]) -> list[str]:
-    """None against none: the same seed, other random numbers."""
+    """None against none, what is learned, and whether that is enough to see anything above."""
     lines = [
-        "| setting | seeds | none again against none | largest | margin of no difference |",
-        "|---|---|---|---|---|",
+        f"Fit for a study: a margin of {LARGEST_NOISE:g} or less, and a gain of {SMALLEST_GAIN:g} or more.",
+        "",
+        "| setting | seeds | none again against none | largest | margin of no difference "
+        f"| seeds for a margin of {SMALLEST_MARGIN:g} | gain of the own policy | fit |",
+        "|---" * 8 + "|",
     ]
     for name, found in arms.items():
-        floor = found.floor()
-        if floor is None:
+        if (floor := found.floor()) is None:
             continue
-        largest = max(map(abs, found._pairs(AGAIN.name)))
-        lines.append(f"| {name} | {floor.num_pairs} | {floor} | {largest:.3f} | {found.margin():.3f} |")
+        pairs = found._pairs(AGAIN.name)
+        margin, gain = found.margin(), found.gain()
+        is_fit = margin <= LARGEST_NOISE and gain >= SMALLEST_GAIN
+        cells = [name, str(floor.num_pairs), str(floor), f"{max(map(abs, pairs)):.3f}", f"{margin:.3f}"]
+        cells += [str(needed_seeds(pairs) or ""), f"{gain:+.3f}", "yes" if is_fit else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def needed_seeds(pairs: Sequence[float]) -> int | None:
+    """So many seeds have an interval of none against none within the smallest margin; None where nobody can say."""
+    if len(pairs) < 2:
+        return None
+    spread = float(np.std(pairs, ddof=1))
+    counts = range(2, 1001)
+    return next((n for n in counts if stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) <= SMALLEST_MARGIN), None)
 
 
 def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
     condition, base = arms.condition, arms.condition.base
-    evaluated = [curves["own_reward"] for curves in condition.curves[base].values()]
-    gain = np.mean([final(curve) - curve[~np.isnan(curve)][0] for curve in evaluated])
     holm = arms.holm()
     start = f"; from a checkpoint after {group.trained_steps} steps" if group.trained_steps else ""
     from_to = {
@@ -181,8 +201,8 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
     lines = [
         f"Engine {_engine(group)}; weights {group.staleness} updates old; learning rate "
         f"{group.learning_rate:g}{start}.",
-        f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {gain:+.3f}; k3 {from_to['k3']}, "
-        f"sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
+        f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}; "
+        f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
         "",
         "| method | seeds | own policy | against none | p | failed | kept answers | kept tokens | verdict |",
