@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import sys
@@ -294,3 +295,19 @@ def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:
         "a-seed2-none",
     ]
     assert all(len(group.runs) == 1 for group in groups)
+
+
+def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:
+    held = []
+    # Whether Python collects by itself in time is chance.
+    gc.disable()
+    try:
+        for _ in range(3):
+            training = PretrainedTraining(GROUP, workplace)
+            steps(training, 1)
+            tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+            held.append(sum(tensor.numel() for tensor in tensors))
+            del training
+    finally:
+        gc.enable()
+    assert held[2] == pytest.approx(held[0], rel=0.05)

@@ -52,6 +52,7 @@ class PretrainedTraining:
         self._task, self._held_out = workplace.task(group), workplace.held_out(group)
         weights = workplace.pretrained.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
         self._args = _arguments(group)
+        workplace.free()
         self._trainer = Trainer(self._args, workplace.pretrained.shape, workplace.ranks(), weights)
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -86,6 +87,12 @@ class Workplace:
             task, rng = self.task(group), Random(EVALUATION_SEED)
             self._evaluated[key] = [task.sample(rng, held_out=True) for _ in range(group.num_evaluated)]
         return self._evaluated[key]
+
+    def free(self) -> None:
+        """Free what earlier runs held: Megatron-Core's models are in cycles, and Python would keep several of them."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Free engine and groups; a later run makes them anew."""
