@@ -250,7 +250,8 @@ class SGLangRunner:
                         batch.prepare_for_decode()
                     logits, forward_batch = self._forward(batch)
                     # Sampling puts probabilities in the place of logits.
-                    scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
+                    if top_p < 1:
+                        scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
                     ids.append(self._runner.sample(logits, forward_batch).long())
                     if top_p < 1:
                         # At the edge the engine rounds its sum otherwise; what it sampled is in its set.
