@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ with warnings.catch_warnings():
     from evidence.pretrained.workplace import Workplace
     from evidence.results import Results
     from evidence.study import NONE, TOKEN_TIS
+    from grpo import questions
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import LlamaForCausalLM
 
@@ -121,6 +123,24 @@ def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
     assert max(row["grad_norm"] for row in rows) > 0
     if method is studies.FOLLOWING_GATE:
         assert rows[-1]["kept_sequences"] < 1
+
+
+def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sevens(rng: Random) -> tuple[str, Any]:
+        return f"What is {rng.randrange(100)} x 7?", lambda answer: answer.count("7") / 6
+
+    monkeypatch.setattr(questions, "_arithmetic", sevens)
+    size = {"num_steps": 26, "num_prompts": 8, "response_length": 6, "num_evaluated": 32, "micro_batch_size": 64}
+    group = dataclasses.replace(GROUP, **size, methods=(TOKEN_TIS,), staleness=1, ages=(1, 4), eval_interval=25)
+    rows = steps(PretrainedTraining(group, workplace), 26)
+    assert rows[0]["own_reward"] < 0.2
+    assert rows[-1]["own_reward"] > 0.4
+    assert rows[-1]["reward"] > 0.4
+    # The engine of the tests is exact: what there is comes from age.
+    assert rows[0]["k3"] < 1e-8
+    assert 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
