@@ -18,5 +18,7 @@ ruff format --check .
 mypy
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# A file at a time per process: some files start processes of their own, once for all their tests.
-python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not whole_run" "$@"
+# A file at a time per process: some files start processes of their own, once for all their tests. A process that died is
+# not started again: pytest-xdist then waits for ever for the rest of its file.
+python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+    --timeout 300 -m "not whole_run" "$@"
