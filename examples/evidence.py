@@ -202,10 +202,13 @@ def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
             while training.num_steps_done < group.num_steps:
-                rows += training.step(keep)
-                reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
-                progress.update(bar, completed=training.num_steps_done, reward=reward)
-                # Not before a step: a slice that the warm-up fills would never get any further.
+                if training.is_warm:
+                    rows += training.step(keep)
+                    reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
+                    progress.update(bar, completed=training.num_steps_done, reward=reward)
+                else:
+                    training.warm_up()
+                # Not before a step, of the warm-up or of a rollout: every slice gets further.
                 if stop:
                     break
 

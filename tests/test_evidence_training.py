@@ -173,13 +173,31 @@ def evidence_command() -> Any:
 
 def test_every_slice_gets_further_however_short_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REVISION", "abc")
-    group = dataclasses.replace(TINY, methods=(NONE,), num_steps=2)
-    results, command = Results(tmp_path), evidence_command()
+    group = dataclasses.replace(TINY, methods=(NONE,), num_steps=2, warmup_steps=3)
+    command, whole, sliced = evidence_command(), Results(tmp_path / "whole"), Results(tmp_path / "sliced")
     with command.Places(CPU, None, tmp_path) as places:
-        for is_done in (False, True):
-            command.run(group, results, places, True)
-            assert results.is_done(group) == is_done
-    assert results.machine(group)["revision"] == "abc"
+        command.run(group, whole, places, False)
+        for is_done in (False, False, False, False, True):
+            # As in a new process: what is not on disk is lost.
+            ensemble._warm_up_of.cache_clear()
+            command.run(group, sliced, places, True)
+            assert sliced.is_done(group) == is_done
+    assert sliced.rows(group) == whole.rows(group)
+    assert sliced.machine(group)["revision"] == "abc"
+    assert not list(tmp_path.rglob("*.state.pt"))
+
+
+def test_a_run_that_goes_on_is_not_warmed_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, training = Results(tmp_path), training_of(TINY)
+    rows: list[dict[str, Any]] = []
+    with results.saving(TINY, training, rows) as keep:
+        rows += training.step(keep)
+    ensemble._warm_up_of.cache_clear()
+    monkeypatch.delattr(ensemble.WarmUp, "step")
+    resumed = training_of(TINY)
+    assert results.resume(TINY, resumed) == rows
+    assert resumed.is_warm
+    assert len(resumed.step(keep)) == len(rows)
 
 
 def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

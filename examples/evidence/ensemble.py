@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -95,18 +95,62 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-@lru_cache(maxsize=1)
-def warmed_up(
-    shape: Shape, seeds: tuple[int, ...], num_steps: int, length: int, temperature: float, device: torch.device
-) -> Weights:
-    """Weights ``[seeds, ...]`` after some supervised steps; groups that start alike share them."""
-    trainer = Trainer(shape, new_weights(shape, list(seeds), device), learning_rate=3e-3, temperature=temperature)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    for _ in range(num_steps):
-        drawn = [Problems.draw(256, length, generator) for generator in generators]
+class WarmUp:
+    """Supervised steps before the first rollout, one by one; its state can be saved between them.
+
+    Attributes:
+        num_steps_done: So far.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        seeds: tuple[int, ...],
+        num_steps: int,
+        length: int,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        self.num_steps_done = 0
+        self._num_steps, self._length, self._device = num_steps, length, device
+        weights = new_weights(shape, list(seeds), device)
+        self._trainer = Trainer(shape, weights, learning_rate=3e-3, temperature=temperature)
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.num_steps_done >= self._num_steps
+
+    @property
+    def weights(self) -> Weights:
+        """``[seeds, ...]``, as they are now."""
+        return {name: weight.detach() for name, weight in self._trainer.weights.items()}
+
+    def step(self) -> None:
+        """One of them."""
+        drawn = [Problems.draw(256, self._length, generator) for generator in self._generators]
         ids = torch.stack([torch.cat([problems.prompts_BP, problems.solve()], 1) for problems in drawn])
-        trainer.step([-trainer.score(ids.to(device)).logprobs.mean((1, 2))])
-    return {name: weight.detach() for name, weight in trainer.weights.items()}
+        self._trainer.step([-self._trainer.score(ids.to(self._device)).logprobs.mean((1, 2))])
+        self.num_steps_done += 1
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` needs to go on with the next step."""
+        generators = [generator.get_state() for generator in self._generators]
+        return {"num_steps_done": self.num_steps_done, "trainer": self._trainer.state(), "generators": generators}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, unless another group that starts alike has come further."""
+        if state["num_steps_done"] <= self.num_steps_done:
+            return
+        self.num_steps_done = state["num_steps_done"]
+        self._trainer.restore(state["trainer"])
+        for generator, saved in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(saved.cpu())
+
+
+# Groups that start alike share it.
+_warm_up_of = lru_cache(maxsize=1)(WarmUp)
 
 
 class Training:
@@ -124,20 +168,40 @@ class Training:
         self.group, self.device, self._engine = group, device, engine
         self.num_steps_done = 0
         self.sampling_seconds = 0.0
-        first = warmed_up(
+        self._warm_up = _warm_up_of(
             group.shape, group.seeds, group.warmup_steps, group.response_length, group.temperature, device
-        )
-        seed_R = torch.tensor([group.seeds.index(seed) for _, seed in group.runs], device=device)
-        self._trainer = Trainer(
-            group.shape,
-            {name: weight[seed_R] for name, weight in first.items()},
-            learning_rate=group.learning_rate,
-            temperature=group.temperature,
         )
         self._history: deque[Weights] = deque(maxlen=group.staleness + 1)
         self._rejecters = _Rejecters(group, device)
         self._evaluator = EngineSpec(dtype="float32").create(group.shape, batch=0, length=0, device=device)
         self._problems = {seed: torch.Generator().manual_seed(10_000 + seed) for seed in group.seeds}
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the next step is a rollout."""
+        return "_trainer" in self.__dict__ or self._warm_up.is_done
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to save."""
+        return self.num_steps_done > 0 or self._warm_up.num_steps_done > 0
+
+    def warm_up(self) -> None:
+        """One of the supervised steps, which :meth:`step` makes up for if they are left out."""
+        self._warm_up.step()
+
+    @cached_property
+    def _trainer(self) -> Trainer:
+        while not self._warm_up.is_done:
+            self._warm_up.step()
+        return self._trainer_of(self._warm_up.weights)
+
+    def _trainer_of(self, first: Weights) -> Trainer:
+        """Every run begins with the weights of its seed."""
+        group = self.group
+        seed_R = torch.tensor([group.seeds.index(seed) for _, seed in group.runs], device=self.device)
+        weights = {name: weight[seed_R] for name, weight in first.items()}
+        return Trainer(group.shape, weights, learning_rate=group.learning_rate, temperature=group.temperature)
 
     def step(self, keep: Callable[[str, dict[str, Any]], None]) -> list[Row]:
         """One rollout and its optimizer steps; a row per run. ``keep`` takes log-probs for later analysis, by name."""
@@ -161,6 +225,8 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` needs to go on with the next step."""
+        if not self.is_warm:
+            return {"warm_up": self._warm_up.state()}
         return {
             "num_steps_done": self.num_steps_done,
             "sampling_seconds": self.sampling_seconds,
@@ -172,6 +238,11 @@ class Training:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same group. An engine's own random numbers begin anew."""
+        if "warm_up" in state:
+            self._warm_up.restore(state["warm_up"])
+            return
+        # Of weights that are about to be replaced: nothing is warmed up twice.
+        self._trainer = self._trainer_of(self._warm_up.weights)
         self.num_steps_done, self.sampling_seconds = state["num_steps_done"], state["sampling_seconds"]
         self._trainer.restore(state["trainer"])
         self._history.extend(state["history"])

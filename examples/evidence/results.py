@@ -109,7 +109,7 @@ class Results:
         finally:
             if training.num_steps_done == group.num_steps:
                 self._finish(group, training, rows, kept)
-            elif training.num_steps_done:
+            elif training.has_begun:
                 complete = [row for row in rows if row["step"] < training.num_steps_done]
                 torch.save({"training": training.state(), "rows": complete, "kept": kept}, self._state(group))
 

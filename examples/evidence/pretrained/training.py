@@ -41,7 +41,10 @@ class PretrainedTraining:
         num_steps_done: Rollouts trained on.
         sampling_seconds: That the engine took for all of them.
         record: What else results say of where they come from.
+        is_warm: The next step is a rollout.
     """
+
+    is_warm = True
 
     def __init__(self, group: PretrainedGroup, workplace: Workplace) -> None:
         self.group, self.device = group, workplace.device
@@ -57,6 +60,14 @@ class PretrainedTraining:
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to save."""
+        return self.num_steps_done > 0
+
+    def warm_up(self) -> None:
+        """Nothing: the weights are those of a checkpoint."""
 
     def step(self, keep: Keep) -> list[Row]:
         """One rollout and its optimizer steps. ``keep`` takes log-probs for later analysis, by name."""
