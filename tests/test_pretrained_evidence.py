@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.results import Results
-    from evidence.study import NONE, TOKEN_TIS
+    from evidence.study import NONE, TOKEN_TIS, Study
     from grpo import questions
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import LlamaForCausalLM
@@ -317,6 +317,14 @@ def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:
         "a-seed2-none",
     ]
     assert all(len(group.runs) == 1 for group in groups)
+
+
+def test_a_seed_that_a_study_has_not_is_a_run_for_each_method() -> None:
+    groups = runs_of([dataclasses.replace(GROUP, name="a", seeds=(1, 2), methods=(NONE, TOKEN_TIS))])
+    more = Study(name="s", question="?", groups=groups).with_seeds((2, 9)).groups
+    assert [group.name for group in more] == ["a-seed2-none", "a-seed2-token_tis", "a-seed9-none", "a-seed9-token_tis"]
+    assert more[-1].run == (TOKEN_TIS, 9)
+    assert isinstance(more[-1], PretrainedGroup)
 
 
 def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:

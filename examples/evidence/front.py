@@ -16,7 +16,7 @@ from .outcomes import Condition
 from .pictures import save
 from .results import Results
 from .studies import STUDIES
-from .verdicts import condition_name, moving_mean
+from .verdicts import moving_mean
 
 ENGINES = {
     "atlas_bf16": "bf16",
@@ -32,13 +32,13 @@ METHODS = {"none": "no correction", "token_tis": "token TIS (yaml/mis.yaml)"}
 
 def report(results: Results, output: Path) -> None:
     """Write ``front.png``, once the two studies are complete."""
-    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if condition_name(g) == STALE)]
+    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if g.condition == STALE)]
     if not all(results.is_done(group) for group in groups):
         print("front: the studies atlas and staleness are not complete")
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     _draw_mismatch(left, {g.name: results.log_probs(g)["step0"] for g in groups if g.name in ENGINES})
-    stale = [row for group in groups if condition_name(group) == STALE for row in results.rows(group)]
+    stale = [row for group in groups if group.condition == STALE for row in results.rows(group)]
     _draw_rewards(right, Condition.of_rows(STALE, stale))
     save(figure, output / "front.png", dpi=120)
     print(output / "front.png")

@@ -99,6 +99,11 @@ class Group:
         """Method and seed of each run."""
         return [(method, seed) for seed in self.seeds for method in self.methods]
 
+    @property
+    def condition(self) -> str:
+        """The engine setting that groups of several seeds share."""
+        return self.name.partition("-seed")[0]
+
     def with_seeds(self, seeds: tuple[int, ...]) -> Group:
-        """The same with some of the seeds."""
-        return dataclasses.replace(self, seeds=seeds, name=f"{self.name}-seed{'_'.join(map(str, seeds))}")
+        """The same with other seeds."""
+        return dataclasses.replace(self, seeds=seeds, name=f"{self.condition}-seed{'_'.join(map(str, seeds))}")

@@ -49,6 +49,10 @@ class Results:
             raise ValueError(f"{self._folder} has results of other settings than {group.name} has now: move them")
         return True
 
+    def names(self) -> list[str]:
+        """Of the groups that are finished."""
+        return self._archives.names()
+
     @contextmanager
     def claimed(self, group: Group) -> Iterator[bool]:
         """Whether this process may run a group: no other one is at it. A process that ends gives up its claims."""

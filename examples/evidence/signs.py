@@ -15,7 +15,6 @@ from .outcomes import Condition, last_quarter
 from .pictures import save
 from .results import Results
 from .studies import STUDIES
-from .verdicts import condition_name
 
 FIRST_STEPS = slice(0, 10)
 CLEAN = "staleness_0"
@@ -36,7 +35,7 @@ def report(results: Results, output: Path) -> None:
     if not all(results.is_done(group) for group in groups):
         print("signs: the studies staleness and noise are not complete")
         return
-    conditions = {condition_name(group): Condition.of_rows(group.name, results.rows(group)) for group in groups}
+    conditions = {group.condition: Condition.of_rows(group.name, results.rows(group)) for group in groups}
     clean = conditions[CLEAN]
     end = last_quarter(groups[0].num_steps)
     base = clean.base

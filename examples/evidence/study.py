@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,25 @@ class Study:
     groups: tuple[Group, ...]
     margin: float = 0.02
     reference: str | None = None
+
+    def with_seeds(self, seeds: Iterable[int]) -> Study:
+        """Its groups that have any of these seeds, and a new group for each seed that a setting has not."""
+        wanted = list(dict.fromkeys(seeds))
+        groups = [group for group in self.groups if not set(wanted).isdisjoint(group.seeds)]
+        settings: dict[tuple[str, ...], list[Group]] = {}
+        for group in self.groups:
+            settings.setdefault((group.condition, *(method.name for method in group.methods)), []).append(group)
+        for of_setting in settings.values():
+            has = {seed for group in of_setting for seed in group.seeds}
+            groups += [of_setting[0].with_seeds((seed,)) for seed in wanted if seed not in has]
+        return replace(self, groups=tuple(groups))
+
+    def with_more(self, names: Iterable[str]) -> Study:
+        """With the groups of further seeds that are among these names of groups."""
+        present = set(names)
+        seeds = {int(part) for name in present for part in re.findall(r"-seed(\d+)", name)}
+        more = [group for group in self.with_seeds(sorted(seeds)).groups if group not in self.groups]
+        return replace(self, groups=(*self.groups, *(group for group in more if group.name in present)))
 
 
 def preset(name: str, **changes: Any) -> Method:

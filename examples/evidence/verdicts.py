@@ -38,15 +38,10 @@ def report(studies: Iterable[Study], results: Results, output: Path, floor: Floo
         print(page)
 
 
-def condition_name(group: Group) -> str:
-    """The engine setting that groups of several seeds share."""
-    return group.name.partition("-seed")[0]
-
-
 def _page(study: Study, done: list[Group], results: Results, output: Path, floor: Floor) -> list[str]:
     rows: dict[str, list[Row]] = {}
     for group in done:
-        rows.setdefault(condition_name(group), []).extend(results.rows(group))
+        rows.setdefault(group.condition, []).extend(results.rows(group))
     conditions = [Condition.of_rows(name, of_condition) for name, of_condition in rows.items()]
     lines = [f"# {study.question}", "", *_header(study, done, results)]
     for condition in conditions:
@@ -169,7 +164,7 @@ def _seconds(done: list[Group], results: Results) -> list[str]:
     seconds: dict[str, list[float]] = {}
     for group in done:
         if not math.isnan(measured := results.sampling_seconds(group)):
-            seconds.setdefault(condition_name(group), []).append(measured)
+            seconds.setdefault(group.condition, []).append(measured)
     each = ", ".join(f"{name} {np.mean(values):.3g}" for name, values in seconds.items())
     return ["", f"Seconds that the engine sampled for a rollout of one run: {each}."] if seconds else []
 
@@ -226,6 +221,6 @@ def _log_probs(done: list[Group], results: Results) -> dict[str, mismatch.Steps]
     merged: dict[str, mismatch.Steps] = {}
     for group in done:
         for step, streams in results.log_probs(group).items():
-            pieces = merged.setdefault(condition_name(group), {}).setdefault(step, [])
+            pieces = merged.setdefault(group.condition, {}).setdefault(step, [])
             pieces.append(mismatch.Streams(**streams))
     return merged

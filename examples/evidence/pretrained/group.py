@@ -48,14 +48,18 @@ class PretrainedGroup(Group):
         ((method, seed),) = self.runs
         return method, seed
 
+    def with_seeds(self, seeds: tuple[int, ...]) -> PretrainedGroup:
+        """The same method with another seed."""
+        ((method,), (seed,)) = self.methods, seeds
+        name = f"{self.condition}-seed{seed}-{_slug(method.name)}"
+        return dataclasses.replace(self, name=name, seeds=seeds)
+
 
 def runs_of(conditions: Sequence[PretrainedGroup]) -> tuple[PretrainedGroup, ...]:
     """The runs of conditions, each a group: all of the first seed first, so that what ran can be compared."""
     seeds = dict.fromkeys(seed for condition in conditions for seed in condition.seeds)
     return tuple(
-        dataclasses.replace(
-            condition, name=f"{condition.name}-seed{seed}-{_slug(method.name)}", methods=(method,), seeds=(seed,)
-        )
+        dataclasses.replace(condition, methods=(method,)).with_seeds((seed,))
         for seed in seeds
         for condition in conditions
         if seed in condition.seeds

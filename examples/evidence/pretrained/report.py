@@ -17,7 +17,6 @@ from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
 from evidence.study import Study
-from evidence.verdicts import condition_name
 
 from .group import PretrainedGroup
 from .studies import AGAIN
@@ -109,7 +108,7 @@ def has_failed(curves: dict[str, np.ndarray[Any, Any]]) -> bool:
 def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> list[str]:
     groups: dict[str, list[PretrainedGroup]] = {}
     for group in done:
-        groups.setdefault(condition_name(group), []).append(group)
+        groups.setdefault(group.condition, []).append(group)
     rows: dict[str, list[Row]] = {
         name: [row for group in _by_method(of_condition, study) for row in results.rows(group)]
         for name, of_condition in groups.items()
