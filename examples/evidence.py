@@ -79,7 +79,7 @@ def main() -> None:
         studies = [STUDIES[name].with_seeds(options.seeds) for name in names]
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
-        from evidence import enumerable, front, signs, verdicts
+        from evidence import enumerable, front, overview, signs, verdicts
         from evidence.floor import Floor
         from evidence.pretrained import report as pretrained
         from evidence.studies import FEW
@@ -90,6 +90,7 @@ def main() -> None:
         pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
         if not options.studies:
             front.report(results, options.output)
+            overview.report(results, FOLDER / "README.md", floor)
             signs.report(results, options.output)
             enumerable.report(FEW, options.output)
         return

@@ -1,4 +1,4 @@
-"""The pictures of the evidence are drawn from its results, as small files."""
+"""Pictures and the overview of the evidence are made of its results; pictures are small files."""
 
 import sys
 from pathlib import Path
@@ -10,8 +10,10 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 
 pytest.importorskip("matplotlib")
 
-from evidence import front  # noqa: E402
+from evidence import front, overview  # noqa: E402
+from evidence.floor import Floor  # noqa: E402
 from evidence.results import Results  # noqa: E402
+from evidence.studies import STUDIES  # noqa: E402
 
 PALETTE = 3
 """The color type of such a PNG, in its header."""
@@ -25,6 +27,22 @@ def test_the_front_picture_is_drawn_of_complete_studies_only(
     assert not (tmp_path / "front.png").exists()
     front.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
     assert (tmp_path / "front.png").read_bytes()[25] == PALETTE
+
+
+def test_the_overview_is_that_of_the_results(tmp_path: Path) -> None:
+    page, results = tmp_path / "README.md", Results(REPOSITORY / "benchmarks" / "evidence" / "results")
+    published = (REPOSITORY / "benchmarks" / "evidence" / "README.md").read_text(encoding="utf-8")
+    page.write_text(overview.BLOCK.sub(r"\1\2", published), encoding="utf-8")
+    assert page.read_text(encoding="utf-8") != published
+    overview.report(results, page, Floor.of_results(STUDIES.values(), results))
+    assert page.read_text(encoding="utf-8") == published
+    # Counted over the archives by another program too.
+    assert "**1,330 runs.** 56 have no pair" in published
+    assert "33 are bit by bit" in published
+    assert "40 repeat another one" in published
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError, match="no line <!-- overview"):
+        overview.report(results, page, Floor(()))
 
 
 def test_pictures_of_the_repository_have_a_palette() -> None:

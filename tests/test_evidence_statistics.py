@@ -20,7 +20,7 @@ from evidence.engines import EngineSpec
 from evidence.enumerable import Enumerated
 from evidence.floor import Floor
 from evidence.group import Group, Method
-from evidence.outcomes import Condition, Difference, holm, pareto_k
+from evidence.outcomes import Condition, Difference, benjamini_hochberg, holm, pareto_k
 from evidence.results import Results, settings
 from evidence.studies import STUDIES, Study
 from evidence.task import Problems, grade
@@ -153,6 +153,7 @@ def test_every_study_has_unique_groups_and_controls_with_models() -> None:
 def test_a_claim_survives_the_other_comparisons_and_the_noise() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.5]) == pytest.approx([1.0, 1.0])
+    assert benjamini_hochberg([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.5])
     difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
     assert difference.p_value == pytest.approx(0.0163, abs=1e-4)
     assert difference.verdict(0.02, holm([difference.p_value] * 4)[0]) == "not resolved"
@@ -182,9 +183,16 @@ def test_the_floor_is_what_repeated_runs_differ_by(tmp_path: Path) -> None:
         Archives(tmp_path).write(each.name, {"settings": settings(each), "seconds": {}}, rows, {})
     floor = Floor.of_results([Study(name="s", question="?", groups=tuple(each for each, _ in groups))], results)
     assert floor.differences == pytest.approx([-0.03, -0.03])
-    assert floor.half_width(4) == pytest.approx(1.96 * 0.03 / 2)
-    assert (floor.margin(4, 0.02), floor.margin(9, 0.02)) == pytest.approx((0.0294, 0.02))
+    # Student's t with 2 degrees of freedom, one for each pair.
+    assert floor.half_width(4) == pytest.approx(4.3027 * 0.03 / 2, rel=1e-4)
+    assert (floor.margin(4, 0.02), floor.margin(100, 0.02)) == pytest.approx((0.06454, 0.02), rel=1e-3)
+    assert "pooled, as no run of this setting was repeated" in floor.of("stale").sentence(4)
     assert "2 pairs" in floor.sentence(4)
+    larger = Floor((0.03, 0.03, 0.01), {"a": (0.01,)})
+    assert larger.of("a").spread == pytest.approx(0.01)
+    assert larger.of("b").spread > 0.02
+    assert "of this setting" in floor.of("a").sentence(4)
+    assert floor.of("b").differences == floor.of("a").differences == floor.differences
     nothing = Floor(())
     assert nothing.margin(4, 0.02) == 0.02
     assert "not measured" in nothing.sentence(4)

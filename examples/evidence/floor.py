@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
+from scipy import stats
 
 from .group import Group
 from .results import Results, settings
@@ -23,21 +24,39 @@ class Floor:
     """Differences of the mean reward within pairs of equal runs (A/A).
 
     Sampling on a GPU does not repeat itself bit by bit, so equal runs part, and training amplifies it.
+
+    Attributes:
+        differences: All that count.
+        by_setting: Those of the settings that have some, by name.
+        is_own: They are of one setting, not of all together.
     """
 
     differences: tuple[float, ...]
+    by_setting: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    is_own: bool = False
 
     @classmethod
     def of_results(cls, studies: Iterable[Study], results: Results) -> Floor:
         """Of all finished runs that repeat another one."""
-        runs: dict[str, list[float]] = {}
+        runs: dict[str, list[tuple[str, float]]] = {}
         for group in (group for study in studies for group in study.groups):
             if not results.is_done(group):
                 continue
             for (method, seed), rewards in _rewards(group, results).items():
-                runs.setdefault(_identity(group, method, seed), []).append(float(np.mean(rewards)))
-        pairs = (itertools.combinations(of_run, 2) for of_run in runs.values())
-        return cls(tuple(a - b for a, b in itertools.chain.from_iterable(pairs)))
+                runs.setdefault(_identity(group, method, seed), []).append((group.condition, float(np.mean(rewards))))
+        differences: list[float] = []
+        by_setting: dict[str, tuple[float, ...]] = {}
+        for of_run in runs.values():
+            for (name, reward), (other, again) in itertools.combinations(of_run, 2):
+                differences.append(reward - again)
+                for setting in {name, other}:
+                    by_setting[setting] = (*by_setting.get(setting, ()), reward - again)
+        return cls(tuple(differences), by_setting)
+
+    def of(self, setting: str) -> Floor:
+        """From its own repeated runs, or from those of all settings where it has none."""
+        own = self.by_setting.get(setting)
+        return self if own is None else Floor(own, is_own=True)
 
     @property
     def spread(self) -> float:
@@ -46,7 +65,9 @@ class Floor:
 
     def half_width(self, num_seeds: int) -> float:
         """Of the 95 % interval of a difference between equal arms with so many seeds; NaN where none repeats."""
-        return 1.96 * self.spread / math.sqrt(num_seeds)
+        if not self.differences:
+            return math.nan
+        return float(stats.t.ppf(0.975, len(self.differences))) * self.spread / math.sqrt(num_seeds)
 
     def margin(self, num_seeds: int, least: float) -> float:
         """Within it a difference is none: the floor, and at least ``least``."""
@@ -57,10 +78,11 @@ class Floor:
         """For the head of a table."""
         if not self.differences:
             return "Noise floor: not measured, no run repeats another."
+        of_all = "pooled, as no run of this setting was repeated"
         return (
-            f"Noise floor: an arm against itself has ±{self.half_width(num_seeds):.3f} with {num_seeds} seeds, from "
-            f"{len(self.differences)} pairs of equal runs in all studies (root mean square {self.spread:.3f}, "
-            f"{max(map(abs, self.differences)):.3f} at most)."
+            f"Noise floor, {'of this setting' if self.is_own else of_all}: an arm against itself has "
+            f"±{self.half_width(num_seeds):.3f} with {num_seeds} seeds, from {len(self.differences)} pairs of equal "
+            f"runs (root mean square {self.spread:.3f}, {max(map(abs, self.differences)):.3f} at most)."
         )
 
 

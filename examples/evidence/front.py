@@ -26,28 +26,35 @@ ENGINES = {
     "atlas_cache_e4m3": "fp8 cache, e4m3",
     "atlas_cache_e5m2": "fp8 cache, e5m2",
 }
-STALE = "staleness_8"
-METHODS = {"none": "no correction", "token_tis": "token TIS (yaml/mis.yaml)"}
+FRESH, STALE = "staleness_0", "staleness_8"
+# By setting and method.
+CURVES = {
+    (FRESH, "none"): ("fresh weights, no correction", "0.6"),
+    (STALE, "none"): ("no correction", "black"),
+    (STALE, "token_tis"): ("token TIS (yaml/mis.yaml)", "C1"),
+}
 
 
 def report(results: Results, output: Path) -> None:
     """Write ``front.png``, once the two studies are complete."""
-    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if g.condition == STALE)]
+    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if g.condition in (FRESH, STALE))]
     if not all(results.is_done(group) for group in groups):
         print("front: the studies atlas and staleness are not complete")
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     _draw_mismatch(left, {g.name: results.log_probs(g)["step0"] for g in groups if g.name in ENGINES})
-    stale = [row for group in groups if group.condition == STALE for row in results.rows(group)]
-    _draw_rewards(right, Condition.of_rows(STALE, stale))
+    rows = {name: [row for g in groups if g.condition == name for row in results.rows(g)] for name in (FRESH, STALE)}
+    _draw_rewards(right, {name: Condition.of_rows(name, of_setting) for name, of_setting in rows.items()})
     save(figure, output / "front.png", dpi=120)
     print(output / "front.png")
 
 
 def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
     """Quantiles of the ratio's distance from 1, of every sampled token."""
+    counts = set()
     for index, (name, label) in enumerate(reversed(ENGINES.items())):
         streams = Streams(**steps[name])
+        counts.add(int(streams.mask.any(-1).sum()))
         distance = np.sort(np.abs(streams.log_ratio[streams.mask].astype(np.float64)))
         mean, rare, largest = distance.mean(), np.quantile(distance, 0.99), distance[-1]
         axis.plot([mean, largest], [index, index], color="0.75", linewidth=3, zorder=0)
@@ -58,7 +65,7 @@ def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
         axis.plot([], [], marker, color=color, label=name)
     axis.legend(fontsize=8, loc="upper center", ncols=3)
     axis.set(
-        title="SGLang against its trainer: same weights, same tokens",
+        title=f"SGLang against its trainer, {' to '.join(map(str, sorted(counts)))} responses each",
         xlabel="difference of the log-probs of a token, nats",
         xscale="log",
         xlim=(3e-5, 20),
@@ -67,12 +74,15 @@ def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
     )
 
 
-def _draw_rewards(axis: Axes, condition: Condition) -> None:
+def _draw_rewards(axis: Axes, conditions: dict[str, Condition]) -> None:
     """Each seed in a thin line, their mean in a thick one."""
-    for (method, label), color in zip(METHODS.items(), ("black", "C1"), strict=True):
-        seeds = [curves["reward"] for curves in condition.curves[method].values()]
+    counts = set()
+    for (setting, method), (label, color) in CURVES.items():
+        seeds = [curves["reward"] for curves in conditions[setting].curves[method].values()]
+        counts.add(len(seeds))
         for curve in seeds:
             axis.plot(*moving_mean(curve), color=color, linewidth=0.7, alpha=0.5)
         axis.plot(*moving_mean(np.mean(seeds, axis=0)), color=color, linewidth=2.4, label=label)
     axis.legend(fontsize=9, loc="center right")
-    axis.set(title="Training on samples that are 8 steps old, 4 seeds", xlabel="step", ylabel="reward", ylim=(0, 1))
+    title = f"Controlled engine, weights 8 steps old, {' to '.join(map(str, sorted(counts)))} seeds"
+    axis.set(title=title, xlabel="step", ylabel="reward", ylim=(0, 1))

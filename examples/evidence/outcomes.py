@@ -53,6 +53,14 @@ class Condition:
         """Of the mean over steps, paired by seed."""
         return self._paired(self.curves[method], self.curves[other], number, part)
 
+    def verdicts(self, margin: float) -> dict[str, str]:
+        """Of each method against none, with Holm's correction for all of them; random controls are not among them."""
+        others = [method for method in self.curves if method != self.base and not method.endswith(", random")]
+        differences = [self.difference(method, self.base, "reward") for method in others]
+        adjusted = holm([difference.p_value for difference in differences])
+        verdicts = [each.verdict(margin, p_value) for each, p_value in zip(differences, adjusted, strict=True)]
+        return dict(zip(others, verdicts, strict=True))
+
     def difference_to(self, method: str, reference: Condition, number: str, part: slice | None) -> Difference:
         """The same to another setting's runs without correction; None is the last quarter."""
         others = reference.curves[reference.base]
@@ -116,6 +124,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
+    return adjusted
+
+
+def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
+    """Adjusted so that of what is below 0.05 a twentieth is false ("Controlling the False Discovery Rate", 1995)."""
+    count, adjusted, smallest = len(p_values), [1.0] * len(p_values), 1.0
+    descending = sorted(range(count), key=p_values.__getitem__, reverse=True)
+    for place, index in enumerate(descending):
+        smallest = min(smallest, count / (count - place) * p_values[index])
+        adjusted[index] = smallest
     return adjusted
 
 

@@ -1,4 +1,4 @@
-"""Which number of the first steps tells that training without correction will fall short."""
+"""Which number of the first steps goes with a shortfall of training without correction."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ def report(results: Results, output: Path) -> None:
     ]
     shortfall = [short for _, _, short in runs]
     lines = [
-        "# Which number warns first?",
+        "# Which number of the first ten steps goes with a later shortfall?",
         "",
         "`python examples/evidence.py report`.",
         f"{len(runs)} runs without correction, stale or with noise.",
         "Each is against the fresh run without noise and with its seed.",
         "Shortfall: how much less reward in the last quarter. Sign: the mean over the first ten steps.",
-        "Rank correlation (Spearman) over runs.",
+        "Rank correlation (Spearman) over runs. Runs of one setting are alike, so there are fewer cases than runs.",
+        "Nothing here says which number rises first within a run.",
         "",
         "| sign | rank correlation with the shortfall | within stale runs | within noisy runs |",
         "|---|---|---|---|",

@@ -88,6 +88,7 @@ def _experts(groups: list[Group]) -> str:
 def _table(condition: Condition, margin: float, floor: Floor) -> list[str]:
     base = condition.base
     num_seeds = len(condition.curves[base])
+    floor = floor.of(condition.name)
     margin = floor.margin(num_seeds, margin)
     num_steps = len(next(iter(condition.curves[base].values()))["reward"])
     end = last_quarter(num_steps)
@@ -105,17 +106,15 @@ def _table(condition: Condition, margin: float, floor: Floor) -> list[str]:
         "|---" * 10 + "|",
     ]
     methods = [method for method in condition.curves if not method.endswith(", random")]
-    differences = {method: condition.difference(method, base, "reward") for method in methods if method != base}
-    adjusted = dict(zip(differences, holm([each.p_value for each in differences.values()]), strict=True))
+    verdicts = condition.verdicts(margin)
     for method in methods:
         control = f"{method}, random"
         cells = [method, f"{condition.mean(method, 'reward'):.3f}"]
         verdict = ""
         if method != base:
-            overall = differences[method]
-            verdict = overall.verdict(margin, adjusted[method])
+            verdict = verdicts[method]
             cells += [
-                str(overall),
+                str(condition.difference(method, base, "reward")),
                 str(condition.difference(method, base, "reward", end)),
                 str(condition.difference(method, base, "own_reward", slice(-1, None))),
             ]
@@ -132,8 +131,12 @@ def _table(condition: Condition, margin: float, floor: Floor) -> list[str]:
 def _across(conditions: list[Condition], study: Study, floor: Floor) -> list[str]:
     """A table of every setting and method against the reference without correction."""
     reference = next(condition for condition in conditions if condition.name == study.reference)
+    num_seeds = len(reference.curves[reference.base])
+    floor = floor.of(reference.name)
     lines = [
         f"## Against {reference.name}, uncorrected",
+        "",
+        floor.sentence(num_seeds),
         "",
         "| setting | method | k3 | mean reward | against it | last quarter, against it "
         "| trainer's own policy at the end, against it | verdict |",
@@ -147,7 +150,7 @@ def _across(conditions: list[Condition], study: Study, floor: Floor) -> list[str
         if condition is not reference or method != reference.base
     }
     adjusted = dict(zip(differences, holm([overall.p_value for overall, *_ in differences.values()]), strict=True))
-    margin = floor.margin(len(reference.curves[reference.base]), study.margin)
+    margin = floor.margin(num_seeds, study.margin)
     for condition in conditions:
         for method in condition.curves:
             key = (condition.name, method)

@@ -143,8 +143,8 @@ CAUSES: dict[str, Cause] = {
             "difference exceeds 0.3 nats",
             needs=("samples",),
             rule=stale,
-            advice="Sync the weights before sampling, or correct: token TIS gained 0.08 to 0.34 of reward with stale "
-            "weights (benchmarks/evidence/staleness.md).",
+            advice="Sync the weights before sampling, or correct: token TIS gained 0.14 of reward with weights "
+            "a step old, 0.34 with older ones (benchmarks/evidence/README.md).",
             hides=("decode_dependence", "stale_prefix_cache", "bf16_kernels", *_TAILS),
         ),
         Cause(
