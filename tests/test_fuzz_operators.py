@@ -23,8 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.whole_run)])
 def test_no_operator_that_is_drawn_differs_silently(seconds):
     for _ in range(3):
-        command = [sys.executable, fuzz_operators.__file__, "--seconds", seconds, "--seed", random.randrange(10**6)]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=60 + 5 * seconds)
+        options = ["--seconds", str(seconds), "--seed", str(random.randrange(10**6))]
+        command = [sys.executable, fuzz_operators.__file__, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 + 5 * seconds)
         # Some of torch's operators write outside of their memory, where arguments do not fit: that process dies later.
         if done.returncode >= 0:
             break
