@@ -224,9 +224,9 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
         """Numbers that go to the device, of where three responses stand among logits and tokens."""
         sizes = []
 
-        def recorded(tensor, device):
-            sizes.append(tensor.numel())
-            return tensor.to(device)
+        def recorded(tensors, device):
+            sizes.append(sum(map(len, tensors)))
+            return tensors
 
         for module in (places, token_index):
             monkeypatch.setattr(module, "to_device", recorded)
@@ -243,6 +243,7 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
         assert len(found.row_T) == layout.num_local_tokens
         assert len(layout.index.sequence_T) == layout.num_local_tokens
         assert len(layout.local_part(torch.zeros(sum(responses)))) == layout.num_local_tokens
+        assert len(sizes) == 2
         # Where blocks of 64 tokens meet another response, and the tree over the blocks.
         return sum(sizes) - layout.index.edge_N.numel() - sum(level.numel() for level in layout.index.tree)
 

@@ -204,8 +204,8 @@ class PackedLayout:
         """Length and first local token of each sequence, in one copy to the device."""
         if not self._length_and_start:
             start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
-            both_2S = torch.tensor([self.local_lengths, start_S], dtype=torch.int64)
-            self._length_and_start.append(to_device(both_2S, self.device))
+            both = torch.tensor([*self.local_lengths, *start_S], dtype=torch.int64)
+            self._length_and_start.append(to_device([both], self.device)[0].view(2, len(start_S)))
         return self._length_and_start[0]
 
     @property

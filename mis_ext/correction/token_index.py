@@ -50,21 +50,21 @@ class TokenIndex:
             piece_whole_starts: Where each run begins in the whole responses; None where every token is local.
             device: Where the results go.
         """
-        sequence_R = _sequence_of(response_lengths, device)
-        if piece_whole_starts is None:
-            sequence_T, position_T = sequence_R, None
-        else:
-            pieces_2P = to_device(torch.tensor([piece_whole_starts, piece_lengths], dtype=torch.int64), device)
-            sequence_T = _sequence_of(local_lengths, device)
-            position_T = runs(*pieces_2P.unbind(), total=sum(local_lengths))
+        lengths = [response_lengths]
+        if piece_whole_starts is not None:
+            lengths += [local_lengths, piece_whole_starts, piece_lengths]
         edge_N, tree = _build_tree(torch.tensor(local_lengths, dtype=torch.int64))
-        return cls(
-            sequence_T=sequence_T,
-            sequence_R=sequence_R,
-            position_T=position_T,
-            edge_N=to_device(edge_N, device),
-            tree=tuple(to_device(level, device) for level in tree),
-        )
+        on_host = [edge_N, *tree, *(torch.tensor(numbers, dtype=torch.int64) for numbers in lengths)]
+        # Copies of few numbers cost as much as the kernels that use them.
+        edge_N, *others = to_device(on_host, device)
+        tree, (response_S, *local) = others[: len(tree)], others[len(tree) :]
+        sequence_R = _sequence_of(response_S, sum(response_lengths))
+        sequence_T, position_T = sequence_R, None
+        if local:
+            local_S, whole_start_P, length_P = local
+            sequence_T = _sequence_of(local_S, sum(local_lengths))
+            position_T = runs(whole_start_P, length_P, total=sum(local_lengths))
+        return cls(sequence_T=sequence_T, sequence_R=sequence_R, position_T=position_T, edge_N=edge_N, tree=tuple(tree))
 
     def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
         """Reduce ``F`` rows of local tokens to ``[F, S]``; a sequence without local tokens gets the identity of ``op``.
@@ -111,9 +111,8 @@ def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tens
     return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
-def _sequence_of(lengths: Sequence[int], device: torch.device) -> Tensor:
-    length_S = to_device(torch.tensor(lengths, dtype=torch.int64), device)
-    return torch.repeat_interleave(length_S, output_size=sum(lengths))
+def _sequence_of(length_S: Tensor, total: int) -> Tensor:
+    return torch.repeat_interleave(length_S, output_size=total)
 
 
 def _build_tree(length_S: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -150,6 +149,9 @@ def _interleave(first_S: Tensor, second_S: Tensor) -> Tensor:
     return torch.stack([first_S, second_S], dim=1).flatten()
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host, through pinned memory, so that the copy does not wait for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """``[N]`` each, of one dtype: one copy from the host, through pinned memory, so that it does not wait."""
+    together = torch.cat([*tensors])
+    if device.type == "cuda":
+        together = together.pin_memory()
+    return torch.split(together.to(device, non_blocking=True), [*map(len, tensors)])

@@ -171,4 +171,5 @@ def _piece_index(
     total = sum(lengths)
     piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)
     offset_T = torch.arange(total) - (length_P.cumsum(0) - length_P)[piece_T]
-    return to_device(piece_T, device), to_device(offset_T, device), to_device(start_P, device)
+    piece_T, offset_T, start_P = to_device([piece_T, offset_T, start_P], device)
+    return piece_T, offset_T, start_P

@@ -53,5 +53,6 @@ def response_places(
             tokens.append(token + position)
         row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
     # Only the pieces are copied to the device: all tokens would take longer on the host than the loss on the device.
-    pieces_3P = to_device(torch.tensor([rows, tokens, layout.pieces.lengths], dtype=torch.int64), layout.device)
+    numbers = torch.tensor([*rows, *tokens, *layout.pieces.lengths], dtype=torch.int64)
+    pieces_3P = to_device([numbers], layout.device)[0].view(3, len(rows))
     return Places(*runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind())
