@@ -1,4 +1,4 @@
-"""Responses of inference servers for tests: SGLang's as recorded, vLLM's as its format says."""
+"""Responses of inference servers for tests: SGLang's as recorded, vLLM's by hand (its own: ``test_vllm_responses``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recorded_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def vllm_chat() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Written by hand after the format of vLLM, which needs a GPU; every way to ask for ids was used."""
+    """Written by hand after the format of vLLM; every way to ask for ids was used."""
     request = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
@@ -68,7 +68,7 @@ def vllm_chat() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def vllm_completions() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Written by hand after the format of vLLM, which needs a GPU; every way to ask for ids was used."""
+    """Written by hand after the format of vLLM; every way to ask for ids was used."""
     request = {
         "model": "tiny",
         "prompt": [316, 284, 277],

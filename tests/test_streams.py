@@ -1,7 +1,7 @@
 """Streams joined into responses: the readers give what they give without streaming.
 
-The events are cut here from responses, after the classes of vLLM and the cumulative events of SGLang; no server sent
-them.
+The events are cut here from responses, in more ways than a server cuts them: ``test_vllm_responses.py`` and
+``test_sglang_rollout.py`` join what servers sent.
 """
 
 import copy

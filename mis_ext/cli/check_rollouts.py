@@ -26,8 +26,9 @@ _LARGE = 1 << 24
 _FORMAT = (
     'One call a line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}, and, where there is '
     'one, "request_id", "text" (what the agent kept of the response), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
-    "sglang (/generate), sglang-chat, sglang-completions, vllm-chat, vllm-completions, openai-chat, "
-    "openai-completions. Calls of one conversation are in order; others may be in between, and files are read as one."
+    "sglang (/generate), sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions, "
+    "openai-chat, openai-completions. Calls of one conversation are in order; others may be in between, and files are "
+    "read as one."
 )
 
 

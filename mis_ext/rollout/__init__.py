@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         trainer_log_probs,
     )
     from mis_ext.rollout.definitions.servers import Speculation
+    from mis_ext.rollout.definitions.told_mode import tell_logprobs_mode
     from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
     from mis_ext.rollout.errors import (
         AbortedRequest,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
     from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
     from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-    from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+    from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
     from mis_ext.rollout.streams.joining import join_stream
     from mis_ext.rollout.training_sample import TrainingSample
 else:
@@ -58,6 +59,7 @@ else:
             "definitions.sampling_parameters": ("SamplingParameters",),
             "definitions.scoring": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
             "definitions.servers": ("Speculation",),
+            "definitions.told_mode": ("tell_logprobs_mode",),
             "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
             "errors": (
                 "AbortedRequest",
@@ -74,7 +76,7 @@ else:
             "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
             "readers.openai": ("read_openai_chat", "read_openai_completions"),
             "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
-            "readers.vllm": ("read_vllm_chat", "read_vllm_completions"),
+            "readers.vllm": ("read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
             "streams.joining": ("join_stream",),
             "training_sample": ("TrainingSample",),
         },
@@ -123,5 +125,7 @@ __all__ = [
     "read_sglang_generate",
     "read_vllm_chat",
     "read_vllm_completions",
+    "read_vllm_generate",
+    "tell_logprobs_mode",
     "trainer_log_probs",
 ]

@@ -28,6 +28,7 @@ class Generation:
         weight_version: The version of the weights that sampled, None where the server does not say.
         weight_versions: The version that sampled each id, where the weights changed in between; ``weight_version`` is
             then the last. None where one version sampled all.
+        kept_ids: The ids that each sampled one was drawn from, where the server says: what top-k and top-p kept.
     """
 
     request_id: str
@@ -39,3 +40,4 @@ class Generation:
     text: str | None = None
     weight_version: str | None = None
     weight_versions: list[str] | None = None
+    kept_ids: list[list[int]] | None = None

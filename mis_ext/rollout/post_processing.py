@@ -112,6 +112,7 @@ class PostProcessing:
             weight_versions=versions or None,
             sampled_ids=generation.sampled_ids[: self.num_kept],
             log_probs=generation.log_probs[: self.num_kept],
+            kept_ids=generation.kept_ids and generation.kept_ids[: self.num_kept],
             finish_reason="length",
             stop_match=None,
             text=None,

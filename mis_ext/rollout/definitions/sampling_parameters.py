@@ -49,6 +49,7 @@ _HARMLESS = frozenset(
         *("return_tokens_as_token_ids", "return_meta_info", "return_sampling_mask", "sampling_logprobs_mode"),
         *("model", "messages", "prompt", "text", "input_ids", "rid", "request_id", "priority", "tools"),
         *("parallel_tool_calls", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("routed_experts_start_len", "routed_experts_prompt_start", "return_weight_versions"),
         *("continue_final_message", "separate_reasoning", "return_hidden_states", "return_routed_experts"),
     )
 )

@@ -25,7 +25,7 @@ from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
 from mis_ext.rollout.readers.reading import Field
 from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
 from mis_ext.rollout.text import Tokenizer
 
 
@@ -41,6 +41,7 @@ READERS = {
     "sglang": Reader(read_sglang_generate),
     "sglang-chat": Reader(read_sglang_chat, ("choice",)),
     "sglang-completions": Reader(read_sglang_completions, ("choice",)),
+    "vllm": Reader(read_vllm_generate, ("choice",)),
     "vllm-chat": Reader(read_vllm_chat, ("choice", "prompt_ids")),
     "vllm-completions": Reader(read_vllm_completions, ("choice", "prompt_ids")),
     "openai-chat": Reader(read_openai_chat, ("choice", "prompt_ids"), needs_tokenizer=True),
@@ -171,6 +172,8 @@ def _tell_format(response: Any) -> str | None:
     kind, error = response.get("object"), response.get("error")
     if "meta_info" in response or error is not None or kind == "error":
         return "sglang"
+    if "output_mode" in response:
+        return "vllm"
     api, choices = _NAMES.get(str(kind)), response.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     if api is None or not isinstance(first, Mapping):

@@ -11,15 +11,15 @@ from mis_ext.rollout.generation import FinishReason
 from mis_ext.rollout.readers.evidence import check_same
 from mis_ext.rollout.readers.reading import Field, open_exchange
 
-Api = Literal["chat", "completions"]
+Api = Literal["chat", "completions", "generate"]
 
 
 class Scores(NamedTuple):
     """One list per property of the sampled tokens.
 
     Attributes:
-        tokens: Their texts, or what the server has in that place.
-        bytes: Their bytes; None in completions, which have none.
+        tokens: Their texts, or what the server has in that place: vLLM's generate their ids.
+        bytes: Their bytes; None in completions and generate, which have none.
         log_probs: Their log-probs.
     """
 
@@ -93,7 +93,7 @@ def open_choice(
         scores=scores[position],
         finish_reason=finish_reason,
         text=_text(body, api),
-        prompt_count=prompt_count if api == "chat" or count == 1 else None,
+        prompt_count=prompt_count if api != "completions" or count == 1 else None,
     )
 
 
@@ -114,17 +114,22 @@ def given_ids(found: Choice, prompt_ids: Sequence[int] | None) -> Field | None:
 
 def _scores(body: Field, api: Api) -> Scores:
     log_probs = body.get("logprobs")
-    rows = None if log_probs is None else log_probs.get("content" if api == "chat" else "token_logprobs")
+    rows = None if log_probs is None else log_probs.get("token_logprobs" if api == "completions" else "content")
     if log_probs is None or rows is None:
         raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
     if api == "chat":
         return Scores(rows.column("token"), rows.column("bytes"), rows.column("logprob"))
+    if api == "generate":
+        return Scores(rows.column("token_id"), None, rows.column("logprob"))
     return Scores(log_probs["tokens"], None, rows)
 
 
 def _text(body: Field, api: Api) -> str | None:
     if api == "completions":
         return body["text"].string()
+    if api == "generate":
+        text = body.get("text")
+        return None if text is None else text.string()
     message = body["message"]
     content = message.get("content")
     parsed_out = [message.get(part) for part in ("reasoning_content", "reasoning", "tool_calls")]

@@ -148,6 +148,31 @@ def with_versions(generation: Generation, spans: Field | None, last: Field | Non
     )
 
 
+def with_kept_ids(generation: Generation, mask: Field | None) -> Generation:
+    """``generation`` with the ids that each of its own was drawn from; unchanged where ``mask`` is None.
+
+    Args:
+        generation: What was sampled.
+        mask: The server's sampling mask: a list of ids for each sampled one.
+
+    Raises:
+        Contradiction: A sampled id is not among those that its token was drawn from.
+        CountMismatch: There is another number of lists than of sampled ids.
+        MalformedResponse: It is no list of lists of ids.
+    """
+    if mask is None:
+        return generation
+    kept = [mask.entry(position).token_ids() for position in range(len(mask.array()))]
+    if len(kept) != len(generation.sampled_ids):
+        counts = f"{mask.path} has {len(kept)} entries, {len(generation.sampled_ids)} ids were sampled"
+        raise CountMismatch(mask.request_id, counts)
+    for position, (sampled, ids) in enumerate(zip(generation.sampled_ids, kept, strict=True)):
+        if sampled not in ids:
+            where = mask.entry(position).path
+            raise Contradiction(mask.request_id, f"id {sampled} was sampled, but {where} is {reprlib.repr(ids)}")
+    return replace(generation, kept_ids=kept)
+
+
 def _check_counts(places: Places, length: int, what: str) -> None:
     for count in places:
         if count is not None and count.count() != length:

@@ -212,7 +212,8 @@ def _is_token_id(value: Any) -> bool:
 
 def _find_id(request: Any, response: Any) -> str:
     meta = response.get("meta_info") if isinstance(response, Mapping) else None
-    for holder, key in ((meta, "id"), (response, "id"), (request, "rid"), (request, "request_id")):
+    names = (meta, "id"), (response, "id"), (response, "request_id"), (request, "rid"), (request, "request_id")
+    for holder, key in names:
         name = holder.get(key) if isinstance(holder, Mapping) else None
         if isinstance(name, str) and name:
             return name

@@ -8,7 +8,7 @@ from typing import Any
 from mis_ext.rollout.errors import AbortedRequest, LogProbError
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.choices import Choice, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import agree, check_same, settle, with_versions
+from mis_ext.rollout.readers.evidence import agree, check_same, settle, with_kept_ids, with_versions
 from mis_ext.rollout.readers.reading import Field, open_exchange
 
 
@@ -51,6 +51,7 @@ def read_sglang_generate(
         ids_advice="ask for them with return_logprob: true",
         prompt_advice="send the prompt as input_ids, or ask with return_prompt_token_ids: true",
     )
+    generation = with_kept_ids(generation, meta.get("output_token_sampling_mask"))
     return with_versions(generation, meta.get("weight_versions"), meta.get("weight_version"))
 
 

@@ -1,4 +1,4 @@
-"""Responses of vLLM's OpenAI-style server with token ids."""
+"""Responses of vLLM: ``/inference/v1/generate``, and its OpenAI-style chat and completions with token ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,40 @@ from typing import Any
 
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.choices import Choice, given_ids, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import settle, with_versions
+from mis_ext.rollout.readers.evidence import settle, with_kept_ids, with_versions
 from mis_ext.rollout.readers.reading import Field
 
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
+
+
+def read_vllm_generate(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/inference/v1/generate`` of vLLM sampled for one choice, from a server with ``--enable-scale-out``.
+
+    The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
+    ids that each token was drawn from.
+
+    Args:
+        request: The request as it was sent, decoded.
+        response: The response as it came, decoded.
+        choice: The position of the choice; None: the only one.
+        request_id: Names the request in errors and samples; None: the server's name for it.
+
+    Raises:
+        RolloutError: The response proves no sample; the subclass says why.
+    """
+    found = open_choice(request, response, api="generate", choice=choice, request_id=request_id)
+    ids = found.scores.tokens
+    # Its text mode has texts beside the log-probs, and no ids.
+    has_ids = any(value is not None for value in ids.value)
+    prompt_places = [sent_ids(found.asked, "token_ids"), found.answer.get("prompt_token_ids")]
+    return with_kept_ids(_read_choice(found, prompt_places, ids if has_ids else None), found.body.get("sampling_mask"))
 
 
 def read_vllm_chat(
@@ -41,7 +70,8 @@ def read_vllm_chat(
         RolloutError: The response proves no sample; the subclass says why.
     """
     found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
-    return _read_choice(found, [given_ids(found, prompt_ids), found.answer.get("prompt_token_ids")])
+    prompt_places = [given_ids(found, prompt_ids), found.answer.get("prompt_token_ids")]
+    return _read_choice(found, prompt_places, _ids_in_tokens(found.scores.tokens))
 
 
 def read_vllm_completions(
@@ -70,13 +100,13 @@ def read_vllm_completions(
     """
     found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
     places = [given_ids(found, prompt_ids), sent_ids(found.asked, "prompt"), found.body.get("prompt_token_ids")]
-    return _read_choice(found, places)
+    return _read_choice(found, places, _ids_in_tokens(found.scores.tokens))
 
 
-def _read_choice(found: Choice, prompt_places: list[Field | None]) -> Generation:
+def _read_choice(found: Choice, prompt_places: list[Field | None], scored_ids: Field | None) -> Generation:
     generation = settle(
         found.body.request_id,
-        sampled_ids=[found.body.get("token_ids"), _ids_in_tokens(found.scores.tokens)],
+        sampled_ids=[found.body.get("token_ids"), scored_ids],
         sampled_counts=[],
         log_probs=[found.scores.log_probs],
         prompt_ids=prompt_places,

@@ -15,17 +15,17 @@ from mis_ext.rollout.readers.reading import Field
 _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 # What comes once, or again with a later value.
-_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop")
+_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
 _OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata")
 
 
 def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
     """The response that these lines of server-sent events add up to.
 
-    Chunks of chat and completions: texts, reasoning, arguments of tool calls by their index, log-probs and ids are
-    joined in the order in which they came; ask for ``stream_options: {"include_usage": true}``, without which the
-    readers have no count to compare with. Events of SGLang's ``/generate`` hold all that came before, so the last one
-    counts.
+    Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, arguments of tool calls by
+    their index, log-probs and ids are joined in the order in which they came; ask for ``stream_options:
+    {"include_usage": true}``, without which the readers have no count to compare with. Events of SGLang's ``/generate``
+    hold all that came before, so the last one counts.
 
     Args:
         lines: As the server sent them, empty ones too.
@@ -71,15 +71,11 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
 
 
 def _join_chunks(events: list[Field]) -> dict[str, Any]:
-    first = events[0]
-    kind = first["object"].string()
-    if kind not in _OBJECTS:
-        raise first["object"].malformed(" | ".join(_OBJECTS))
-    response: dict[str, Any] = {"id": first["id"].string(), "object": _OBJECTS[kind]}
+    name, response = _open_response(events[0])
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["id"].value != response["id"]:
-            raise event["id"].malformed(f"{response['id']!r} as before: one stream is one request")
+        if event[name].value != response[name]:
+            raise event[name].malformed(f"{response[name]!r} as before: one stream is one request")
         response |= {key: found.value for key in _OF_A_RESPONSE if (found := event.get(key)) is not None}
         chunks = event["choices"]
         for position in range(len(chunks.array())):
@@ -89,15 +85,27 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
     return response | {"choices": [choices[index] for index in sorted(choices)]}
 
 
+def _open_response(first: Field) -> tuple[str, dict[str, Any]]:
+    """The key under which every event names the request, and what the response begins with."""
+    mode = first.get("output_mode")
+    if mode is not None:
+        return "request_id", {"request_id": first["request_id"].string(), "output_mode": mode.string()}
+    kind = first["object"].string()
+    if kind not in _OBJECTS:
+        raise first["object"].malformed(" | ".join(_OBJECTS))
+    return "id", {"id": first["id"].string(), "object": _OBJECTS[kind]}
+
+
 def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
     # Each choice of a completion brings its own, as without streaming.
     choice |= {key: found.value for key in ("prompt_token_ids",) if (found := chunk.get(key)) is not None}
     if choice.get("finish_reason") is not None and (chunk.get("logprobs") or chunk.get("token_ids")):
         raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
     choice |= {key: found.value for key in _OF_A_CHOICE if (found := chunk.get(key)) is not None}
-    ids, log_probs, delta, text = (chunk.get(key) for key in ("token_ids", "logprobs", "delta", "text"))
-    if ids is not None:
-        choice.setdefault("token_ids", []).extend(ids.array())
+    log_probs, delta, text = (chunk.get(key) for key in ("logprobs", "delta", "text"))
+    for key in ("token_ids", "sampling_mask"):
+        if (found := chunk.get(key)) is not None:
+            choice.setdefault(key, []).extend(found.array())
     if text is not None:
         choice["text"] = choice.get("text", "") + text.string()
     if log_probs is not None:
