@@ -2,8 +2,10 @@
 
 import base64
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,8 @@ def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
 # SGLang's rows of 4 tokens, of which the last was sampled and never fed; the middle one of 3 decoder layers is dense.
 SGLANG = torch.tensor([[[1, 2], [0, 0], [3, 4]], [[5, 6], [0, 0], [7, 0]], [[2, 1], [0, 0], [6, 5]]], dtype=torch.int32)
 SGLANG_MODEL = {"num_layers": 3, "topk": 2, "num_experts": 8, "moe_layers": [0, 2]}
+# As SGLang 0.5.23 answered when weights were updated with pause_generation in mode retract.
+RETRACTED = json.loads((Path(__file__).parent / "data/rollout_responses/generate_two_versions.json").read_text())
 SGLANG_EXPERTS = [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[2, 1], [6, 5]], NOTHING]
 
 
@@ -152,6 +156,26 @@ def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> Non
 def test_lists_in_the_place_of_what_sglang_sends_are_an_error_that_says_who_takes_them(info, message) -> None:
     with pytest.raises(TypeError, match=message):
         RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_retractions": 1}, "the request was retracted: SGLang computed its experts again"),
+        ({"weight_versions": [{"version": "7"}, {"version": "8"}]}, r"retracted \(weight versions 7, 8\)"),
+        (RETRACTED["response"]["meta_info"], r"retracted \(weight versions 7, 8\)"),
+    ],
+)
+def test_experts_of_a_retracted_request_are_not_those_of_its_log_probs(fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutedExperts.from_sglang({**fields, "routed_experts": payload(SGLANG)}, num_tokens=4, **SGLANG_MODEL)
+
+
+@pytest.mark.parametrize("versions", [["7"], ["7", "8"]])
+def test_weights_that_are_updated_in_place_leave_the_experts_of_earlier_tokens(versions) -> None:
+    fields = {"num_retractions": 0, "weight_versions": [{"version": version} for version in versions]}
+    info = {**fields, "routed_experts": payload(SGLANG)}
+    assert RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL).experts_TLK.tolist() == SGLANG_EXPERTS
 
 
 def test_disagreement_counts_sets_and_choices_that_both_recorded() -> None:

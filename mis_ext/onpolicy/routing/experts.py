@@ -10,8 +10,6 @@ arXiv 2510.11370.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,12 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice
+from mis_ext.onpolicy.routing.payloads import sglang_values, vllm_rows
 
 NOT_RECORDED = -1
-_OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 _DTYPES = (torch.int16, torch.int32, torch.int64)
-_SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,22 +118,9 @@ class RoutedExperts:
         Raises:
             TypeError: ``meta_info`` is no mapping, or its ``routed_experts`` no string.
             ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
-                value is 0, or see the class.
+                value is 0, the request was retracted, or see the class.
         """
-        fields = {"routed_experts": meta_info} if isinstance(meta_info, str) else meta_info
-        if not isinstance(fields, Mapping):
-            raise TypeError(f"meta_info must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
-        encoded = fields.get("routed_experts")
-        if not encoded:
-            raise ValueError(
-                "meta_info has no routed_experts: start SGLang with --enable-return-routed-experts and send "
-                "return_routed_experts: true"
-            )
-        if not isinstance(encoded, str):
-            raise TypeError(f"routed_experts must be base64, got {type(encoded).__name__}: {_OTHER_ROWS}")
-        name = check_choice("routed_experts_dtype", fields.get("routed_experts_dtype") or "int32", _SGLANG_DTYPES)
-        start = int(fields.get("routed_experts_start_len") or 0)
-        values = _decode(encoded, _SGLANG_DTYPES[name])
+        values, start = sglang_values(meta_info)
         rows, rest = divmod(len(values), num_layers * topk)
         # Some versions feed the last token forward too.
         if rest or start + rows not in (num_tokens - 1, num_tokens):
@@ -146,11 +129,44 @@ class RoutedExperts:
                 f"{len(values) / (num_layers * topk):g} rows from position {start} on, and num_tokens = {num_tokens} "
                 f"needs {num_tokens - 1 - start}"
             )
-        rows_NLK = values.view(rows, num_layers, topk)
-        if moe_layers is not None:
-            rows_NLK = rows_NLK[:, list(moe_layers)]
-        if rows and not rows_NLK.any():
-            raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
+        rows_NLK = _moe_rows(values.view(rows, num_layers, topk), moe_layers)
+        return cls.from_rows(rows_NLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
+
+    @classmethod
+    def from_vllm(
+        cls,
+        choice: Mapping[str, Any] | str,
+        *,
+        num_tokens: int,
+        num_experts: int,
+        start: int = 0,
+        moe_layers: Sequence[int] | None = None,
+    ) -> RoutedExperts:
+        """What vLLM returns for one sample where it runs with ``--enable-return-routed-experts``.
+
+        vLLM 0.32 sends base64 of a NumPy file ``[rows, layers, topk]``: the positions from the request's
+        ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
+        dense ones hold zeros.
+
+        Args:
+            choice: A choice of the response, or only its ``routed_experts``.
+            num_tokens: Tokens of prompt and response.
+            num_experts: Experts per layer.
+            start: The request's ``routed_experts_prompt_start``.
+            moe_layers: Which of the decoder layers are mixture-of-experts layers, from 0; by default all.
+
+        Raises:
+            TypeError: ``choice`` is no mapping, or its ``routed_experts`` no string.
+            ValueError: Nothing was returned, it is no NumPy file of experts, its rows do not fit ``num_tokens``, every
+                value is 0, or see the class.
+        """
+        rows_NLK = vllm_rows(choice)
+        if start + len(rows_NLK) != num_tokens - 1:
+            raise ValueError(
+                f"routed_experts has {len(rows_NLK)} rows from position start = {start} on, and num_tokens = "
+                f"{num_tokens} needs {num_tokens - 1 - start}"
+            )
+        rows_NLK = _moe_rows(rows_NLK, moe_layers)
         return cls.from_rows(rows_NLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
 
 
@@ -199,17 +215,15 @@ def _check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: torch.tensor(...) makes one")
 
 
+def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
+    """The rows of the mixture-of-experts layers, which must have recorded something."""
+    if moe_layers is not None:
+        rows_NLK = rows_NLK[:, list(moe_layers)]
+    if len(rows_NLK) and not rows_NLK.any():
+        raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
+    return rows_NLK
+
+
 def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
     token, layer, choice = where_TLK.nonzero()[0].tolist()
     return f"token {token}, layer {layer}", int(values_TLK[token, layer, choice])
-
-
-def _decode(encoded: str, dtype: torch.dtype) -> Tensor:
-    """The numbers that base64 text holds, converted to int32."""
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"routed_experts is no base64: {error}") from error
-    if not data or len(data) % dtype.itemsize:
-        raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
-    return torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)
