@@ -224,6 +224,24 @@ def test_rows_follow_the_context_parallel_layout_position_by_position(cp_size, p
         assert local.num_missing == 0
 
 
+@pytest.mark.parametrize("num_local_tokens", [None, 12])
+def test_a_stream_of_samples_is_cut_to_equal_parts_and_padded_at_its_end(num_local_tokens) -> None:
+    lengths = [7, 16, 2]
+    samples = [numbered(length, sample=index) for index, length in enumerate(lengths)]
+    stream = [100 * index + p if p < n - 1 else -1 for index, n in enumerate(lengths) for p in range(n)]
+    size = num_local_tokens or 9
+    for cp_rank in range(3):
+        layout = RoutingLayout.packed(
+            lengths, cp_rank=cp_rank, cp_size=3, num_local_tokens=num_local_tokens, partition="stream"
+        )
+        rows = layout.local(samples).experts_TLK[:, 0, 0].tolist()
+        assert rows == (stream + [-1] * 11)[cp_rank * size : (cp_rank + 1) * size]
+    with pytest.raises(ValueError, match="num_local_tokens = 8 is less than the 9 needed"):
+        RoutingLayout.packed(lengths, cp_size=3, num_local_tokens=8, partition="stream")
+    with pytest.raises(ValueError, match="partition must be one of"):
+        RoutingLayout.packed(lengths, partition="contiguous")
+
+
 @pytest.mark.parametrize("padded_length", [None, 16])
 def test_the_ranks_together_give_back_the_samples(padded_length) -> None:
     lengths = [7, 16, 3]

@@ -14,6 +14,7 @@ from mis_ext.correction.zigzag import owned_chunks
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED, RoutedExperts
 
 MissingPolicy = Literal["error", "own"]
+PackedPartition = Literal["zigzag", "stream"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,30 +59,40 @@ class RoutingLayout:
         tp_rank: int = 0,
         tp_size: int = 1,
         num_local_tokens: int | None = None,
+        partition: PackedPartition = "zigzag",
     ) -> RoutingLayout:
         """Packed samples (``thd``), one after the other.
 
         Args:
             lengths: Tokens of each sample.
-            cp_rank: Rank ``r`` in the context-parallel group: it holds chunks ``r`` and ``2 * cp_size - 1 - r`` of each
-                sample, which is padded to ``2 * cp_size`` equal chunks.
+            cp_rank: Rank ``r`` in the context-parallel group.
             cp_size: Ranks in the context-parallel group.
             tp_rank: Rank in the tensor-parallel group that shares out the rows; only with sequence parallelism.
             tp_size: Ranks in that group; 1 without sequence parallelism.
             num_local_tokens: Rows of a context-parallel rank where the host pads the packed micro-batch at its end.
+            partition: With ``zigzag`` rank ``r`` holds chunks ``r`` and ``2 * cp_size - 1 - r`` of each sample, which
+                is padded to ``2 * cp_size`` equal chunks. With ``stream``, slime's and Miles' ``--allgather-cp``, it
+                holds part ``r`` of ``cp_size`` equal parts of all samples one after the other, padded at their end.
 
         Raises:
-            ValueError: A rank or length is illegal, or the rows do not divide among the tensor-parallel ranks.
+            ValueError: A rank, length or partition is illegal, or the rows do not divide among the tensor-parallel
+                ranks.
         """
-        parts = [_local_positions(length, cp_rank=cp_rank, cp_size=cp_size) for length in _checked(lengths)]
+        _check_rank("cp", cp_rank, cp_size)
+        is_stream = check_choice("partition", partition, ("zigzag", "stream")) == "stream"
+        ranks = {"cp_rank": 0, "cp_size": 1} if is_stream else {"cp_rank": cp_rank, "cp_size": cp_size}
+        parts = [_local_positions(length, **ranks) for length in _checked(lengths)]
         position_T = torch.cat(parts)
         sample_T = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
-        if num_local_tokens is not None:
-            extra = num_local_tokens - len(position_T)
-            if extra < 0:
-                raise ValueError(f"num_local_tokens = {num_local_tokens} is less than the {len(position_T)} needed")
-            position_T = torch.nn.functional.pad(position_T, (0, extra))
-            sample_T = torch.nn.functional.pad(sample_T, (0, extra), value=-1)
+        needed = -(-len(position_T) // cp_size) if is_stream else len(position_T)
+        rows = needed if num_local_tokens is None else num_local_tokens
+        if rows < needed:
+            raise ValueError(f"num_local_tokens = {num_local_tokens} is less than the {needed} needed")
+        extra = rows * (cp_size if is_stream else 1) - len(position_T)
+        position_T = torch.nn.functional.pad(position_T, (0, extra))
+        sample_T = torch.nn.functional.pad(sample_T, (0, extra), value=-1)
+        if is_stream:
+            position_T, sample_T = position_T.chunk(cp_size)[cp_rank], sample_T.chunk(cp_size)[cp_rank]
         return cls._build(lengths, sample_T, position_T, tp_rank=tp_rank, tp_size=tp_size)
 
     @classmethod
