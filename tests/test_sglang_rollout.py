@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from mis_ext.rollout.custom_generate import episode
 from mis_ext.rollout.custom_generate.function import generate
+from mis_ext.rollout.errors import CountMismatch
+from mis_ext.rollout.readers.sglang import read_sglang_generate
+from mis_ext.rollout.streams.joining import join_stream
 
 # Megatron-Core, which the other examples need, tells at import which optional kernels are missing.
 with warnings.catch_warnings(action="ignore"):
@@ -220,6 +224,46 @@ def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model)
     assert sample.weight_versions == ["7", "8"]
     assert sample.loss_mask == [1] * 400
     assert largest_difference(model, [sample]) < TOLERANCE
+
+
+def streamed(port, **changes):
+    """A request, and the answer to it whole and streamed: greedy, so that both are the same."""
+    parameters = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = {"input_ids": [5, 6, 7], "return_logprob": True, "sampling_params": parameters, **changes}
+    whole = json.loads(call_server(port, "/generate", request))
+    return request, whole, call_server(port, "/generate", {**request, "stream": True}).splitlines()
+
+
+def check_stream(port, *, is_incremental):
+    request, whole, lines = streamed(port, top_logprobs_num=2)
+    counts = [
+        len(json.loads(line.removeprefix(b"data: "))["output_ids"]) for line in lines if line.startswith(b"data: {")
+    ]
+    assert len(counts) > 3
+    assert (sum(counts) == 24) == is_incremental
+    joined = join_stream(lines)
+    mine, expected = (read_sglang_generate(request, response) for response in (joined, whole))
+    # The second answer finds the prompt in the cache, which rounds otherwise.
+    assert mine.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert replace(mine, log_probs=[], request_id="") == replace(expected, log_probs=[], request_id="")
+    assert len(joined["meta_info"]["output_top_logprobs"]) == 24
+    # An event that is lost is never silent: in a cumulative stream another one has it.
+    first = next(number for number, line in enumerate(lines) if line.startswith(b"data: {"))
+    lost = [*lines[:first], *lines[first + 1 :]]
+    if is_incremental:
+        with pytest.raises(CountMismatch):
+            read_sglang_generate(request, join_stream(lost))
+    else:
+        assert join_stream(lost) == joined
+
+
+def test_a_stream_gives_what_the_whole_answer_gives(server):
+    check_stream(server.sglang_router_port, is_incremental=False)
+
+
+def test_a_stream_of_pieces_gives_what_the_whole_answer_gives(server):
+    with sglang_server(Path(server.hf_checkpoint), weight_version="7", incremental=True) as port:
+        check_stream(port, is_incremental=True)
 
 
 def test_what_the_server_refuses_is_an_error_in_its_words(server):

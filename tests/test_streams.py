@@ -164,6 +164,28 @@ def test_the_last_event_of_generate_is_the_response() -> None:
         read_sglang_generate(request, join_stream(lines_of(events)))
 
 
+def pieces_of(events):
+    """As a server with --incremental-streaming-output sends them: counts of all, and what is new."""
+    cut = copy.deepcopy(events)
+    for before, event in zip(events, cut[1:], strict=False):
+        count = len(before["output_ids"])
+        event["output_ids"] = event["output_ids"][count:]
+        event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][count:]
+    text = events[-1]["text"]
+    for event, part in zip(cut, pieces(text, range(1, len(cut))), strict=True):
+        event["text"] = part
+    return cut
+
+
+def test_events_that_hold_only_what_is_new_are_added_up() -> None:
+    request, response = recorded("generate_length")
+    events = pieces_of(generate_events(response))
+    assert read_sglang_generate(request, join_stream(lines_of(events))) == read_sglang_generate(request, response)
+    for lost in range(len(events)):
+        with pytest.raises((CountMismatch, MalformedResponse)):
+            read_sglang_generate(request, join_stream(lines_of(events[:lost] + events[lost + 1 :])))
+
+
 def test_a_stream_that_breaks_off_anywhere_gives_no_sample() -> None:
     request, response = vllm_chat()
     events = chunked(response, random.Random(3))

@@ -25,7 +25,9 @@ START_TIMEOUT_SECONDS = 300.0
 
 
 @contextmanager
-def sglang_server(model: Path, *, weight_version: str, seed: int = 0, dtype: str = "float32") -> Iterator[int]:
+def sglang_server(
+    model: Path, *, weight_version: str, seed: int = 0, dtype: str = "float32", incremental: bool = False
+) -> Iterator[int]:
     """Run ``sglang.launch_server`` with a model of a directory; the port it listens on.
 
     Args:
@@ -33,6 +35,7 @@ def sglang_server(model: Path, *, weight_version: str, seed: int = 0, dtype: str
         weight_version: What the server says its weights are.
         seed: Of its sampler.
         dtype: Of weights and activations.
+        incremental: Whether events of a stream hold only what is new.
 
     Raises:
         ModuleNotFoundError: sglang is not installed.
@@ -50,6 +53,7 @@ def sglang_server(model: Path, *, weight_version: str, seed: int = 0, dtype: str
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "log_level": "warning",
+        **({"incremental_streaming_output": True} if incremental else {}),
     }
     # SGLang leaves its sockets where temporary files go; their paths must be short.
     with tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True) as scratch:

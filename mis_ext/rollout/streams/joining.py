@@ -16,6 +16,11 @@ _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 # What comes once, or again with a later value.
 _OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
+# What a server with --incremental-streaming-output sends piece by piece.
+_PIECES = (
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+)
 _OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata")
 
 
@@ -25,7 +30,7 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
     Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, arguments of tool calls by
     their index, log-probs and ids are joined in the order in which they came; ask for ``stream_options:
     {"include_usage": true}``, without which the readers have no count to compare with. Events of SGLang's ``/generate``
-    hold all that came before, so the last one counts.
+    hold all that came before, or with ``--incremental-streaming-output`` what is new.
 
     Args:
         lines: As the server sent them, empty ones too.
@@ -44,7 +49,7 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
         names = {event["meta_info"]["id"].value for event in events}
         if len(names) > 1:
             raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
-        return dict(events[-1].value)
+        return _join_generate(events)
     return _join_chunks(events)
 
 
@@ -68,6 +73,24 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
             raise MalformedResponse(request_id, f"line {number} is no JSON: {error}") from error
         events.append(Field(value=event, path=f"event[{len(events)}]", request_id=request_id))
     raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
+
+
+def _join_generate(events: list[Field]) -> dict[str, Any]:
+    """The last event, whose count of tokens is always that of all: where it has fewer, those of all events follow."""
+    last = dict(events[-1].value)
+    ids = events[-1].get("output_ids")
+    if ids is None or len(ids.array()) >= events[-1]["meta_info"]["completion_tokens"].count():
+        return last
+    last["output_ids"] = _joined(events, "output_ids")
+    if events[-1].get("text") is not None:
+        last["text"] = "".join(event["text"].string() for event in events)
+    metas = [event["meta_info"] for event in events]
+    last["meta_info"] = last["meta_info"] | {key: _joined(metas, key) for key in _PIECES if key in last["meta_info"]}
+    return last
+
+
+def _joined(holders: list[Field], key: str) -> list[Any]:
+    return [entry for holder in holders if (found := holder.get(key)) is not None for entry in found.array()]
 
 
 def _join_chunks(events: list[Field]) -> dict[str, Any]:
