@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import same_bits
@@ -116,6 +117,8 @@ class Sequences(NamedTuple):
 
 Probe = Callable[[Any, Sequences, random.Random], str]
 
+# They take their masks of a pack from outside.
+_MASKED = ("llama4_text", "gpt_oss")
 # Their widths depend on one another.
 _OF_ONE_SIZE = ("mamba2", "bamba", "rwkv")
 # Heads, heads of keys, width of a head: their products are no multiples of 32.
@@ -220,9 +223,36 @@ def _chunks(model: Any, sequences: Sequences, rng: random.Random) -> str:
     return _in_parts(model, sequences, [rng.randint(7, 33)])
 
 
+def masks_of_a_pack(model: Any, ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    """For ``attention_mask=`` of a model that mixes packed sequences up, by kind of its layers.
+
+    GPT-OSS makes its masks without ``position_ids``, and Llama 4 counts chunks from the beginning of the pack.
+
+    Args:
+        model: GPT-OSS or Llama 4, for text.
+        ids: ``[B, T]``.
+        position_ids: ``[B, T]``, from 0 on in each sequence.
+    """
+    size = getattr(model.config, "attention_chunk_size", None)
+
+    def is_in_chunk(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return position_ids[batch, query] // size == position_ids[batch, key] // size
+
+    given = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(ids), "position_ids": position_ids}
+    given |= {"attention_mask": None, "past_key_values": None}
+    of_kind = {
+        "full_attention": lambda: create_causal_mask(**given),
+        "sliding_attention": lambda: create_sliding_window_causal_mask(**given),
+        "chunked_attention": lambda: create_causal_mask(**given, and_mask_function=is_in_chunk),
+    }
+    return {kind: of_kind[kind]() for kind in {*model.config.layer_types}}
+
+
 def _packing(model: Any, sequences: Sequences, rng: random.Random) -> str:
-    positions = torch.cat([torch.arange(len(ids)) for ids in sequences.ids])
-    logits = model(torch.cat(sequences.ids)[None], position_ids=positions[None], use_cache=False).logits[0]
+    ids = torch.cat(sequences.ids)[None]
+    positions = torch.cat([torch.arange(len(x)) for x in sequences.ids])[None]
+    named = {"attention_mask": masks_of_a_pack(model, ids, positions)} if model.config.model_type in _MASKED else {}
+    logits = model(ids, position_ids=positions, use_cache=False, **named).logits[0]
     return _agreement([(logits, torch.cat(sequences.expected))])
 
 
@@ -312,7 +342,8 @@ def main() -> None:
 {transformers.__version__}, seed {options.seed}): tiny models with random weights, {WINDOW} tokens to a window,
 drawn widths off multiples of 32 (not {" ".join(_OF_ONE_SIZE)}), 5 to 16 experts, float32 or bfloat16,
 3 sequences of 66 to 130 tokens, 1 to {options.threads} threads, the attention and the experts that transformers takes
-by default. Every token's logits are compared, bit for bit, with those of its sequence alone in one thread.
+by default. {" and ".join(_MASKED)} are packed with the masks of `masks_of_a_pack`.
+Every token's logits are compared, bit for bit, with those of its sequence alone in one thread.
 {exact} of {len(results)} are exact in all.
 Where rows differ by more than rounding (1e-5), the model itself attends to other tokens there. Where they differ by
 rounding, mpt (in float32) counts its position biases from the last key that it is given, and minimax sums in blocks

@@ -85,6 +85,22 @@ def refused():
     }
 
 
+def test_the_advice_for_a_convolution_of_each_channel_is_exact() -> None:
+    weight, x = torch.randn(6, 4), torch.randn(5, 6, 30)
+
+    def by_rows(x: torch.Tensor) -> torch.Tensor:
+        return (F.pad(x, (3, 0)).unfold(-1, 4, 1) * weight[:, None]).sum(-1)
+
+    expected = F.conv1d(F.pad(x, (3, 0)), weight[:, None], groups=6)
+    with batch_invariant_mode():
+        with pytest.raises(NotImplementedError, match=r"as in Mamba, is \(x\.unfold.*true_on_policy\.md#state-space"):
+            F.conv1d(x, weight[:, None], groups=6)
+        whole = by_rows(x)
+        assert torch.equal(whole[:1], by_rows(x[:1]))
+        assert torch.equal(whole[..., :9], by_rows(x[..., :9]))
+    torch.testing.assert_close(whole, expected)
+
+
 @pytest.mark.parametrize("name", refused())
 def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(name):
     with pytest.raises(NotImplementedError, match=name.split()[0]), torch.no_grad(), batch_invariant_mode():

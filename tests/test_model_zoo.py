@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -41,3 +44,15 @@ def test_an_architecture_that_cannot_be_built_is_an_error_and_not_left_out():
     assert set(found) == set(model_zoo.PROBES)
     assert all(outcome.startswith("ValueError: ") for outcome in found.values())
     assert "| no_such_architecture | error (1) | error (1) |" in model_zoo.table({"no_such_architecture": found})
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gpt_oss"])
+def test_a_pack_is_exact_with_the_masks_that_the_pages_advise_and_mixed_up_without(name, monkeypatch):
+    rng = random.Random(name)
+    model = model_zoo.build(name, model_zoo.draw_sizes(rng), torch.float32)
+    with torch.no_grad(), batch_invariant_mode():
+        ids = [torch.randint(3, model_zoo.VOCABULARY, (rng.randint(66, 130),)) for _ in range(3)]
+        sequences = model_zoo.Sequences(ids, [model(x[None], use_cache=False).logits[0] for x in ids])
+        assert model_zoo.PROBES["packing"](model, sequences, rng) == "exact"
+        monkeypatch.setattr(model_zoo, "_MASKED", ())
+        assert "rows differ" in model_zoo.PROBES["packing"](model, sequences, rng)

@@ -173,6 +173,12 @@ def _advice(func: Any) -> str:
         return ": take the module whose weights are neither quantised nor packed"
     if func._schema.is_mutable:
         return ": take the form that returns a new tensor"
+    if "convolution" in func.name():
+        return (
+            ": compute it outside of the mode; one of each channel by itself, as in Mamba, is "
+            "(x.unfold(-1, width, 1) * weight).sum(-1) of padded rows; why "
+            "state-space models are refused: docs/true_on_policy.md#state-space"
+        )
     if "attention" in func.name() and not FunctionOverrides.is_on():
         return (
             ", and this torch hides the call of attention from the mode: in nn.MultiheadAttention call "
