@@ -60,7 +60,7 @@ def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -
 def scatter_reduce(
     func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """``scatter_reduce``, ``index_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order.
+    """``scatter_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order.
 
     Raises:
         NotImplementedError: Another reduction, or a sum without what was there.
@@ -99,16 +99,6 @@ def index_put(
     values = values.movedim(tuple(range(first, first + num_dims)), tuple(range(num_dims)))
     _add(out.permute(*dims, *others), places, values)
     return out
-
-
-def put(func: Any, x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """``aten.put`` and ``aten.put_``; the gradient of ``x.take(index)`` is one."""
-    if not accumulate:
-        return func(x, index, source, accumulate)  # type: ignore[no-any-return]
-    out = _output(func, x, source)
-    packed = out.contiguous()
-    _add(packed.view(-1), [_from_the_front(index.reshape(-1), x.numel())], source.reshape(-1))
-    return out if packed is out else out.copy_(packed)
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -187,13 +177,9 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.scatter_reduce_.two: scatter_reduce,
     aten.scatter.reduce: scatter_reduce,
     aten.scatter_.reduce: scatter_reduce,
-    aten.index_reduce.default: scatter_reduce,
-    aten.index_reduce_.default: scatter_reduce,
     aten.index_put.default: index_put,
     aten.index_put_.default: index_put,
     aten._index_put_impl.default: index_put,
     aten._index_put_impl_.default: index_put,
     aten._unsafe_index_put.default: index_put,
-    aten.put.default: put,
-    aten.put_.default: put,
 }
