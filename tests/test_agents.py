@@ -20,7 +20,7 @@ from mis_ext.rollout.errors import BoundaryError
 from mis_ext.rollout.generation import Generation
 
 CONVERSATIONS = 120
-CHOICES = (("split", "mask"), ("correct", "mask"), ("correct", "flag"), ("truncate", "mask"), ("off", "mask"))
+CHOICES = (("split", "mask"), ("correct", "mask"), ("correct", "flag"))
 
 
 def sampled_of(calls: list[Generation]) -> dict[float, tuple[int, str | None]]:
@@ -59,10 +59,9 @@ def check_tokens(calls: list[Generation], built: Built) -> tuple[int, int]:
 def check_counts(calls: list[Generation], choices: tuple[str, str], trained: int, flagged: int) -> None:
     """Nothing is lost without a word."""
     size = len(sampled_of(calls))
-    if choices[0] in ("split", "truncate"):
+    if choices[0] == "split":
         assert flagged == 0
-    if choices[0] != "truncate":
-        assert trained + flagged * (choices == ("correct", "mask")) == size
+    assert trained + flagged * (choices == ("correct", "mask")) == size
 
 
 def check_ancestors(calls: list[Generation], built: Built) -> None:
@@ -133,8 +132,7 @@ def test_whatever_agents_do_every_trained_token_is_exact_or_flagged(tokenizer, t
                 check_ancestors(talk.calls, built)
                 check_prompts(talk.calls, built)
                 check_strict(talk, built)
-            if choices[0] != "truncate":
-                kinds.append([each.kind.value for each in built.boundaries])
+            kinds.append([each.kind.value for each in built.boundaries])
             seen.update(f"{choices[0]}: {each.kind.value} {each.action.value}" for each in built.boundaries)
         # The class does not depend on the policy.
         assert all(each == kinds[0] for each in kinds)

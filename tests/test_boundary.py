@@ -49,7 +49,7 @@ def kind_of(*args, **settings) -> str | None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_class_is_found(tokenizer, name) -> None:
     case = CASES[name](tokenizer)
-    (boundary,) = build_samples(case.calls, policy="off", tokenizer=tokenizer).boundaries
+    (boundary,) = build_samples(case.calls, policy="split", tokenizer=tokenizer).boundaries
     assert boundary.kind == case.kind
 
 

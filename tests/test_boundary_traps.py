@@ -35,7 +35,7 @@ FIRST, SECOND = call("first", [7], [8, 9]), call("second", [7, 8, 9, 1], [10])
 RETRY, OTHER = call("retry", [7], [5]), call("other", [20], [21])
 
 
-@pytest.mark.parametrize("policy", ["correct", "split", "truncate", "off"])
+@pytest.mark.parametrize("policy", ["correct", "split"])
 @pytest.mark.parametrize(
     "calls", [[FIRST, SECOND, FIRST], [FIRST, RETRY, FIRST], [FIRST, OTHER, FIRST, OTHER], [FIRST, SECOND, SECOND]]
 )
@@ -43,8 +43,7 @@ def test_a_copy_of_any_earlier_call_is_dropped_and_never_trained_twice(calls, po
     built = build_samples(calls, policy=policy, tokenizer=TOKENIZER)
     trained = [name for sample in built.samples for name in sample.request_ids]
     assert len(trained) == len(set(trained))
-    if policy != "truncate":
-        assert (built.boundaries[-1].kind.value, built.boundaries[-1].action.value) == ("duplicate", "dropped")
+    assert (built.boundaries[-1].kind.value, built.boundaries[-1].action.value) == ("duplicate", "dropped")
 
 
 def test_a_copy_is_one_also_where_its_prompt_has_all_known_ids() -> None:
@@ -205,8 +204,8 @@ def test_the_class_does_not_depend_on_the_policy() -> None:
         # What was the second turn's context is now written another way, too.
         call("third", ids(HEAD + "yes 1\n<|im_end|>" + TAIL + "yes 2<|im_end|>" + TAIL), ids("ok")),
     ]
-    found = {policy: [kind for kind, _ in kinds_and_actions(calls, policy)] for policy in ("correct", "split", "off")}
-    assert found["split"] == found["correct"] == found["off"] == ["reasoning_stripped", "reasoning_stripped"]
+    found = {policy: [kind for kind, _ in kinds_and_actions(calls, policy)] for policy in ("correct", "split")}
+    assert found["split"] == found["correct"] == ["reasoning_stripped", "reasoning_stripped"]
 
 
 @pytest.mark.parametrize("depth", [400, 990, 3000])

@@ -21,21 +21,21 @@ from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedRespon
 from mis_ext.rollout.training_sample import TrainingSample
 
 ACTIONS = {
-    # class: strict, correct, split, truncate, off
-    "contiguous": ("continued", "continued", "continued", "continued", "continued"),
-    "retokenized": ("raised", "spliced", "split", "truncated", "continued"),
-    "retemplated": ("raised", "spliced", "split", "truncated", "continued"),
-    "reasoning_stripped": ("raised", "split", "split", "truncated", "continued"),
-    "truncated_and_closed": ("continued", "continued", "continued", "continued", "continued"),
-    "truncated_in_a_character": ("raised", "spliced", "split", "truncated", "continued"),
-    "retry": ("raised", "split", "split", "truncated", "continued"),
-    "duplicate": ("raised", "dropped", "dropped", "dropped", "dropped"),
-    "empty_generation": ("continued", "continued", "continued", "continued", "continued"),
-    "history_edited": ("raised", "split", "split", "truncated", "continued"),
+    # class: strict, correct, split
+    "contiguous": ("continued", "continued", "continued"),
+    "retokenized": ("raised", "spliced", "split"),
+    "retemplated": ("raised", "spliced", "split"),
+    "reasoning_stripped": ("raised", "split", "split"),
+    "truncated_and_closed": ("continued", "continued", "continued"),
+    "truncated_in_a_character": ("raised", "spliced", "split"),
+    "retry": ("raised", "split", "split"),
+    "duplicate": ("raised", "dropped", "dropped"),
+    "empty_generation": ("continued", "continued", "continued"),
+    "history_edited": ("raised", "split", "split"),
 }
 # The sample has the text that was sampled; the client's rendering is another.
 OTHER_TEXT = ("retemplated", "truncated_in_a_character")
-POLICIES = ("strict", "correct", "split", "truncate", "off")
+POLICIES = ("strict", "correct", "split")
 TABLE = [(name, policy, action) for name, row in ACTIONS.items() for policy, action in zip(POLICIES, row, strict=True)]
 
 
@@ -48,10 +48,7 @@ def expected_samples(case: Case, policy: str, action: str) -> tuple[TrainingSamp
     first, second = case.calls
     known = first.prompt_ids + first.sampled_ids
     if action == "continued":
-        # Where ids continue this is the observation; "off" takes it for granted.
-        rest = second.prompt_ids[len(known) :]
-        continues = second.prompt_ids[: len(known)] == known
-        return (sample_of(first.prompt_ids, first, rest, second, flagged=[] if continues else [second]),)
+        return (sample_of(first.prompt_ids, first, second.prompt_ids[len(known) :], second),)
     if action == "spliced":
         return (sample_of(first.prompt_ids, first, case.observation, second, flagged=[second], mask=True),)
     alone = [sample_of(each.prompt_ids, each) for each in case.calls]
@@ -70,8 +67,8 @@ def test_every_policy_does_to_every_class_what_it_says(tokenizer, name, policy, 
         built = build_samples(case.calls, policy=policy, tokenizer=tokenizer)
         (boundary,) = built.boundaries
         assert built.samples == expected_samples(case, policy, action)
-        if policy != "off" and name not in OTHER_TEXT:
-            whole, last = built.samples[-1].tokens, case.calls[len(built.samples) - 1 if action == "truncated" else -1]
+        if name not in OTHER_TEXT:
+            whole, last = built.samples[-1].tokens, case.calls[-1]
             assert tokenizer.decode(whole) == tokenizer.decode([*last.prompt_ids, *last.sampled_ids])
     assert (boundary.kind, boundary.action) == (case.kind, action)
     assert (boundary.earlier, boundary.later) == tuple(each.request_id for each in case.calls)
@@ -190,7 +187,7 @@ def test_an_empty_turn_that_the_client_took_out_again_breaks_nothing() -> None:
     assert built.samples == (sample_of([7], calls[0], [1, 2, 5], calls[2]),)
 
 
-@pytest.mark.parametrize("policy", ["correct", "split", "truncate"])
+@pytest.mark.parametrize("policy", ["correct", "split"])
 def test_an_empty_generation_after_an_edit_ends_nothing(tokenizer, policy) -> None:
     calls = [call("0", [7], [8]), call("1", [6, 8, 1], []), call("2", [7, 8, 1], [9])]
     built = build_samples(calls, policy=policy, tokenizer=tokenizer)
@@ -240,14 +237,6 @@ def test_a_conversation_goes_on_after_a_duplicate() -> None:
     built = build_samples([first, first, second], policy="split")
     assert [each.action for each in built.boundaries] == ["dropped", "continued"]
     assert built.samples == (sample_of([7], first, [1], second),)
-
-
-def test_truncation_leaves_all_later_calls_out() -> None:
-    calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7, 8, 1], [10])]
-    built = build_samples(calls, policy="truncate")
-    assert built.samples == (sample_of([7], calls[0]),)
-    assert len(built.boundaries) == 1
-    assert (built.metrics()["sampled_tokens"], built.metrics()["sampled_tokens/dropped"]) == (3, 2)
 
 
 def test_a_client_that_renders_everything_anew_is_spliced_at_every_turn(tokenizer) -> None:
@@ -358,29 +347,16 @@ def test_an_edit_before_a_splice_is_found(tokenizer) -> None:
     assert [(each.kind, each.action) for each in built.boundaries][1] == ("history_edited", "split")
 
 
-def test_off_compares_nothing_and_counts(tokenizer) -> None:
-    """The ids beyond the known length, as hosts take them today, whatever they are."""
-    calls = [call("0", [7], [8, 9]), call("1", [6, 5, 4, 3], [2]), call("2", [6], [1])]
-    built = build_samples(calls, policy="off", tokenizer=tokenizer)
-    assert built.samples == (sample_of([7], calls[0], [3], calls[1], calls[2], flagged=calls[1:]),)
-    metrics = built.metrics()
-    assert metrics["sampled_tokens/behind_other_ids"] == 2
-    assert metrics["boundaries/history_edited"] == metrics["boundaries/continued"] == metrics["boundaries"] == 2
-
-
 class TestWithoutTokenizer:
     def test_ids_that_continue_need_none(self) -> None:
         assert single([call("0", [7], [8]), call("1", [7, 8], [9])], policy="correct").tokens == [7, 8, 9]
 
-    @pytest.mark.parametrize(
-        ("policy", "action"), [("split", "split"), ("truncate", "truncated"), ("off", "continued")]
-    )
-    def test_the_class_is_not_guessed(self, policy, action) -> None:
-        built = build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy=policy)
+    def test_the_class_is_not_guessed(self) -> None:
+        built = build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy="split")
         (boundary,) = built.boundaries
         assert (boundary.kind, boundary.action, boundary.expected_text, boundary.found_text) == (
             None,
-            action,
+            "split",
             None,
             None,
         )
@@ -414,7 +390,7 @@ class TestMetrics:
 
     def test_every_class_and_every_action_is_counted_once(self, tokenizer) -> None:
         for name in CASES:
-            metrics = build_samples(CASES[name](tokenizer).calls, policy="off", tokenizer=tokenizer).metrics()
+            metrics = build_samples(CASES[name](tokenizer).calls, policy="split", tokenizer=tokenizer).metrics()
             assert sum(metrics[f"boundaries/{kind.value}"] for kind in BoundaryKind) == metrics["boundaries"] == 1
             assert sum(metrics[f"boundaries/{action.value}"] for action in BoundaryAction) == 1
 
@@ -459,7 +435,7 @@ class TestIllegal:
 
     def test_an_unknown_policy_is_named(self) -> None:
         with pytest.raises(
-            ValueError, match=r"policy must be one of strict \| correct .* 'corect' \(did you mean 'correct'"
+            ValueError, match=r"policy must be one of strict \| correct \| split.* 'corect' \(did you mean 'correct'"
         ):
             build_samples([], policy="corect")
         with pytest.raises(ValueError, match=r"behind_splice must be one of mask \| flag, got 'keep'"):

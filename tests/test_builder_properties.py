@@ -226,8 +226,6 @@ CHECKS = {
     ("correct", "mask"): (check_samples, check_calls, check_flags, check_masks, check_strict),
     ("correct", "flag"): (check_samples, check_calls, check_flags, check_nothing_is_lost, check_bytes),
     ("split", "flag"): (check_samples, check_calls, check_prompts, check_nothing_is_lost),
-    ("truncate", "flag"): (check_samples, check_calls, check_prompts),
-    ("off", "mask"): (check_samples, check_calls, check_flags),
 }
 
 

@@ -181,14 +181,13 @@ def test_choices_of_one_response_are_read_one_by_one(tmp_path) -> None:
 def trained(case: str) -> dict[str, tuple[int, int]]:
     """By policy: samples, and which of the two calls' tokens are trained."""
     kinds = {
-        "contiguous": dict.fromkeys(("strict", "correct", "correct flag", "split", "truncate", "off"), (1, 3)),
-        "retokenized": {"strict": (0, 0), "correct": (1, 1), "correct flag": (1, 3), "split": (2, 3)}
-        | {"truncate": (1, 1), "off": (1, 3)},
+        "contiguous": dict.fromkeys(("strict", "correct", "correct flag", "split"), (1, 3)),
+        "retokenized": {"strict": (0, 0), "correct": (1, 1), "correct flag": (1, 3), "split": (2, 3)},
     }
     return kinds[case]
 
 
-@pytest.mark.parametrize("policy", ["strict", "correct", "correct flag", "split", "truncate", "off"])
+@pytest.mark.parametrize("policy", ["strict", "correct", "correct flag", "split"])
 @pytest.mark.parametrize("name", ["contiguous", "retokenized"])
 def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokenizer_folder, name, policy) -> None:
     case = CASES[name](english_tokenizer())
@@ -202,7 +201,7 @@ def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokeniz
     found = report["policy"]
     assert (found["name"], found["samples"]) == (policy, number)
     assert (found["trained_tokens"], found["dropped_tokens"]) == (tokens, sum(lengths) - tokens)
-    is_behind = name == "retokenized" and policy in ("correct", "off")
+    is_behind = name == "retokenized" and policy == "correct"
     assert found["tokens_behind_other_ids"] == lengths[1] * is_behind
     written = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [each["conversation"] for each in written] == [name] * number

@@ -45,8 +45,6 @@ class BoundaryAction(str, Enum):
     SPLIT = "split"
     """Another sample, behind exactly the call's own prompt. Of the calls that several samples have before them, that
     which ends last has the tokens."""
-    TRUNCATED = "truncated"
-    """The call and all after it are left out."""
     DROPPED = "dropped"
     """The call is left out: a duplicate, or one that sampled nothing and does not continue the conversation."""
     RAISED = "raised"

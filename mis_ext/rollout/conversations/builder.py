@@ -44,12 +44,10 @@ def build_samples(
         policy: What to do with a prompt that does not go on from a call with exactly the ids that are known.
             ``"strict"`` raises. ``"split"`` makes another sample, behind the call's own prompt: exact, and nothing is
             lost. ``"correct"`` puts the sampled ids in the place of the prompt's where it is the same conversation
-            (re-tokenized, re-templated, a truncated generation), and splits where it is not. ``"truncate"`` leaves out
-            this and all later calls. ``"off"`` takes the prompt from the known length on and does nothing about what it
-            holds: the sample may hold what no server was given.
+            (re-tokenized, re-templated, a truncated generation), and splits where it is not.
         behind_splice: What to do with sampled tokens that stand behind other ids than the server was given, as those
             behind a splice do: their log-probs are of another context. ``"mask"`` trains none of them. ``"flag"``
-            trains them; the trainer knows them by ``behind_other_ids``. ``"off"`` always trains them.
+            trains them; the trainer knows them by ``behind_other_ids``.
         tokenizer: What the ids mean. ``"correct"`` needs it at a boundary where ids differ; the other policies use it
             to tell the class.
         vocab_size: Ids must be below it; None: they are not bounded.
@@ -66,10 +64,9 @@ def build_samples(
     calls = tuple(generations)
     builder = _Builder(policy=policy, tokenizer=tokenizer, vocab_size=vocab_size, reasoning=reasoning)
     for call in calls:
-        if not builder.truncated:
-            builder.add(call)
+        builder.add(call)
     return Built(
-        samples=collect_samples(builder.calls, mask_other_context=behind_splice == "mask" and policy != "off"),
+        samples=collect_samples(builder.calls, mask_other_context=behind_splice == "mask"),
         boundaries=tuple(builder.boundaries),
         generations=len(calls),
         empty_generations=sum(not call.sampled_ids for call in calls),
@@ -91,7 +88,7 @@ class _Builder:
         self._previous: Generation | None = None
 
     def add(self, call: Generation) -> None:
-        """Take one more call; later ones are to be left out once the action is ``TRUNCATED``."""
+        """Take one more call."""
         prompt = call.prompt_ids if isinstance(call.prompt_ids, list) else [*call.prompt_ids]
         place = self._tree.find(prompt)
         self._check(call, prompt, first_new=place.depth)
@@ -108,7 +105,7 @@ class _Builder:
         if self._previous is not None:
             self._record(self._previous, known, finding, action)
         self._previous = call
-        if not call.sampled_ids or action in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED):
+        if not call.sampled_ids or action is BoundaryAction.DROPPED:
             return
         for each in (place.ancestor, finding.rewritten):
             if each is not None:
@@ -119,18 +116,12 @@ class _Builder:
     def _attach(self, call: KnownCall, finding: Finding, action: BoundaryAction) -> None:
         """Say which call a sample goes on from with this one."""
         ancestor = call.ancestor
-        if self._policy == "off":
-            call.parent, call.rest = (self.calls[-1] if self.calls else None), None
-        elif action is BoundaryAction.SPLICED:
+        if action is BoundaryAction.SPLICED:
             call.parent, call.rest = finding.compared, finding.rest
         # Another sample had better begin with the call's own prompt than with a splice.
         elif ancestor is not None and (ancestor.exact or action is BoundaryAction.CONTINUED):
             call.parent, call.rest = ancestor, ancestor.end
         call.exact = call.parent is None or (call.parent.exact and call.continues)
-
-    @property
-    def truncated(self) -> bool:
-        return bool(self.boundaries) and self.boundaries[-1].action is BoundaryAction.TRUNCATED
 
     def _check(self, call: Generation, prompt: list[int], *, first_new: int) -> None:
         if len(call.log_probs) != len(call.sampled_ids):
@@ -152,7 +143,7 @@ class _Builder:
         earlier = previous if compared is None else compared.generation
         if position is None and not previous.sampled_ids:
             kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
-        is_used = action not in (BoundaryAction.DROPPED, BoundaryAction.TRUNCATED)
+        is_used = action is not BoundaryAction.DROPPED
         boundary = Boundary(
             kind=kind,
             action=action,

@@ -19,7 +19,7 @@ class KnownCall:
         ancestor: The call of the most known ids with which its prompt begins; None: there is none.
         siblings: The calls of exactly this prompt so far.
         parent: The call that a sample goes on from with this one; None: a sample begins with it.
-        rest: The prompt's ids from here on are new behind the parent; None: those beyond the sample's length.
+        rest: The prompt's ids from here on are new behind the parent; None without one.
         exact: In the sample, too, it stands behind its prompt.
         continued: There is a call that goes on from this one, in the same ids or in others.
     """

@@ -8,7 +8,7 @@ from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind
 from mis_ext.rollout.conversations.comparison import Finding
 from mis_ext.rollout.generation import Generation
 
-Policy = Literal["strict", "correct", "split", "truncate", "off"]
+Policy = Literal["strict", "correct", "split"]
 BehindSplice = Literal["mask", "flag"]
 
 _SAME_CONVERSATION = (BoundaryKind.RETOKENIZED, BoundaryKind.RETEMPLATED, BoundaryKind.TRUNCATED_GENERATION)
@@ -26,12 +26,8 @@ def choose_action(policy: Policy, call: Generation, finding: Finding) -> Boundar
         return BoundaryAction.RAISED
     if finding.kind is BoundaryKind.DUPLICATE:
         return BoundaryAction.DROPPED
-    if policy == "off":
-        return BoundaryAction.CONTINUED
     if not call.sampled_ids:
         return BoundaryAction.DROPPED
-    if policy == "truncate":
-        return BoundaryAction.TRUNCATED
     if policy == "split":
         return BoundaryAction.SPLIT
     if finding.kind is None:

@@ -36,7 +36,7 @@ def _sample_of(path: list[KnownCall], *, mask_other_context: bool) -> TrainingSa
     exact = True
     for number, call in enumerate(path):
         if number:
-            between = call.prompt[len(tokens) if call.rest is None else call.rest :]
+            between = call.prompt[call.rest :]
             tokens += between
             behind_other_ids += [0] * len(between)
             loss_mask += [0] * len(between)
