@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from responses import recorded, vllm_chat, vllm_completions
 
-from mis_ext.rollout.errors import CountMismatch, LogProbError, MalformedResponse, UnprovenTokenIds
+from mis_ext.rollout.errors import Contradiction, CountMismatch, LogProbError, MalformedResponse, UnprovenTokenIds
 from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
 from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 
@@ -287,3 +287,17 @@ def test_the_callers_name_is_used_before_the_servers() -> None:
     del response["meta_info"]["finish_reason"]
     with pytest.raises(MalformedResponse, match=r"request 'turn 3': response.meta_info.finish_reason is missing"):
         read_sglang_generate(request, response, request_id="turn 3")
+
+
+@pytest.mark.parametrize(("name", "read"), [("generate_length", read_sglang_generate), ("chat_stop", read_sglang_chat)])
+def test_the_ids_that_a_sampling_mask_keeps_are_told(name, read) -> None:
+    """The mask is put into the recorded response here: its format is that of ``test_sglang_definition.py``."""
+    request, response = recorded(name)
+    meta = response["meta_info"] if "meta_info" in response else response["choices"][0]["meta_info"]
+    assert read(request, response).kept_ids is None
+    sampled = [row[1] for row in meta["output_token_logprobs"]]
+    meta["output_token_sampling_mask"] = [[7, token] for token in sampled]
+    assert read(request, response).kept_ids == [[7, token] for token in sampled]
+    meta["output_token_sampling_mask"][1] = [7]
+    with pytest.raises(Contradiction, match="was sampled, but"):
+        read(request, response)

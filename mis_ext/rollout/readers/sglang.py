@@ -134,6 +134,7 @@ def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
     holder = meta or first
     if holder is None:
         return generation
+    generation = with_kept_ids(generation, meta and meta.get("output_token_sampling_mask"))
     return with_versions(generation, holder.get("weight_versions"), holder.get("weight_version"))
 
 
