@@ -47,6 +47,12 @@ def test_a_silent_row_is_printed_and_fails(monkeypatch, capsys):
 PLANTS = {
     "integers as they are": (aten.mul.Tensor, overrides, "_rounded", lambda factor, x: factor),
     "sums over experts": (aten.sum.dim_IntList, row_reductions, "is_over_rows", lambda x, dim: dim == [x.dim() - 1]),
+    "a factor of integers": (
+        aten.add.Scalar,
+        overrides,
+        "_of_integers",
+        lambda f, args, kwargs: f(*args, **kwargs),
+    ),
     "one number": (aten.var.correction, row_reductions, "_ANOTHER_WAY_ALONE", frozenset()),
     "elementwise": (aten.cosh.default, overrides.elementwise, "compute", lambda func, *args, **kwargs: func(*args)),
 }

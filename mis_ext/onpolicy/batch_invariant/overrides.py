@@ -149,7 +149,7 @@ def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     first = result[0] if isinstance(result, list) and result else result
     if isinstance(first, Tensor) and first.device.type == "cpu" and first.is_floating_point():
         kind = kind_of(func)
-        if kind == "elementwise":
+        if kind in ("elementwise", "passes without factor"):
             return elementwise.compute(func, *args, **kwargs)
         if kind == "one by one":
             return _one_by_one(func, args, kwargs)
