@@ -116,13 +116,15 @@ def test_an_operator_that_would_run_unchanged_is_an_error_in_any_of_its_forms(na
         torch.ops.aten.linalg_multi_dot.default,
         # One number is a sum of products to it, and more are a product of matrices.
         lambda x: torch.tensordot(*x[:2], 1),
+        lambda x: torch.inner(x[0], x[1][:, 0]),
+        lambda x: x[0].inner(x[1][:, 0]),
     ],
 )
 # Of torch, that chain_matmul is deprecated.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_chain_of_products_whose_order_depends_on_the_number_of_rows_is_refused(chain, grad):
     factors = [randn(300, 64), randn(64, 70, seed=1), randn(70, 33, seed=2)]
-    message = r"(multi_dot|chain_matmul|tensordot)\S* has no batch-invariant form here, .*: write them with @"
+    message = r"(multi_dot|chain_matmul|tensordot|inner)\S* has no batch-invariant form here, .*: write them with @"
     with pytest.raises(NotImplementedError, match=message), grad(), batch_invariant_mode():
         chain(factors)
 

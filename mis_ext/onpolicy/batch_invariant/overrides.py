@@ -30,8 +30,8 @@ which a backward pass computes again, would run unseen."""
 
 
 _CHAINS = frozenset(
-    {torch.linalg.multi_dot, torch.chain_matmul, torch.tensordot}
-    | {aten.linalg_multi_dot, aten.chain_matmul, aten.tensordot}
+    {torch.linalg.multi_dot, torch.chain_matmul, torch.tensordot, torch.inner, Tensor.inner}
+    | {aten.linalg_multi_dot, aten.chain_matmul, aten.tensordot, aten.inner}
 )
 """Made of other operators, which torch chooses by the number of rows: with autograd only these arrive below."""
 
@@ -349,6 +349,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.linalg_multi_dot.default: _refuse_chain,
     aten.chain_matmul.default: _refuse_chain,
     aten.tensordot.default: _refuse_chain,
+    aten.inner.default: _refuse_chain,
 }
 _OVERRIDES |= dict.fromkeys(
     (
