@@ -1,0 +1,31 @@
+"""Keys of a run, as other frameworks hand them over: a mapping, or the path of a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mis_ext.loss.settings import LOSS_KEYS
+
+Keys = Mapping[str, Any] | str | Path
+
+
+def read_keys(keys: Keys) -> dict[str, Any]:
+    """The keys themselves, or those in the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: They are no mapping.
+    """
+    found: Any = yaml.safe_load(Path(keys).read_text(encoding="utf-8")) if isinstance(keys, (str, Path)) else keys
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")
+    return dict(found)
+
+
+def says_whole_loss(keys: Mapping[str, Any]) -> bool:
+    """Whether a key is of the whole loss, not of the correction alone."""
+    return any(keys.get(key) is not None for key in LOSS_KEYS)
