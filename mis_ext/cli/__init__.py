@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mis_ext.cli import audit, check_rollouts, diff, explain, methods, presets, report
+from mis_ext.cli import audit, check_rollouts, convert, diff, explain, methods, presets, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="mis-ext", description="Measures and explains the mismatch of inference and training engines."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (audit, report, explain, diff, check_rollouts, presets, methods):
+    for module in (audit, report, explain, diff, check_rollouts, presets, methods, convert):
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:

@@ -1,0 +1,32 @@
+"""``mis-ext convert``: keys of ours that do what a file of another framework says."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``convert`` to the subcommands of ``mis-ext``."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="from the options of another framework to a file of ours with the same weights and masks",
+        description="Reads a configuration of verl (the .hydra/config.yaml of a run, or its rollout_correction alone) "
+        "and prints the file of ours that gives the same weights and masks. What has no counterpart is refused.",
+    )
+    parser.add_argument("framework", choices=("verl",), help="whose options they are")
+    parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the file; the exit code."""
+    import yaml
+
+    from mis_ext.hosts.keys import read_keys
+    from mis_ext.hosts.verl_options import convert_verl, options_in
+
+    keys, remarks = convert_verl(options_in(read_keys(arguments.file)))
+    for remark in ("From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks):
+        print(f"# {remark}")
+    print(yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120), end="")
+    return 0

@@ -1,0 +1,143 @@
+"""verl's options of its rollout correction, as keys of ours that give the same weights and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mis_ext.checks import check_choice, check_known
+from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+
+KNOWN = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+)
+PLACES = (
+    "algorithm.rollout_correction",
+    "rollout_correction",
+    "actor_rollout_ref.actor.policy_loss.rollout_correction",
+)
+"""Where a configuration of verl has them; the first that is there counts."""
+
+_REDUCTIONS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
+_CRITERIA = tuple(
+    f"{level}_{estimate}"
+    for level in _REDUCTIONS
+    for estimate in ("k1", "k2", "k3")
+    if f"{level}_{estimate}" != "seq_max_k1"
+)
+_REPLACED = {
+    "rollout_token_veto_threshold": "of older releases; here it is a gate {reduce: min, low: THRESHOLD}",
+    "rollout_is_threshold_lower": "of older releases; write the band as rollout_is_threshold: LOW_HIGH",
+    "rollout_rs_threshold_lower": "of older releases; write the band as rollout_rs_threshold: LOW_HIGH",
+}
+
+
+class Converted(NamedTuple):
+    """``keys``: what mis_ext is given. ``remarks``: what the keys cannot say, a sentence each."""
+
+    keys: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options in the whole of a configuration of verl, or in a file that has nothing else.
+
+    Raises:
+        ValueError: There are none.
+    """
+    for place in PLACES:
+        found: Any = content
+        for name in place.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            return found
+    if any(name in content for name in KNOWN):
+        return content
+    raise ValueError(f"no rollout correction of verl: neither {', '.join(PLACES)} nor {', '.join(KNOWN)}")
+
+
+def convert_verl(options: Mapping[str, Any]) -> Converted:
+    """The keys that give verl's weights and masks; a missing option has the default of verl's YAML.
+
+    Raises:
+        ValueError: An option is unknown, has no counterpart, or is out of range; it is named.
+    """
+    given = {name: value for name, value in options.items() if name != "_target_"}
+    for name in _REPLACED.keys() & given.keys():
+        raise ValueError(f"{name}={given[name]!r}: {_REPLACED[name]}")
+    check_known("options of verl", given, KNOWN)
+    loss_type = check_choice("loss_type", given.get("loss_type", "ppo_clip"), ("ppo_clip", "reinforce"))
+    is_bypass, remarks = bool(given.get("bypass_mode", False)), []
+    level, threshold = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
+    mis: dict[str, Any] = {"weight": None, "gates": []}
+    if level is not None and threshold is not None:
+        check_choice("rollout_is", level, ("token", "sequence"))
+        if is_bypass and loss_type == "ppo_clip":
+            remarks.append("bypass_mode with loss_type: ppo_clip ignores rollout_is, in verl too: no weight.")
+        else:
+            mis |= _weight(level, threshold, is_normalized=bool(given.get("rollout_is_batch_normalize", False)))
+    if given.get("rollout_rs") is not None:
+        mis["gates"] = [*mis["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
+    if is_bypass:
+        remarks.append(f"Stay in verl's configuration: bypass_mode: true, loss_type: {loss_type}.")
+        if "normalize_over" in mis:
+            remarks.append("verl's mean of weights is over all ranks in bypass mode, here over the rank's micro-batch.")
+    keys: dict[str, Any] = {"mis": {name: value for name, value in mis.items() if value}}
+    if not keys["mis"]:
+        keys = {"use_tis": False}
+        remarks.append("Nothing is corrected, as in verl: metrics only.")
+    config_from_mapping(keys)
+    return Converted(keys, tuple(remarks))
+
+
+def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any]:
+    if not isinstance(threshold, str) or "_" not in threshold:
+        high = _number("rollout_is_threshold", threshold)
+        mean = {"normalize_over": "valid", "scope": "micro_batch"} if is_normalized else {}
+        return {"weight": {"level": level, "mode": "truncate", "high": high}, "gates": [], **mean}
+    if is_normalized:
+        raise ValueError(
+            f"rollout_is_batch_normalize with the band rollout_is_threshold={threshold!r}: verl's mean counts what is "
+            "outside as 0, which no key of a correction does; for tokens write mis_loss_method: {name: icepop, "
+            "low: LOW, high: HIGH, normalize_over: all_tokens}, which is then per micro-batch"
+        )
+    low, high = (_number("rollout_is_threshold", part) for part in threshold.split("_", 1))
+    band = {"reduce": "token" if level == "token" else "sum", "low": low, "high": high, "action": "zero"}
+    return {"weight": {"level": level, "mode": "unbounded"}, "gates": [band]}
+
+
+def _gates(criteria: str, thresholds: Any) -> list[dict[str, Any]]:
+    names = list(dict.fromkeys(name.strip() for name in criteria.split(",") if name.strip()))
+    check_known("criteria of rollout_rs", names, _CRITERIA)
+    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()] if thresholds is not None else []
+    if len(specs) not in (1, len(names)):
+        raise ValueError(f"rollout_rs_threshold={thresholds!r}: one threshold for all of {names}, or one for each")
+    each = specs * len(names) if len(specs) == 1 else specs
+    return [_gate(name, spec) for name, spec in zip(names, each, strict=True)]
+
+
+def _gate(name: str, spec: str) -> dict[str, Any]:
+    level, _, estimate = name.rpartition("_")
+    gate: dict[str, Any] = {"reduce": _REDUCTIONS[level]}
+    if estimate != "k1":
+        return gate | {"statistic": estimate, "high": _number(f"rollout_rs_threshold of {name}", spec)}
+    numbers = [_number(f"rollout_rs_threshold of {name}", part) for part in spec.split("_", 1)]
+    low, high = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
+    # verl's band is of behavior / proximal, ours of proximal / behavior.
+    return gate | {"low": 1.0 / high, "high": 1.0 / low}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} must be a number above 0") from None
+    if isinstance(value, bool) or not number > 0.0:
+        raise ValueError(f"{name}={value!r} must be a number above 0")
+    return number
