@@ -1,0 +1,229 @@
+"""Our numbers are those that verl's own code gave, recorded by ``tests/data/verl/record.py``."""
+
+import argparse
+import json
+import lzma
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import verl_cases
+import yaml
+
+import mis_ext
+from mis_ext.cli import main
+from mis_ext.hosts.keys import read_keys
+from mis_ext.hosts.verl import register
+from mis_ext.hosts.verl_loss import whole_loss
+from mis_ext.hosts.verl_options import convert_verl
+
+with lzma.open(Path(__file__).parent / "data" / "verl" / "numbers.json.xz", "rt") as file:
+    RECORD = json.load(file)
+BATCHES = {
+    name: {key: torch.tensor(values) for key, values in batch.items()} for name, batch in RECORD["batches"].items()
+}
+CORRECTIONS = RECORD["corrections"]
+# float32: sums of 60 tokens in another order.
+TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
+pytestmark = pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds", "ignore:rejected")
+
+
+def loss_of(keys: dict, batch: dict, *, info: dict, mode: str, is_bypass: bool, behavior: bool = True) -> dict:
+    current = batch["log_prob"].clone().requires_grad_()
+    old = batch["rollout_log_prob" if is_bypass and behavior else "old_log_prob"]
+    loss, _ = whole_loss(keys, is_bypass=is_bypass)(
+        config=argparse.Namespace(global_batch_info=info),
+        loss_agg_mode=mode,
+        old_log_prob=old,
+        log_prob=current,
+        advantages=batch["advantages"],
+        response_mask=batch["response_mask"],
+        rollout_is_weights=batch["rollout_log_prob"],
+    )
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": current.grad}
+
+
+def assert_close(found: dict, wanted: dict, *, factor: float = 1.0) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value * factor, torch.tensor(wanted[name]), **TOLERANCE)
+
+
+def test_the_record_holds_every_preset_and_criterion_and_both_agreed_in_verl_itself() -> None:
+    assert sum(name.startswith("preset ") for name in CORRECTIONS) == 19
+    assert set(CORRECTIONS) > set(verl_cases.OPTIONS)
+    assert set(RECORD["losses"]) == set(verl_cases.LOSSES)
+    assert len(verl_cases.CRITERIA) == 11
+    assert max(RECORD["worst"].values()) < 2e-6
+
+
+def is_decoupled(name: str) -> bool:
+    return not CORRECTIONS[name]["options"].get("bypass_mode", False)
+
+
+@pytest.mark.parametrize("name", [*filter(is_decoupled, CORRECTIONS)])
+def test_converted_options_give_the_weights_and_masks_of_verl(name) -> None:
+    keys = convert_verl(CORRECTIONS[name]["options"]).keys
+    for each, wanted in CORRECTIONS[name]["batches"].items():
+        batch = BATCHES[each]
+        found = mis_ext.correct_padded(
+            keys,
+            proximal_logprobs=batch["old_log_prob"],
+            behavior_logprobs=batch["rollout_log_prob"],
+            response_mask=batch["response_mask"],
+        )
+        mask = torch.tensor(wanted["mask"]) != 0
+        assert torch.equal(found.keep_mask & batch["response_mask"], mask)
+        torch.testing.assert_close(torch.where(mask, found.weights, 0.0), torch.tensor(wanted["weights"]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", verl_cases.OPTIONS)
+def test_each_criterion_rejects_and_keeps_something(name) -> None:
+    if "rollout_rs" in verl_cases.OPTIONS[name]:
+        masks = {each: of["mask"] for each, of in CORRECTIONS[name]["batches"].items()}
+        shares = [torch.tensor(mask).sum() / BATCHES[each]["response_mask"].sum() for each, mask in masks.items()]
+        assert any(0.0 < share < 1.0 for share in shares)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_whole_loss_with_converted_options_is_the_loss_of_verl(name) -> None:
+    options = CORRECTIONS[name]["options"]
+    is_bypass = options.get("bypass_mode", False)
+    mode = "decoupled" if not is_bypass else "reinforce" if options["loss_type"] == "reinforce" else "bypass"
+    keys = {"mis_loss_mode": mode, "use_tis": True} | convert_verl(options).keys
+    keys |= {"eps_clip_c": 3.0} if mode != "reinforce" else {}
+    if not keys["use_tis"] and mode == "decoupled":
+        # That mode wants a correction.
+        keys["mis_loss_mode"] = "baseline"
+    for each, wanted in CORRECTIONS[name]["batches"].items():
+        found = loss_of(keys, BATCHES[each], info=verl_cases.GLOBAL, mode="token-mean", is_bypass=is_bypass)
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "global"])
+@pytest.mark.parametrize("name", verl_cases.LOSSES)
+def test_a_published_method_is_the_loss_of_verl_of_that_name(name, kind) -> None:
+    _, keys, mode = verl_cases.LOSSES[name]
+    info = verl_cases.GLOBAL if kind == "global" else {}
+    is_bypass = name in verl_cases.OF_BYPASS
+    for each, wanted in RECORD["losses"][name][kind].items():
+        batch, factor = BATCHES[each], 1.0
+        if name in verl_cases.DIVIDES_BY_ROWS:
+            rows = batch["response_mask"].any(1).float()
+            factor = float(rows.mean()) if kind == "plain" else 14 / 2 / len(rows)
+        found = loss_of(keys, batch, info=info, mode=mode, is_bypass=is_bypass, behavior=False)
+        assert_close(found, wanted, factor=factor)
+
+
+def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
+    options = {"rollout_is": "token", "rollout_is_threshold": "0.8_1.4", "rollout_is_batch_normalize": True}
+    with pytest.raises(ValueError, match=r"rollout_is_batch_normalize .* normalize_over: all_tokens"):
+        convert_verl(options)
+    batch = BATCHES["apart"]
+    mask = batch["response_mask"]
+    ratio = (batch["old_log_prob"] - batch["rollout_log_prob"]).exp()
+    weights = torch.where((ratio >= 0.8) & (ratio <= 1.4), ratio, 0.0)
+    weights = weights / weights[mask].mean()
+    update = (batch["log_prob"] - batch["old_log_prob"]).exp()
+    gain = torch.minimum(update * batch["advantages"], update.clamp(0.8, 1.2) * batch["advantages"])
+    keys = {"mis_loss_method": {"name": "icepop", "low": 0.8, "high": 1.4, "normalize_over": "all_tokens"}}
+    found = loss_of(keys, batch, info={}, mode="token-mean", is_bypass=False)
+    torch.testing.assert_close(found["loss"], -(weights * gain)[mask].mean(), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_is": "tokens"}, "rollout_is"),
+        ({"rollout_is": "geometric"}, "rollout_is"),
+        ({"rollout_is": "token", "rollout_is_threshold": "0.5_high"}, "rollout_is_threshold='high'"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1.0}, "'seq_max_k1'"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None"),
+        ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2,3"}, "rollout_rs_threshold='2,3'"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs_threshold of token_k2='0.1_0.2'"),
+        ({"rollout_token_veto_threshold": 1e-4}, "reduce: min"),
+        ({"rollout_is": "token", "rollout_is_treshold": 2.0}, "did you mean 'rollout_is_threshold'"),
+        ({"bypass_mode": True, "loss_type": "ppo"}, "loss_type"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(options, message) -> None:
+    with pytest.raises(ValueError, match=r"rollout|loss_type") as caught:
+        convert_verl(options)
+    assert message in str(caught.value)
+
+
+def test_the_command_finds_the_options_in_a_whole_configuration(tmp_path, capsys) -> None:
+    options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k1"}
+    options |= {"rollout_rs_threshold": "0.999_1.002", "bypass_mode": True, "loss_type": "reinforce"}
+    file = tmp_path / "config.yaml"
+    for content in (options, {"algorithm": {"gamma": 1.0, "rollout_correction": options}, "trainer": {}}):
+        file.write_text(yaml.safe_dump(content))
+        assert main(["convert", "verl", str(file)]) == 0
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed) == convert_verl(options).keys
+        assert "# Stay in verl's configuration: bypass_mode: true, loss_type: reinforce." in printed
+    file.write_text("trainer: {}\n")
+    with pytest.raises(SystemExit):
+        main(["convert", "verl", str(file)])
+    assert "no rollout correction of verl" in capsys.readouterr().err
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """Stands for the three modules of verl that are touched; verl itself runs in ``record.py``."""
+    losses = {"vanilla": None, "bypass_mode": None}
+    core = types.SimpleNamespace(
+        POLICY_LOSS_REGISTRY=losses, register_policy_loss=lambda name: lambda loss: losses.__setitem__(name, loss)
+    )
+    helper = types.SimpleNamespace(compute_rollout_correction_and_rejection_mask=None)
+    ppo = types.SimpleNamespace(core_algos=core, rollout_corr_helper=helper)
+    proto = types.SimpleNamespace(DataProto=types.SimpleNamespace(from_dict=lambda tensors: tensors))
+    for name, module in {"verl": ppo, "verl.protocol": proto, "verl.trainer": ppo, "verl.trainer.ppo": ppo}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return ppo
+
+
+def corrected(verl) -> tuple:
+    batch = BATCHES["apart"]
+    streams = batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"]
+    return verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(*streams, rollout_is="token")
+
+
+def test_keys_of_a_correction_leave_the_losses_of_verl_alone(verl) -> None:
+    before = dict(verl.core_algos.POLICY_LOSS_REGISTRY)
+    gate = {"low": 0.8, "high": 1.2}
+    register({"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.1}, "gates": [gate]}})
+    assert before == verl.core_algos.POLICY_LOSS_REGISTRY
+    weights, mask, metrics = corrected(verl)
+    assert float(weights["rollout_is_weights"].max()) == pytest.approx(1.1)
+    ratio = (BATCHES["apart"]["old_log_prob"] - BATCHES["apart"]["rollout_log_prob"]).exp()
+    assert torch.equal(mask, BATCHES["apart"]["response_mask"] & (ratio >= 0.8) & (ratio <= 1.2))
+    assert metrics["rollout_corr/mis_k3_kl"] > 0.0
+
+
+def test_keys_of_the_whole_loss_hand_the_behavior_policy_on_and_stop_losses_that_would_multiply_by_it(verl) -> None:
+    register({"mis_loss_method": "icepop"})
+    handed, mask, metrics = corrected(verl)
+    assert handed["rollout_is_weights"] is BATCHES["apart"]["rollout_log_prob"]
+    assert mask is BATCHES["apart"]["response_mask"]
+    assert metrics == {}
+    losses = verl.core_algos.POLICY_LOSS_REGISTRY
+    with pytest.raises(ValueError, match=r"loss_mode: vanilla .* write loss_mode=mis_ext"):
+        losses["vanilla"](log_prob=None)
+    assert set(losses) == {"vanilla", "bypass_mode", "mis_ext"}
+
+
+def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> None:
+    with pytest.raises(ValueError, match="compares with the proximal policy"):
+        loss_of({"mis_loss_method": "icepop"}, BATCHES["apart"], info={}, mode="token-mean", is_bypass=True)
+
+
+def test_keys_are_a_mapping_or_a_file(tmp_path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("use_tis: true\n")
+    assert read_keys(file) == read_keys(str(file)) == read_keys({"use_tis": True}) == {"use_tis": True}
+    file.write_text("- use_tis\n")
+    with pytest.raises(TypeError, match=r"keys\.yaml: expected a mapping of keys to values, got list"):
+        read_keys(file)
