@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,3 +31,13 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
     """Whether a key is of the whole loss, not of the correction alone."""
     return any(keys.get(key) is not None for key in LOSS_KEYS)
+
+
+def kept_keys(keys: Keys, **more: Any) -> dict[str, Any]:
+    """``keys`` and ``more``: for the same ones the same object, by which sessions know a run."""
+    return _kept(json.dumps(keys if isinstance(keys, str) else {**read_keys(keys)}), json.dumps(more))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(keys: str, more: str) -> dict[str, Any]:
+    return {**read_keys(json.loads(keys)), **json.loads(more)}

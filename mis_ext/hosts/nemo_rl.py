@@ -1,0 +1,59 @@
+"""NeMo-RL: our whole loss around its own, which goes on to report its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+
+
+class MisLoss:
+    """A loss function for ``grpo_train``: ``loss_fn = MisLoss(loss_fn, "mis.yaml")`` after ``setup``.
+
+    Args:
+        loss_fn: The ``ClippedPGLossFn`` that NeMo-RL's ``setup`` made. Of its settings two act on our loss:
+            ``token_level_loss``, and ``force_on_policy_ratio``, with which there are no proximal log-probs.
+        keys: A mapping, or the path of a YAML file.
+
+    Raises:
+        ValueError: Its own loss would add a KL penalty or positive examples, which would be lost.
+    """
+
+    def __init__(self, loss_fn: Any, keys: Keys) -> None:
+        for name in ("reference_policy_kl_penalty", "positive_example_nll_weight"):
+            if getattr(loss_fn, name, 0) != 0:
+                raise ValueError(
+                    f"loss_fn.{name}={getattr(loss_fn, name)}: no part of the loss of mis_ext; set it to 0"
+                )
+        self.host, self.keys = loss_fn, read_keys(keys)
+        self.is_of_tokens = loss_fn.loss_type.value == "token_level"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("host", "__setstate__", "__getstate__"):
+            raise AttributeError(name)
+        return getattr(self.host, name)
+
+    def __call__(
+        self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The part of this micro-batch in the mean over the global batch, and metrics of the same kind."""
+        with torch.no_grad():
+            _, metrics = self.host(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        reference = data.get("reference_policy_logprobs")
+        found = policy_loss_from_log_probs(
+            kept_keys(self.keys, calculate_per_token_loss=self.is_of_tokens),
+            current_logprobs=next_token_logprobs,
+            proximal_logprobs=None if self.host.force_on_policy_ratio else data["prev_logprobs"][:, 1:],
+            behavior_logprobs=data["generation_logprobs"][:, 1:],
+            reference_logprobs=None if reference is None else reference[:, 1:],
+            advantages=data["advantages"][:, 1:],
+            response_mask=data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1),
+        )
+        size = global_valid_toks if self.is_of_tokens else global_valid_seqs
+        share = found.num_terms / size
+        ours = {name: float(metric.value() * share) for name, metric in found.metrics.items()}
+        return found.total / size, metrics | ours

@@ -1,0 +1,35 @@
+"""prime-rl: our whole loss as its custom loss, one packed sample a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.keys import Keys, kept_keys
+
+
+def loss(inputs: Any, *, keys: Keys) -> Any:
+    """The sum over the tokens of a sample, which prime-rl divides by the tokens of the whole batch.
+
+    Args:
+        inputs: prime-rl's ``LossInputs``. It has no proximal log-probs: a method that looks at them is refused.
+        keys: A mapping or the path of a YAML file, under ``[trainer.loss.kwargs]``.
+
+    Returns:
+        Its ``LossOutputs``, with the metrics of the sample.
+    """
+    from prime_rl.trainer.rl.loss import LossOutputs
+
+    # In prime-rl a weight multiplies the loss of a token, as a fractional mask does here.
+    mask = inputs.loss_mask.float() if inputs.loss_weights is None else inputs.loss_mask * inputs.loss_weights
+    found = policy_loss_from_log_probs(
+        kept_keys(keys, calculate_per_token_loss=True, use_rollout_logprobs=True),
+        current_logprobs=inputs.trainer_logprobs,
+        behavior_logprobs=inputs.inference_logprobs,
+        reference_logprobs=inputs.ref_logprobs,
+        advantages=inputs.advantages,
+        response_mask=mask,
+        layout=PackedLayout.whole([len(mask)], device=mask.device),
+    )
+    return LossOutputs(loss=found.total, metrics={name: metric.value() for name, metric in found.metrics.items()})

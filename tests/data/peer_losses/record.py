@@ -1,0 +1,142 @@
+"""Records ``numbers.json.xz`` anew: losses and gradients of prime-rl's and NeMo-RL's own code on a CPU, and ours in it.
+
+Their code is not part of this repository. With a clone of each at its revision, and what their modules of losses
+import (no GPU), from the repository's root:
+
+    python tests/data/peer_losses/record.py --prime-rl ~/prime-rl --nemo-rl ~/RL [--check]
+
+prime-rl builds our loss itself, from a configuration with its import path. NeMo-RL's loss is wrapped as a script of a
+user wraps it. The largest difference of both is printed. ``--check`` writes nothing, and compares with the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+FILE = HERE / "numbers.json.xz"
+REVISIONS = {
+    "prime_rl": "559b44772e471d1538537b8805cc77f3824a5e64",
+    "nemo_rl": "7ea279abfbeb698b092856d0dab61e7cf39bc909",
+}
+TOLERANCE = 2e-6
+
+sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+
+import peer_cases  # noqa: E402
+import verl_cases  # noqa: E402
+
+
+def prime_rl(config: dict[str, Any], batch: dict, *, is_weighted: bool) -> dict[str, Any]:
+    """The loss that prime-rl builds from a configuration, on a packed batch."""
+    from prime_rl.configs.trainer import LossConfig
+    from prime_rl.trainer.rl.loss import compute_loss, setup_rl_loss_fn
+    from pydantic import TypeAdapter
+
+    current = batch["log_prob"].clone().requires_grad_()
+    loss, _ = compute_loss(
+        trainer_logprobs=[*current],
+        inference_logprobs=[*batch["rollout_log_prob"]],
+        ref_logprobs=None,
+        advantages=[*batch["advantages"]],
+        loss_mask=[*batch["response_mask"]],
+        rl_weights=[*peer_cases.weights_of(batch)] if is_weighted else None,
+        ce_weights=None,
+        ref_kl_weights=None,
+        rl_loss_fn=setup_rl_loss_fn(TypeAdapter(LossConfig).validate_python(config)),
+        rl_scale=peer_cases.RL_SCALE,
+        ce_scale=1,
+        ref_kl_scale=1,
+    )
+    loss.backward()
+    return {"loss": loss.tolist(), "gradient": current.grad.tolist()}
+
+
+def nemo_rl(settings: dict[str, Any], batch: dict, keys: dict[str, Any] | None) -> dict[str, Any]:
+    """NeMo-RL's loss, or ours around it, sent through pickle as to its workers."""
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+
+    from mis_ext.hosts.nemo_rl import MisLoss
+
+    loss_fn: Any = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **settings))
+    if keys is not None:
+        loss_fn = pickle.loads(pickle.dumps(MisLoss(loss_fn, keys)))
+    current = batch["log_prob"].clone().requires_grad_()
+    loss, metrics = loss_fn(next_token_logprobs=current, data=peer_cases.nemo_data(batch), **peer_cases.SIZES)
+    loss.backward()
+    assert {"token_mult_prob_error", "gen_kl_error", "num_valid_samples"} <= set(metrics)
+    return {"loss": loss.tolist(), "gradient": current.grad.tolist()}
+
+
+def all_numbers() -> dict[str, Any]:
+    """Of both, with their own loss and with ours."""
+    own: dict[str, Any] = {"prime_rl": {}, "nemo_rl": {}}
+    worst = {}
+    batches = verl_cases.batches()
+    for name, (config, keys) in peer_cases.PRIME_RL.items():
+        ours = {"type": "custom", "import_path": "mis_ext.hosts.prime_rl.loss", "kwargs": {"keys": keys}}
+        found = [
+            {
+                f"{each}{', weights' if is_weighted else ''}": prime_rl(one, batch, is_weighted=is_weighted)
+                for each, batch in batches.items()
+                for is_weighted in (False, True)
+            }
+            for one in (config, ours)
+        ]
+        own["prime_rl"][name], worst[f"prime-rl {name}"] = found[0], largest(*found)
+    for name, (settings, keys) in peer_cases.NEMO_RL.items():
+        found = [{each: nemo_rl(settings, batch, of) for each, batch in batches.items()} for of in (None, keys)]
+        own["nemo_rl"][name], worst[f"NeMo-RL {name}"] = found[0], largest(*found)
+    inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
+    return {"revisions": REVISIONS, "worst": worst, "batches": inputs, "losses": own}
+
+
+def largest(wanted: Any, found: Any) -> float:
+    """Largest difference of two trees of numbers."""
+    if isinstance(wanted, dict):
+        return max(largest(wanted[key], found[key]) for key in wanted)
+    difference = float((torch.tensor(wanted).double() - torch.tensor(found).double()).abs().max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record, or compare; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prime-rl", type=Path, required=True, help=f"a clone at {REVISIONS['prime_rl']}")
+    parser.add_argument("--nemo-rl", type=Path, required=True, help=f"a clone at {REVISIONS['nemo_rl']}")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parsed = parser.parse_args(arguments)
+    for name, revision in REVISIONS.items():
+        clone = getattr(parsed, name)
+        git = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        if git.stdout.strip() != revision:
+            parser.error(f"{clone} is at {git.stdout.strip()}, the numbers are of {revision}")
+    sys.path[:0] = [str(parsed.prime_rl / path) for path in ("src", "packages/prime-rl-configs/src")]
+    sys.path.insert(0, str(parsed.nemo_rl))
+    numbers = all_numbers()
+    for name, difference in numbers["worst"].items():
+        print(f"{difference:9.1e}  {name}")
+    differ = [name for name, difference in numbers["worst"].items() if not difference <= TOLERANCE]
+    print(f"{len(numbers['worst'])} losses, {len(differ)} differ by more than {TOLERANCE:g}: {differ}")
+    if parsed.check:
+        with lzma.open(FILE, "rt") as file:
+            recorded = json.load(file)
+        off = max(largest(recorded[part], numbers[part]) for part in ("batches", "losses"))
+        print(f"their own numbers differ from the file by at most {off:.1e}")
+        return int(bool(differ) or off > TOLERANCE)
+    FILE.write_bytes(lzma.compress(json.dumps(numbers).encode()))
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,90 @@
+"""Losses of prime-rl and NeMo-RL, and the keys with which ours is the same."""
+
+import torch
+import verl_cases
+
+PRIME_RL = {
+    "default": ({"type": "default"}, {"mis_loss_method": {"name": "prime_rl"}}),
+    "default, bounds": (
+        {"type": "default", "dppo_mask_low": 0.02, "dppo_mask_high": 0.05, "kl_tau": 0.1},
+        {"mis_loss_method": {"name": "prime_rl", "low": 0.02, "high": 0.05, "tau": 0.1}},
+    ),
+    "ipo": ({"type": "ipo"}, {"mis_loss_method": {"name": "ipo"}}),
+    "ipo, bounds": (
+        {"type": "ipo", "ipo_threshold": 0.03, "kl_tau": 0.05},
+        {"mis_loss_method": {"name": "ipo", "delta": 0.03, "tau": 0.05}},
+    ),
+}
+"""prime-rl's configuration, and our keys."""
+
+_IS = {"use_importance_sampling_correction": True}
+_TRUNCATED = "truncated_importance_sampling"
+
+
+def _method(name: str, **parameters: object) -> dict:
+    return {"mis_loss_method": {"name": name, **parameters}}
+
+
+def _correction(mode: str, **native: object) -> dict:
+    return {"mis_loss_mode": mode, "use_tis": True, "mis": native}
+
+
+NEMO_RL = {
+    "ppo": ({}, _method("ppo")),
+    "ppo, sequences": ({"token_level_loss": False}, _method("ppo")),
+    "dapo": ({"ratio_clip_max": 0.28}, _method("dapo")),
+    "dual clip": ({"ratio_clip_c": 3.0}, _method("dual_clip")),
+    "correction": (_IS, _method("decoupled")),
+    "tis": (_IS | {f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2}, _method("decoupled_token_tis", high=1.2)),
+    "tis, low": (
+        _IS | {f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2, f"{_TRUNCATED}_ratio_min": 0.9},
+        _method("decoupled_token_clip", low=0.9, high=1.2),
+    ),
+    "icepop": (
+        _IS | {f"{_TRUNCATED}_type": "icepop", f"{_TRUNCATED}_ratio": 1.2, f"{_TRUNCATED}_ratio_min": 0.8},
+        _method("icepop", low=0.8, high=1.2),
+    ),
+    "seq-mask-tis": (
+        _IS | {f"{_TRUNCATED}_type": "seq-mask-tis", f"{_TRUNCATED}_ratio": 1.01, f"{_TRUNCATED}_ratio_min": 0.95},
+        _method("sequence_mask_tis", low=0.95, high=1.01),
+    ),
+    "cispo": ({"use_cispo": True}, _method("cispo", low=0.8, high=1.2)),
+    "cispo, tis": (
+        _IS | {"use_cispo": True, f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2},
+        _method("cispo", low=0.8, high=1.2)
+        | {"use_tis": True, "mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}}},
+    ),
+    "reinforce": ({"disable_ppo_ratio": True}, _method("reinforce")),
+    "gspo": (
+        {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        _method("gspo", low=0.2, high=0.2),
+    ),
+    "gspo, sequence weights": (
+        _IS | {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        _method("gspo", low=0.2, high=0.2)
+        | {"use_tis": True, "mis": {"weight": {"level": "sequence", "mode": "unbounded"}}},
+    ),
+    "on-policy, tis": (
+        _IS | {"force_on_policy_ratio": True, f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2},
+        _correction("decoupled", weight={"level": "token", "mode": "truncate", "high": 1.2}),
+    ),
+}
+"""NeMo-RL's settings, and our keys."""
+
+SIZES = {"global_valid_seqs": torch.tensor(14.0), "global_valid_toks": torch.tensor(100.0)}
+RL_SCALE = 41
+
+
+def weights_of(batch: dict) -> torch.Tensor:
+    """A stream of prime-rl's weights: some tokens half, some twice."""
+    pattern = torch.tensor([1.0, 0.5, 2.0])
+    return pattern.repeat(verl_cases.WIDTH // 3).expand_as(batch["log_prob"]).contiguous()
+
+
+def nemo_data(batch: dict) -> dict[str, torch.Tensor]:
+    """As NeMo-RL holds a batch: with a first token that nobody scores, and a sample that is left out."""
+    names = {"prev_logprobs": "old_log_prob", "generation_logprobs": "rollout_log_prob", "advantages": "advantages"}
+    data = {name: torch.nn.functional.pad(batch[key], (1, 0)) for name, key in names.items()}
+    data["token_mask"] = torch.nn.functional.pad(batch["response_mask"].float(), (1, 0))
+    data["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    return data
