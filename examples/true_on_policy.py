@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from grpo.distributed import Ranks
+from grpo.pretrained import load_pretrained
 from grpo.sglang_engine import INSTALL_HINT
 from onpolicy.demonstration import (
     PIECES,
@@ -43,6 +44,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=PIECES, default=["transformers"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file; --size then says "
+        "how many prompts and tokens. None: a random model",
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
     parser.add_argument("--timing-repeats", type=int, default=3, help="0: measure no costs")
     parser.add_argument(
@@ -72,6 +79,8 @@ def main() -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = Ranks.start(context_parallel_size=1, seed=0)
     workload, console = WORKLOADS[args.size], Console()
+    if args.model is not None:
+        workload = workload.pretrained(load_pretrained(args.model))
     if not console.is_terminal:
         console.width = 140
     results = ResultsFile(args.output_dir / "results.jsonl")
@@ -156,6 +165,7 @@ def row_of(step: Step) -> dict[str, object]:
         "mean": report.mean_abs_diff,
         "max": report.max_abs_diff,
         "max_ulp": report.max_ulp,
+        "k3": step.k3,
         "generate_seconds": step.generate_seconds,
     }
 

@@ -40,7 +40,7 @@ CULPRITS = {
         Piece.FORMULA: "logits equal, log-probs differ",
     },
 }
-WORKLOAD = Workload(
+WORKLOAD = Workload.random(
     shape=ModelShape(
         num_layers=2,
         hidden_size=256,
@@ -76,7 +76,7 @@ def dtype(request):
 
 @pytest.fixture
 def trainer(dtype, device):
-    return Trainer(WORKLOAD.shape, ALL, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+    return Trainer(WORKLOAD.policy, ALL, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_they_differ_when_nothing_is_aligned(experiment, dtype):
 
 
 def test_a_second_turn_behind_the_cached_first_agrees(trainer, dtype):
-    engine = SGLang(WORKLOAD.shape, ALL, dtype=dtype, seed=SEED, max_batch_tokens=WORKLOAD.max_batch_tokens)
+    engine = SGLang(WORKLOAD.policy, ALL, dtype=dtype, seed=SEED, max_batch_tokens=WORKLOAD.max_batch_tokens)
     engine.update_weights(trainer, version=0)
     prompt = WORKLOAD.prompts[-1]
     (first,) = engine.generate([prompt], max_new_tokens=4)

@@ -72,8 +72,8 @@ def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(d
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU) for dtype in DTYPES])
 def test_cuda_graphs_sample_what_forwards_do_at_every_weight_update_and_in_every_batch(dtype, device, monkeypatch):
-    trainer = Trainer(SHORT.shape, ALL, dtype=dtype, device=device, seed=SEED, lr=1e-3)
-    replaying, calling = (StaticContext(SHORT.shape, ALL, dtype=dtype, device=device, seed=SEED) for _ in range(2))
+    trainer = Trainer(SHORT.policy, ALL, dtype=dtype, device=device, seed=SEED, lr=1e-3)
+    replaying, calling = (StaticContext(SHORT.policy, ALL, dtype=dtype, device=device, seed=SEED) for _ in range(2))
     calling.cuda_graphs = False
     replays, replay = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(replay(graph)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
 import torch
 from grpo.model import ModelShape
+from grpo.pretrained import Pretrained
 
 from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.log_probs import audit_logprobs
@@ -19,6 +20,7 @@ from mis_ext.onpolicy.recording.recordings import describe
 
 from .engines import ContinuousBatching, Engine
 from .pieces import Pieces
+from .policy import Policy
 from .sglang_arm import DeterministicSGLang, SGLang
 from .static_context import StaticContext
 from .trainer import Sample, Trainer
@@ -43,40 +45,62 @@ class Workload:
     """Model, prompts and lengths.
 
     Attributes:
-        shape: The decoder.
-        prompt_lengths: Tokens of each prompt.
-        max_new_tokens: Tokens of each response.
+        policy: The decoder.
+        prompts: Token ids.
+        max_new_tokens: Tokens of each response, unless an end token comes first.
         max_batch_tokens: What an engine takes in one forward; longer prompts are cut into chunks.
     """
 
-    shape: ModelShape
-    prompt_lengths: tuple[int, ...]
+    policy: Policy
+    prompts: list[list[int]]
     max_new_tokens: int
     max_batch_tokens: int
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Random token ids."""
+    @classmethod
+    def random(
+        cls, *, shape: ModelShape, prompt_lengths: Sequence[int], max_new_tokens: int, max_batch_tokens: int
+    ) -> Workload:
+        """An untrained model, and prompts of random tokens."""
         random = Random(SEED)
-        return [[random.randrange(self.shape.vocab_size) for _ in range(length)] for length in self.prompt_lengths]
+        prompts = [[random.randrange(shape.vocab_size) for _ in range(length)] for length in prompt_lengths]
+        return cls(
+            policy=Policy.random(shape),
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            max_batch_tokens=max_batch_tokens,
+        )
+
+    def pretrained(self, found: Pretrained) -> Workload:
+        """As many prompts and as long responses, of a pretrained model: short requests for long answers."""
+        prompts = [
+            found.tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"Write a story in which the number {number} matters."}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+            for number in range(2, len(self.prompts) + 2)
+        ]
+        longest = max(len(prompt) for prompt in prompts) + max(self.max_new_tokens, RECORDED_TOKENS)
+        return replace(self, policy=Policy.pretrained(found, max_length=longest), prompts=prompts)
 
 
 _SMALL = {"hidden_size": 256, "ffn_hidden_size": 768, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 2048}
 
 WORKLOADS = {
-    "short": Workload(
+    "short": Workload.random(
         shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
         prompt_lengths=(5, 33, 33, 90),
         max_new_tokens=12,
         max_batch_tokens=64,
     ),
-    "cpu": Workload(
+    "cpu": Workload.random(
         shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
         prompt_lengths=(5, 17, 33, 33, 130, 130),
         max_new_tokens=16,
         max_batch_tokens=64,
     ),
-    "gpu": Workload(
+    "gpu": Workload.random(
         shape=ModelShape(
             num_layers=8,
             hidden_size=1024,
@@ -115,10 +139,12 @@ class Step:
 
     Attributes:
         report: The audit of all its log-probs.
+        k3: Mean of ``r - 1 - log r`` over all tokens, r the ratio of trainer to engine; what the report calls k3.
         generate_seconds: Time of the engine.
     """
 
     report: AuditReport
+    k3: float
     generate_seconds: float
 
 
@@ -127,14 +153,14 @@ class Experiment:
 
     def __init__(self, setting: Setting, workload: Workload, device: torch.device) -> None:
         self._setting, self._workload, self._device = setting, workload, device
-        shape, pieces, dtype = workload.shape, setting.pieces, setting.dtype
-        self._trainer = Trainer(shape, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+        policy, pieces, dtype = workload.policy, setting.pieces, setting.dtype
+        self._trainer = Trainer(policy, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
         self._engine: Engine
         if setting.engine == "megatron":
-            self._engine = StaticContext(shape, pieces, dtype=dtype, device=device, seed=SEED)
+            self._engine = StaticContext(policy, pieces, dtype=dtype, device=device, seed=SEED)
         else:
             engine = _ENGINES[setting.engine]
-            self._engine = engine(shape, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens)
+            self._engine = engine(policy, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens)
         self._samples: list[Sample] = []
 
     def __enter__(self) -> Experiment:
@@ -162,14 +188,18 @@ class Experiment:
             ]
             with torch.no_grad():
                 scored = self._trainer.log_probs(self._samples)
+            trained = [log_probs.cpu() for log_probs in scored]
+            sampled = [torch.tensor(completion.log_probs) for completion in completions]
             report = audit_logprobs(
-                [log_probs.cpu() for log_probs in scored],
-                [torch.tensor(completion.log_probs) for completion in completions],
+                trained,
+                sampled,
                 provenance="decode",
                 train_weight_version=version,
                 rollout_weight_versions=[completion.weight_version for completion in completions],
             )
-            yield Step(report=report, generate_seconds=generate_seconds)
+            log_ratio = torch.cat(trained).double() - torch.cat(sampled).double()
+            k3 = float((log_ratio.expm1() - log_ratio).mean())
+            yield Step(report=report, k3=k3, generate_seconds=generate_seconds)
             if version < count:
                 self._trainer.backward(self._samples, _rewards(self._samples, self._workload))
                 self._trainer.step()
@@ -206,8 +236,8 @@ def training_seconds(
     pieces: Pieces, workload: Workload, *, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> float:
     """Seconds of a trainer's forward and backward over random responses, the median after one that warms up."""
-    trainer = Trainer(workload.shape, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
-    random, size = Random(SEED), workload.shape.vocab_size
+    trainer = Trainer(workload.policy, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+    random, size = Random(SEED), workload.policy.shape.vocab_size
     samples = [
         Sample(prompt=prompt, response=[random.randrange(size) for _ in range(workload.max_new_tokens)])
         for prompt in workload.prompts
@@ -222,7 +252,7 @@ def training_seconds(
 
 def _rewards(samples: list[Sample], workload: Workload) -> list[float]:
     """Mean token ids, of the vocabulary: never all alike, which would leave the weights as they are."""
-    return [sum(sample.response) / len(sample.response) / workload.shape.vocab_size for sample in samples]
+    return [sum(sample.response) / len(sample.response) / workload.policy.shape.vocab_size for sample in samples]
 
 
 def _now() -> float:

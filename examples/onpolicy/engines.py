@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from grpo.engine import Completion, TransformersEngine
-from grpo.model import ModelShape, hf_config
 from torch import nn
 
 from mis_ext.onpolicy.recording.name_map import Parts
@@ -16,8 +15,9 @@ from mis_ext.onpolicy.recording.recorder import Recorder, record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows
 
-from .names import TRANSFORMERS_MODULES, to_transformers
+from .names import to_transformers, transformers_modules
 from .pieces import Piece, Pieces, align_norms, cast_rotary_frequencies, engine_attention, products
+from .policy import Policy
 from .trainer import Trainer
 
 
@@ -66,11 +66,9 @@ class ContinuousBatching:
     # The trainer has angles only, no sines.
     unpaired = ("model.rotary_emb",)
 
-    def __init__(
-        self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int
-    ) -> None:
+    def __init__(self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> None:
         self._engine = TransformersEngine(
-            hf_config(shape),
+            policy.config,
             seed=seed,
             dtype=dtype,
             attention=engine_attention(pieces),
@@ -80,7 +78,8 @@ class ContinuousBatching:
             align_norms(self.model)
         if Piece.ROPE not in pieces:
             cast_rotary_frequencies(self.model, dtype)
-        self.names = to_transformers(shape, dtype, self.model.device)
+        self._modules = transformers_modules(policy.shape)
+        self.names = to_transformers(policy.shape, dtype, self.model.device)
         self._stack = ExitStack()
         self._stack.enter_context(products(pieces, self.model))
 
@@ -106,7 +105,7 @@ class ContinuousBatching:
             return Rows(sequence=torch.zeros_like(position), position=position, kept=kwargs["logits_indices"])
 
         usual, self._engine.cuda_graphs = self._engine.cuda_graphs, False
-        with record(self.model, modules=TRANSFORMERS_MODULES, rows_of=rows_of) as recorder:
+        with record(self.model, modules=self._modules, rows_of=rows_of) as recorder:
             yield recorder
         self._engine.cuda_graphs = usual
 

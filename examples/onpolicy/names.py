@@ -11,7 +11,7 @@ from torch import Tensor
 from mis_ext.onpolicy.recording.name_map import Parts
 
 # Core attention is no module in transformers, so a difference there is one of ``self_attention`` itself.
-TRAINER_MODULES = (
+_TRAINER_MODULES = (
     "",
     "embedding.word_embeddings",
     "rotary_pos_emb",
@@ -28,7 +28,7 @@ TRAINER_MODULES = (
     "decoder.final_layernorm",
     "output_layer",
 )
-TRANSFORMERS_MODULES = (
+_TRANSFORMERS_MODULES = (
     "",
     "model.embed_tokens",
     "model.rotary_emb",
@@ -40,6 +40,17 @@ TRANSFORMERS_MODULES = (
     "model.norm",
     "lm_head",
 )
+
+
+def trainer_modules(shape: ModelShape) -> list[str]:
+    """What to record of Megatron-Core's model."""
+    heads = ("decoder.layers.*.self_attention.q_layernorm", "decoder.layers.*.self_attention.k_layernorm")
+    return [name for name in _TRAINER_MODULES if shape.has_qk_norm or name not in heads]
+
+
+def transformers_modules(shape: ModelShape) -> list[str]:
+    """What to record of transformers' model."""
+    return [name for name in _TRANSFORMERS_MODULES if shape.has_qk_norm or name != "model.layers.*_norm"]
 
 
 def to_transformers(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Mapping[str, str | Parts]:
@@ -59,14 +70,17 @@ def to_transformers(shape: ModelShape, dtype: torch.dtype, device: torch.device)
         # Angles; transformers has their cosines here, as its device rounds them.
         return {"model.rotary_emb": rows.to(device).cos().to(dtype).cpu()}
 
+    norms_of_heads = {
+        f"decoder.layers.{{layer}}.self_attention.{name}_layernorm": f"model.layers.{{layer}}.self_attn.{name}_norm"
+        for name in ("q", "k") * shape.has_qk_norm
+    }
     return {
         "embedding.word_embeddings": "model.embed_tokens",
         "rotary_pos_emb": rotary,
         "decoder.layers.{layer}.input_layernorm": "model.layers.{layer}.input_layernorm",
         "decoder.layers.{layer}.self_attention": "model.layers.{layer}.self_attn",
         "decoder.layers.{layer}.self_attention.linear_qkv": qkv,
-        "decoder.layers.{layer}.self_attention.q_layernorm": "model.layers.{layer}.self_attn.q_norm",
-        "decoder.layers.{layer}.self_attention.k_layernorm": "model.layers.{layer}.self_attn.k_norm",
+        **norms_of_heads,
         "decoder.layers.{layer}.self_attention.linear_proj": "model.layers.{layer}.self_attn.o_proj",
         "decoder.layers.{layer}.pre_mlp_layernorm": "model.layers.{layer}.post_attention_layernorm",
         "decoder.layers.{layer}.mlp": "model.layers.{layer}.mlp",

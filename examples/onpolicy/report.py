@@ -16,6 +16,7 @@ plt.switch_backend("agg")
 
 Row = dict[str, Any]
 
+NUMBERS = ("tokens", "nonzero", "mean", "max", "max ULP", "k3")
 EXACT_FLOOR = 1e-9
 """Where an exact 0 is drawn on a logarithmic axis."""
 
@@ -40,7 +41,7 @@ def print_tables(rows: list[Row], console: Console) -> None:
     """Print steps, ablation and costs, each if it was measured."""
     steps = [row for row in rows if row["kind"] == "step"]
     table = _table("Every sampled token, trainer against engine", "engine", "dtype", "aligned", "step")
-    for name in ("tokens", "nonzero", "mean", "max", "max ULP"):
+    for name in NUMBERS:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in steps:
@@ -50,7 +51,7 @@ def print_tables(rows: list[Row], console: Console) -> None:
     ablation = [row for row in rows if row["kind"] == "ablation"]
     if ablation:
         table = _table("One piece left out", "engine", "dtype", "left out")
-        for name in ("tokens", "nonzero", "mean", "max", "max ULP"):
+        for name in NUMBERS:
             table.add_column(name, justify="right")
         table.add_column("the recorder says")
         for row in ablation:
@@ -112,7 +113,8 @@ def _label(row: Row) -> str:
 
 
 def _numbers(row: Row) -> list[str]:
-    return [str(row["tokens"]), str(row["nonzero"]), f"{row['mean']:.2g}", f"{row['max']:.2g}", str(row["max_ulp"])]
+    numbers = [str(row["tokens"]), str(row["nonzero"]), f"{row['mean']:.2g}", f"{row['max']:.2g}", str(row["max_ulp"])]
+    return [*numbers, f"{row['k3']:.2g}"]
 
 
 def _generation_seconds(steps: list[Row]) -> dict[tuple[str, str], tuple[float, float]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from grpo.engine import Completion
 from grpo.engine_settings import Scalar
-from grpo.model import ModelShape, hf_config
+from grpo.model import ModelShape
 from grpo.sglang_engine import SGLangEngine
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from mis_ext.onpolicy.recording.name_map import Parts
 from mis_ext.onpolicy.recording.recordings import Recording
 
 from .pieces import Piece, Pieces
+from .policy import Policy
 from .sglang_scheduler import run_scheduler
 from .trainer import Trainer
 
@@ -33,16 +34,14 @@ class SGLang:
     # rows, and its other norms return the residual too.
     unpaired = ("rotary_pos_emb", "*.q_layernorm", "*.k_layernorm", "model.layers.*_layernorm", "model.norm")
 
-    def __init__(
-        self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int
-    ) -> None:
-        self.names = to_sglang(shape)
+    def __init__(self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> None:
+        self.names = to_sglang(policy.shape)
         settings = dict(self.settings)
         if pieces and torch.cuda.is_available():
             # Attention of a prefill needs lengths on the host. With overlap, a request that has ended is decoded once
             # more, and recorded.
             settings |= {"disable_prefill_cuda_graph": True, "disable_overlap_schedule": True}
-        self._directory, self._engine = _engine_for(shape, dtype, seed, max_batch_tokens, settings)
+        self._directory, self._engine = _engine_for(policy, dtype, seed, max_batch_tokens, settings)
         # What the cache holds was computed otherwise.
         self._engine.flush_cache()
         self._engine.call_scheduler(
@@ -91,15 +90,15 @@ _running: dict[Hashable, _Running] = {}
 
 
 def _engine_for(
-    shape: ModelShape, dtype: torch.dtype, seed: int, max_batch_tokens: int, settings: dict[str, Scalar]
+    policy: Policy, dtype: torch.dtype, seed: int, max_batch_tokens: int, settings: dict[str, Scalar]
 ) -> _Running:
     """The running engine, which the experiment before may have started: a start takes longer than an experiment."""
-    key = (shape, dtype, seed, max_batch_tokens, *settings.items())
+    key = (policy.shape, policy.config.model_type, dtype, seed, max_batch_tokens, *settings.items())
     if key not in _running:
         stop_engine()
         directory = tempfile.TemporaryDirectory(prefix="sglang-on-policy-")
         engine = SGLangEngine(
-            hf_config=hf_config(shape),
+            hf_config=policy.config,
             seed=seed,
             workdir=Path(directory.name),
             dtype=dtype,

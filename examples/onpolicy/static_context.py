@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from grpo.cpu import megatron_device
 from grpo.engine import Completion
-from grpo.model import ModelShape, build_model, transformer_config
+from grpo.model import build_model, transformer_config
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from mis_ext.onpolicy.recording.name_map import Parts
 from mis_ext.onpolicy.recording.recorder import Recorder, record
 from mis_ext.onpolicy.recording.rows import Rows
 
-from .names import TRAINER_MODULES
+from .names import trainer_modules
 from .pieces import FixedBlockAttention, Piece, Pieces, align_norms, products, sampled_log_probs
+from .policy import Policy
 from .trainer import Trainer
 
 
@@ -38,11 +39,11 @@ class StaticContext:
     # One table for all positions.
     unpaired = ("rotary_pos_emb",)
 
-    def __init__(
-        self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int
-    ) -> None:
+    def __init__(self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        shape = policy.shape
         self._pieces, self._device, self._version = pieces, device, 0
         self._max_length = shape.max_length
+        self._modules = trainer_modules(shape)
         config = transformer_config(shape, context_parallel_size=1, calculate_per_token_loss=False, dtype=dtype)
         core_attention = FixedBlockAttention if Piece.ENGINE_ATTENTION in pieces else None
         with megatron_device(device):
@@ -102,7 +103,7 @@ class StaticContext:
             return Rows(sequence=torch.zeros_like(position), position=position, kept=last)
 
         usual, self.cuda_graphs = self.cuda_graphs, False
-        with record(self.model, modules=TRAINER_MODULES, rows_of=rows_of, layout="sbh") as recorder:
+        with record(self.model, modules=self._modules, rows_of=rows_of, layout="sbh") as recorder:
             yield recorder
         self.cuda_graphs = usual
 

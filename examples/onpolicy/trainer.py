@@ -6,17 +6,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from grpo.conversion import export_weights
+from grpo.conversion import export_weights, load_weights
 from grpo.cpu import megatron_device
-from grpo.model import ModelShape, build_model, transformer_config
+from grpo.model import build_model, transformer_config
 from torch import Tensor
 
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows
 
-from .names import TRAINER_MODULES
+from .names import trainer_modules
 from .pieces import FixedBlockAttention, Piece, Pieces, align_norms, products, sampled_log_probs
+from .policy import Policy
 
 # A random model's logits are all alike: with these its distribution has peaks, and norms a weight that matters.
 LOGIT_SCALE = 8.0
@@ -40,14 +41,18 @@ class Trainer:
     """Scores and trains on padded batches of samples; AdamW on float32 copies of the weights."""
 
     def __init__(
-        self, shape: ModelShape, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int, lr: float
+        self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int, lr: float
     ) -> None:
+        shape = policy.shape
         self._shape, self._pieces, self._dtype, self._device = shape, pieces, dtype, device
         config = transformer_config(shape, context_parallel_size=1, calculate_per_token_loss=False, dtype=dtype)
         core_attention = FixedBlockAttention if Piece.TRAINER_ATTENTION in pieces else None
         with megatron_device(device):
             self.model = build_model(shape, config, seed=seed, core_attention=core_attention)
-            self._shake(seed)
+            if policy.weights is None:
+                self._shake(seed)
+            else:
+                load_weights(self.model, policy.weights, shape)
             self.model.to(device=device, dtype=dtype)
         if Piece.NORM in pieces:
             align_norms(self.model)
@@ -110,7 +115,7 @@ class Trainer:
         position = torch.arange(len(sample.token_ids))
         position[-1] = -1
         rows = Rows(sequence=torch.zeros(1, 1, dtype=torch.long), position=position[None])
-        with record(self.model, modules=TRAINER_MODULES, layout="sbh") as recorder, recorder.rows(rows):
+        with record(self.model, modules=trainer_modules(self._shape), layout="sbh") as recorder, recorder.rows(rows):
             with torch.no_grad():
                 self.log_probs([sample])
             return recorder.recording()
