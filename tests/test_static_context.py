@@ -18,11 +18,13 @@ with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
     warnings.simplefilter("ignore")
     from grpo.distributed import Ranks
+    from grpo.pretrained import load_pretrained
     from megatron.core import parallel_state
     from onpolicy.demonstration import SEED, WORKLOADS, Experiment, Setting
     from onpolicy.pieces import ALL, Piece
     from onpolicy.static_context import StaticContext
     from onpolicy.trainer import Trainer
+    from tiny_checkpoint import write_tiny_checkpoint
 
 SHORT = WORKLOADS["short"]
 PROMPTS = SHORT.prompts
@@ -67,6 +69,24 @@ def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(d
     with Experiment(setting, SHORT, device) as experiment:
         (step,) = experiment.steps(0)
         assert step.report.verdict == "DIFFERENT"
+        assert experiment.culprit() == "decoder.layers.0.self_attention"
+
+
+def test_a_pretrained_model_agrees_in_chats_and_its_k3_says_so(device, tmp_path):
+    write_tiny_checkpoint(tmp_path)
+    found = load_pretrained(tmp_path)
+    workload = SHORT.pretrained(found)
+    assert [len(prompt) for prompt in workload.prompts] != [len(prompt) for prompt in SHORT.prompts]
+    with Experiment(Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL), workload, device) as experiment:
+        exported = experiment._trainer.export_weights()
+        assert all(torch.equal(exported[name], weight.float()) for name, weight in found.weights.items())
+        assert [(step.report.verdict, step.k3) for step in experiment.steps(1)] == [("EXACT", 0)] * 2
+    setting = Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL - {Piece.ENGINE_ATTENTION})
+    with Experiment(setting, workload, device) as experiment:
+        (step,) = experiment.steps(0)
+        assert step.report.verdict == "DIFFERENT"
+        # About half of the mean square, as differences are small.
+        assert 0 < step.k3 < step.report.max_abs_diff**2
         assert experiment.culprit() == "decoder.layers.0.self_attention"
 
 
