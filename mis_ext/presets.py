@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.files import read_yaml
 from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS, config_from_mapping
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
 from mis_ext.hosts.slime_miles.run_config import read_config
@@ -34,13 +35,11 @@ def load_config(path: str | Path) -> CorrectionConfig:
     Keys outside our prefixes are the host's and are ignored, as the hosts set every key of the file on their ``args``.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not a mapping, or one of its values is not legal.
+        OSError: It cannot be read.
+        ValueError: It is no mapping, or one of its values is not legal.
         TypeError: A value has the wrong type.
     """
-    content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
+    content = read_yaml(path)
     try:
         return config_from_mapping(content)
     except (TypeError, ValueError) as error:
@@ -74,9 +73,7 @@ def read_file(path: str | Path) -> Spelt:
         ValueError: A value is not legal, or contradicts another one.
         TypeError: A value has the wrong type.
     """
-    content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
+    content = read_yaml(path)
     try:
         return _spelt(content)
     except (TypeError, ValueError) as error:

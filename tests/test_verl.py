@@ -225,5 +225,5 @@ def test_keys_are_a_mapping_or_a_file(tmp_path) -> None:
     file.write_text("use_tis: true\n")
     assert read_keys(file) == read_keys(str(file)) == read_keys({"use_tis": True}) == {"use_tis": True}
     file.write_text("- use_tis\n")
-    with pytest.raises(TypeError, match=r"keys\.yaml: expected a mapping of keys to values, got list"):
+    with pytest.raises(ValueError, match=r"keys\.yaml: expected a mapping of keys to values, got list"):
         read_keys(file)

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mis_ext.cli.needed import require
+from mis_ext.files import printable, write_whole
+
 if TYPE_CHECKING:
     from mis_ext.dumps import Dumps
     from mis_ext.onpolicy.audit.audit_report import AuditReport
@@ -77,7 +80,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(parsed: argparse.Namespace) -> int:
     """Audit the files, show the report; 0 if it passed, else 1."""
     # Before the work: the report is shown with it.
-    _require_rich()
+    require("rich", install="mis_ext[cli]")
     from mis_ext.onpolicy.audit.dumps import audit_dumps
 
     groups = {name: getattr(parsed, name) for name in ("files", "engine_records", "control")}
@@ -91,15 +94,8 @@ def run(parsed: argparse.Namespace) -> int:
     _show(report)
     if parsed.json is not None:
         files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
-        parsed.json.write_text(json.dumps(files | report.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_whole(parsed.json, json.dumps(files | report.to_dict(), indent=2, allow_nan=False) + "\n")
     return 0 if report.passed else 1
-
-
-def _require_rich() -> None:
-    try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise OSError("mis-ext audit needs rich: pip install mis_ext[cli]") from error
 
 
 def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
@@ -109,8 +105,9 @@ def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
     from mis_ext.dumps import Dumps
 
     def watch(paths: Sequence[Path]) -> Iterable[Path]:
-        few = len(paths) < _MIN_FILES_FOR_PROGRESS
-        return track(paths, "reading", console=Console(stderr=True), transient=True, disable=few)
+        console = Console(stderr=True)
+        is_quick = len(paths) < _MIN_FILES_FOR_PROGRESS
+        return track(paths, "reading", console=console, transient=True, disable=is_quick or not console.is_terminal)
 
     # What cannot be used has a verdict of its own here.
     return Dumps(paths, trust_pickle=trust_pickle, need_tokens=False, watch=watch)
@@ -138,5 +135,5 @@ def _grid(rows: list[tuple[str, str]]) -> Any:
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         # Text, because names of files may hold what rich would read as markup.
-        grid.add_row(Text(name, style="dim"), Text(value))
+        grid.add_row(Text(name, style="dim"), Text(printable(value)))
     return grid

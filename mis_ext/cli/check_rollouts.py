@@ -10,7 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from mis_ext.cli.needed import require
 from mis_ext.cli.rollout_report import show
+from mis_ext.files import write_whole
 from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 
 if TYPE_CHECKING:
@@ -75,8 +77,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(parsed: argparse.Namespace) -> int:
     """Check the logs, show the report; 0 if they passed, else 1."""
     # Before the work: the report is shown with it.
-    for module in ("rich", "msgspec"):
-        _require(module, "mis_ext[cli]")
+    require("rich", "msgspec", install="mis_ext[cli]")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     if parsed.behind_splice is not None and parsed.policy != "correct":
@@ -90,7 +91,7 @@ def run(parsed: argparse.Namespace) -> int:
             raise ValueError(f"{output} is one of the logs: name another file")
     report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
     if parsed.json is not None:
-        parsed.json.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write_whole(parsed.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
     show(report)
     return 0 if report["passed"] else 1
 
@@ -167,7 +168,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise OSError(f"--tokenizer {path} does not exist")
-    _require("transformers", "transformers")
+    require("transformers", install="transformers")
     import transformers
 
     if path.is_dir():
@@ -176,10 +177,3 @@ def load_tokenizer(path: Path) -> Tokenizer:
         from_file: Any = transformers.PreTrainedTokenizerFast
         tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
     return cast("Tokenizer", tokenizer)
-
-
-def _require(module: str, requirement: str) -> None:
-    try:
-        __import__(module)
-    except ImportError as error:
-        raise OSError(f"mis-ext check-rollouts needs {module}: pip install {requirement}") from error

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext import onpolicy
+from mis_ext.cli.needed import require
+from mis_ext.files import printable, write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +55,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code: 0 equal, 1 not."""
+    require("rich", install="mis_ext[cli]")
     from rich.console import Console
 
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_shape=arguments.allow_shape,
     )
     if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(comparison), indent=2) + "\n")
+        write_whole(arguments.json, json.dumps(as_json(comparison), indent=2) + "\n")
     console = Console()
     if comparison.modules:
         console.print(_table(comparison))
@@ -118,5 +121,5 @@ def _table(comparison: onpolicy.Comparison) -> Table:
             f"{inputs} <- culprit" if module.is_culprit else inputs,
         ]
         style = "bold red" if module.is_culprit else "yellow" if module.num_differing else ""
-        table.add_row(*(Text(cell) for cell in cells), style=style)
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return table

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mis_ext.cli.needed import require
+
 if TYPE_CHECKING:
     from mis_ext.explain import Effect, Explanation
     from mis_ext.presets import Spelt
@@ -109,12 +111,10 @@ def _spelt(name: str) -> Spelt:
 
 
 def _show(name: str, found: Explanation) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise OSError("mis-ext explain needs rich (pip install mis_ext[cli]), or --json") from error
+    require("rich", install="mis_ext[cli], or take --json")
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     console = Console()
 

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mis_ext.cli.needed import require
+from mis_ext.files import printable, write_whole
+
 if TYPE_CHECKING:
     from mis_ext.report.whole_report import Report
 
@@ -69,7 +72,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(parsed: argparse.Namespace) -> int:
     """Make the report of the files and write it; 0, the exit code."""
-    _require("rich", "matplotlib")
+    require("rich", "matplotlib", install="mis_ext[report]")
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series
     from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates, report_of
@@ -123,15 +126,8 @@ def _watch(paths: Sequence[Path]) -> Iterable[Path]:
     from rich.console import Console
     from rich.progress import track
 
-    return track(paths, "reading", console=Console(stderr=True), transient=True)
-
-
-def _require(*modules: str) -> None:
-    for module in modules:
-        try:
-            __import__(module)
-        except ImportError as error:
-            raise OSError(f"mis-ext report needs {module}: pip install mis_ext[report]") from error
+    console = Console(stderr=True)
+    return track(paths, "reading", console=console, transient=True, disable=not console.is_terminal)
 
 
 def _with_text(report: Report, path: Path) -> Report:
@@ -157,9 +153,11 @@ def _write(report: Report, folder: Path) -> None:
     from mis_ext.report.page import page_of
     from mis_ext.report.plots import write_pictures
 
+    # Before anything is written: what cannot be shown leaves nothing behind.
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), page_of(report)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(report.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(page_of(report), encoding="utf-8")
+    write_whole(folder / "summary.json", f"{summary}\n")
+    write_whole(folder / "report.html", page)
     write_pictures(report, folder)
 
 
@@ -178,7 +176,7 @@ def _show(report: Report, folder: Path) -> None:
     for diagnosis in report.diagnoses:
         console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
         for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
-            console.print(Text(f"  {said}"))
+            console.print(Text(f"  {printable(said)}"))
     if report.diagnoses:
         console.print(Text(report.unexplained.in_words, style="dim"))
     grid = Table.grid(padding=(0, 2))
@@ -202,7 +200,10 @@ def _show(report: Report, folder: Path) -> None:
             number(outcome.learning_rate),
         ]
         cells += [number(outcome.residual), "\n".join(ranked.traps)]
-        table.add_row(*map(Text, cells), style="yellow" if ranked.warnings else "")
+        table.add_row(
+            *(Text(printable(cell)) for cell in cells),
+            style="yellow" if ranked.warnings else "",
+        )
     console.print(table)
     console.print(
         Text(
@@ -214,7 +215,7 @@ def _show(report: Report, folder: Path) -> None:
     if any(ranked.traps for ranked in found.ranking):
         console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))
     for skipped in report.skipped[:10]:
-        console.print(Text(f"skipped: {skipped}", style="yellow"))
+        console.print(Text(f"skipped: {printable(str(skipped))}", style="yellow"))
     if len(report.skipped) > 10:
         console.print(Text(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", style="yellow"))
     console.print(Text(f"written: {folder / 'report.html'}, summary.json, pictures"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mis_ext.files import printable
+
 
 def show(report: Mapping[str, Any]) -> None:
     """Print a report of :class:`~mis_ext.rollout.logs.log_report.LogReport`: verdict, counts and tables."""
@@ -47,7 +49,7 @@ def _grid(rows: list[tuple[str, str]]) -> Any:
 
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(_printable(value)))
+        grid.add_row(Text(name, style="dim"), Text(printable(value)))
     return grid
 
 
@@ -59,7 +61,7 @@ def _table(title: str, classes: Mapping[str, Mapping[str, Any]]) -> Any:
     table = Table("class", "count", "share", "failing", first, title=title, show_lines=True)
     for kind, found in classes.items():
         cells = [kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])]
-        example = "\n".join(map(_printable, _example_lines(found["first"])))
+        example = "\n".join(map(printable, _example_lines(found["first"])))
         table.add_row(*map(Text, cells), Text(example), style="red" if found["failing"] else "")
     return table
 
@@ -78,8 +80,3 @@ def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:
     yield from (example[key] for key in ("message", "detail") if example.get(key))
     if example.get("cure"):
         yield f"cure: {example['cure']}"
-
-
-def _printable(text: str) -> str:
-    """The text, where what a terminal would obey or could not write is escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mis_ext.dumps.keys import columns_of
+
+_MAX_LINE = 1 << 28
+"""Bytes; no sample has as many."""
 
 
 def read_json_lines(path: Path) -> dict[str, list[Any]]:
@@ -19,7 +23,9 @@ def read_json_lines(path: Path) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = []
     # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE + 1), b""), start=1):
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"line {number}: longer than {_MAX_LINE:,} bytes")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = json.loads(text) if text.strip() else None

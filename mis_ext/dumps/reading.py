@@ -16,6 +16,8 @@ from mis_ext.dumps.plain_files import READERS
 from mis_ext.dumps.sample import ContextPart, DumpedSample
 from mis_ext.dumps.torch_files import TorchFile, read_torch
 
+# What torch, NumPy and Python raise over numbers that are none, or of another shape than a list of them.
+_OF_CONTENT = (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError, KeyError)
 _NO_TRAINER = (
     "the file is what the host dumped before training: it has no trainer log-probs (the audit takes it as "
     "--engine-records)"
@@ -39,8 +41,9 @@ def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
         else:
             raise ValueError(f"the name must end in .pt, .jsonl, {' or '.join(READERS)}")
         return _to_samples(content, str(path))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    except _OF_CONTENT as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
+        raise ValueError(f"{path}: {reason}") from error
 
 
 def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
@@ -57,6 +60,8 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
             del per_sample[key]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
+    for key, column in per_sample.items():
+        _check_tensors(key, column)
     dtype = _narrowest_dtype(per_sample)
     samples = []
     for index in range(max(lengths.values(), default=1)):
@@ -78,12 +83,41 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
                 reward=_reward(row.get("rewards")),
                 group_index=row.get("group_indices"),
                 part=_part(row, content),
-                problem=None if content.has_trainer else _NO_TRAINER,
+                problem=_problem_of_mask(row.get("loss_masks")) if content.has_trainer else _NO_TRAINER,
                 path=path,
                 index=index,
             )
         )
     return samples
+
+
+def _check_tensors(key: str, column: Any) -> None:
+    """Refuse tensors that are no plain numbers in memory."""
+    for values in (column,) if isinstance(column, Tensor) else column:
+        if not isinstance(values, Tensor):
+            continue
+        kinds = {
+            "nested": values.is_nested,
+            "quantised": values.is_quantized,
+            "sparse": values.layout is not torch.strided,
+            "complex": values.is_complex(),
+            f"on the device {values.device.type}": values.device.type != "cpu",
+        }
+        if found := [kind for kind, is_such in kinds.items() if is_such]:
+            raise ValueError(f"{key}: expected a dense tensor of real numbers on the CPU, got a {found[0]} one")
+
+
+def _problem_of_mask(mask: Any) -> str | None:
+    if mask is None:
+        return None
+    try:
+        values = torch.as_tensor(mask).double()
+    except _OF_CONTENT as error:
+        return f"loss_mask is not comparable: {error}"
+    # NaN is in no range.
+    if bool(((values >= 0) & (values <= 1)).all()):
+        return None
+    return "loss_mask has values that are not in [0, 1]"
 
 
 def _integer(value: Any) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from mis_ext.dumps.joining import Joiner
 from mis_ext.dumps.reading import read_file
 from mis_ext.dumps.sample import DumpedSample, Skipped
+from mis_ext.files import regular_file
 
 _SPOT = 1 << 16
 
@@ -99,7 +100,7 @@ class _Files:
 
     def is_new(self, path: Path) -> bool:
         """Whether the file has other bytes than all before; if not, it is among the skipped."""
-        size = path.stat().st_size
+        size = regular_file(path).stat().st_size
         with path.open("rb") as file:
             # The end of a .pt file has the checksums of all its tensors.
             file.seek(max(0, size - _SPOT))

@@ -120,7 +120,7 @@ def _load_copied(path: Path, trust_pickle: bool) -> Any:
             raise
         lines = str(error).splitlines() or ["it ends early"]
         # Of PyTorch's advice only which type it is.
-        reason = next((line.strip().partition(". ")[0] for line in lines if "Unsupported" in line), lines[0])
+        reason = next((line for line in lines if "Unsupported" in line), lines[0]).strip().partition(". ")[0]
         raise ValueError(
             f"cannot be read: {reason} (if it holds more than tensors and you trust whoever wrote it: --trust-pickle)"
         ) from error

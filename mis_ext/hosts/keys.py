@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mis_ext.files import read_yaml
 from mis_ext.loss.settings import LOSS_KEYS
 
 Keys = Mapping[str, Any] | str | Path
@@ -20,9 +19,10 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: It holds no mapping.
         TypeError: They are no mapping.
     """
-    found: Any = yaml.safe_load(Path(keys).read_text(encoding="utf-8")) if isinstance(keys, (str, Path)) else keys
+    found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
     if not isinstance(found, Mapping):
         raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")
     return dict(found)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mis_ext.files import regular_file
+
 MIN_STEPS, MAX_LAG = 8, 5
 STEP_KEYS = ("step", "rollout_id", "rollout/step", "train/step")
 
@@ -64,7 +66,7 @@ def read_series(path: Path) -> dict[str, dict[str, float]]:
         ValueError: A line is no object with a step.
     """
     series: dict[str, dict[str, float]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(regular_file(path).read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
             for name, step, value in _numbers(line, f"{path}, line {number}"):
                 series.setdefault(name, {})[step] = value
@@ -81,7 +83,10 @@ def _numbers(line: str, place: str) -> Iterator[tuple[str, str, float]]:
         raise ValueError(f"{place}: not an object with one of {', '.join(STEP_KEYS)}")
     for name, value in row.items():
         if name != key and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, str(row[key]), float(value)
+            try:
+                yield name, str(row[key]), float(value)
+            except OverflowError:
+                raise ValueError(f"{place}: {name} is beyond all numbers of 64 bits") from None
 
 
 def _at_lag(ours: Tensor, theirs: Tensor, lag: int) -> float:

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from torch import Tensor
+
+from mis_ext.files import read_yaml
 
 Parts = Callable[[Tensor], Mapping[str, Tensor]]
 _PLACEHOLDER = re.compile(r"\\?\{(\w+)\\?\}")
@@ -58,11 +58,8 @@ class NameMap:
         Raises:
             ValueError: The file is not a mapping of strings to strings.
         """
-        try:
-            pairs = yaml.safe_load(Path(path).read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"{os.fspath(path)} is neither YAML nor JSON: {error}") from error
-        if not isinstance(pairs, dict) or not all(isinstance(x, str) for pair in pairs.items() for x in pair):
+        pairs = read_yaml(os.fspath(path))
+        if not all(isinstance(name, str) for name in pairs.values()):
             raise ValueError(f"{os.fspath(path)} must map module names to module names, both strings")
         return cls(pairs)
 

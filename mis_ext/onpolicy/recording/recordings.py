@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks import check_choice
+from mis_ext.files import regular_file
 from mis_ext.onpolicy.bits import same_bits
 from mis_ext.onpolicy.recording.rows import PlacedRows
 
@@ -162,12 +163,13 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
         ValueError: The file holds anything else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     except OSError:
         raise
-    # On bytes that are no pickle the unpickler fails in any way it likes.
+    # On bytes that are no pickle the unpickler fails in any way it likes; what torch advises then is of no use here.
     except Exception as error:
-        raise ValueError(f"{os.fspath(path)} is not a file of tensors: {error}") from error
+        reason = (str(error).splitlines() or ["it ends early"])[0]
+        raise ValueError(f"{os.fspath(path)} is not a file of tensors: {reason}") from error
 
 
 def describe(module: str, label: str = "") -> str:

@@ -96,6 +96,9 @@ class _LogFile(NamedTuple):
 
 
 def _open(path: Path, stack: ExitStack) -> _LogFile:
+    # Pipes are read; of a device nobody knows where it ends.
+    if path.is_char_device() or path.is_block_device():
+        raise ValueError(f"{path}: is a device, not a file or a pipe")
     raw = stack.enter_context(path.open("rb"))
     compressed = raw.peek(2)[:2] == b"\x1f\x8b"
     if not compressed and raw.seekable():

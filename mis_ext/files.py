@@ -1,0 +1,91 @@
+"""Files as users have them: what can be read without harm, and what is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_MAX_YAML_BYTES = 1 << 20
+_MAX_YAML_NODES = 100_000
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """The path, if a regular file is there: a pipe would block for ever, and some devices never end.
+
+    Raises:
+        OSError: Nothing is there, or it cannot be looked at.
+        ValueError: It is something else.
+    """
+    path = Path(path)
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise ValueError(f"{path}: is {what}, not a regular file")
+    return path
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no YAML, not a mapping of names to values, or too large to be a configuration.
+    """
+    size = regular_file(path).stat().st_size
+    if size > _MAX_YAML_BYTES:
+        raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        num_nodes = _num_nodes(content, {})
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read as YAML: {reason}") from None
+    if num_nodes > _MAX_YAML_NODES:
+        raise ValueError(f"{path}: its aliases stand for more than {_MAX_YAML_NODES:,} values")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping of keys to values, got {type(content).__name__}")
+    for key in content:
+        if not isinstance(key, str):
+            raise ValueError(f"{path}: expected names as keys, got {key!r} of type {type(key).__name__}")
+    return content
+
+
+def _num_nodes(value: Any, known: dict[int, int]) -> int:
+    """How many values there are, those behind an alias as often as it is used."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = _MAX_YAML_NODES + 1  # While it is looked into: whoever holds itself is endless.
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_nodes(part, known) for part in parts)
+    return known[id(value)]
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is never half there: beside its place first, as UTF-8, then under its name.
+
+    What is no regular file, as ``/dev/stdout``, is written to directly.
+
+    Raises:
+        OSError: It cannot be written; what was there before stays.
+    """
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    beside = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def printable(text: str) -> str:
+    """The text, where what a terminal would obey or could not write is escaped; lines stay."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
