@@ -47,6 +47,34 @@ def write_dumps(folder: Path, *, kernels: float, steps: int = 2) -> Path:
     return folder
 
 
+def write_lines(path: Path, rollouts: list[int | None]) -> Path:
+    """JSON lines of pairs of samples, each pair of the group 0 of its rollout."""
+    rows = [
+        {"log_prob": [-0.5] * 4, "rollout_log_prob": [-0.6] * 4, "group_id": 0, "reward": reward, "advantage": reward}
+        | ({} if rollout is None else {"rollout_id": rollout})
+        for rollout in rollouts
+        for reward in (-1.0, 1.0)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_each_line_of_json_may_say_its_rollout(tmp_path) -> None:
+    report = report_of(Dumps([write_lines(tmp_path / "run.jsonl", [0, 1, 2, 3, 4, 5])]), [])
+    assert {name: step.num_sequences for name, step in report.summary.steps.items()} == {str(n): 2 for n in range(6)}
+    assert report.recommendation.ranking[0].outcome.groups == 6
+    assert report.skipped == ()
+
+
+def test_several_files_without_a_rollout_are_said_to_be_one_step(tmp_path) -> None:
+    # Of other lengths: the same bytes are read once.
+    paths = [write_lines(tmp_path / f"{number}.jsonl", [None] * (number + 1)) for number in range(3)]
+    report = report_of(Dumps(paths), [])
+    assert [*report.summary.steps] == ["0"]
+    assert report.skipped == (f"3 files, the first {paths[0]}: no rollout_id, so all their samples are step 0",)
+    assert report_of(Dumps(paths[:1]), []).skipped == ()
+
+
 class Page(HTMLParser):
     """What a browser would look for: where the page points to, and what it names."""
 

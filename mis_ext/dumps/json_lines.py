@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_ext.dumps.keys import columns_of
+from mis_ext.dumps.keys import ROLLOUT_ID, columns_of
+from mis_ext.dumps.torch_files import TorchFile
 
 _MAX_LINE = 1 << 28
 """Bytes; no sample has as many."""
 
 
-def read_json_lines(path: Path) -> dict[str, list[Any]]:
-    """The columns of a file of JSON lines, one object a line: lists of equal length, by key.
+def read_json_lines(path: Path) -> TorchFile:
+    """The columns of a file of JSON lines, one object a line: lists of equal length, by key, and each line's rollout.
 
     Raises:
         OSError: The file cannot be opened.
@@ -36,4 +37,4 @@ def read_json_lines(path: Path) -> dict[str, list[Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
-    return columns_of(rows)
+    return TorchFile(columns_of(rows), [row.get(ROLLOUT_ID) for row in rows])

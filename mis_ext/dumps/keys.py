@@ -27,6 +27,10 @@ VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""
 
 
+ROLLOUT_ID = "rollout_id"
+"""Of a row, or of the whole file."""
+
+
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Rows, a sample each, as columns; None where a row lacks a key.
 

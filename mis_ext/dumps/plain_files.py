@@ -10,31 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.dumps.keys import KEYS, VERSION_OF_FILE
+from mis_ext.dumps.keys import KEYS, ROLLOUT_ID, VERSION_OF_FILE
 from mis_ext.dumps.torch_files import TorchFile
 
 _PER_TOKEN = ("log_probs", "rollout_log_probs", "loss_masks", "tokens", "rollout_token_ids", "advantages")
-_ROLLOUT_ID = "rollout_id"
 
 
 def read_parquet(path: Path) -> TorchFile:
-    """The columns of a Parquet file, by any of their names, and its rollout, if it says one.
+    """The columns of a Parquet file, by any of their names, and the rollout of each row, if it says one.
 
     Raises:
         OSError: It cannot be opened, or pyarrow is not installed.
-        ValueError: It is no Parquet file, or holds several rollouts.
+        ValueError: It is no Parquet file.
     """
     parquet: Any = _needed("pyarrow.parquet", "pyarrow")
     names = {name: key for key, others in KEYS.items() for name in (*others, key)} | {VERSION_OF_FILE: VERSION_OF_FILE}
     with path.open("rb") as file:
         found = parquet.ParquetFile(file)
         given = found.schema_arrow.names
-        table = found.read(columns=[name for name in given if name in names or name == _ROLLOUT_ID])
+        table = found.read(columns=[name for name in given if name in names or name == ROLLOUT_ID])
     columns = {names[name]: _entries(table[name].combine_chunks()) for name in given if name in names}
-    rollouts = {*table[_ROLLOUT_ID].to_pylist()} if _ROLLOUT_ID in given else {None}
-    if len(rollouts) > 1:
-        raise ValueError(f"holds {len(rollouts)} rollouts: write a file of each")
-    return TorchFile(columns, next(iter(rollouts), None))
+    return TorchFile(columns, table[ROLLOUT_ID].to_pylist() if ROLLOUT_ID in given else None)
 
 
 def read_safetensors(path: Path) -> TorchFile:
@@ -57,7 +53,7 @@ def read_safetensors(path: Path) -> TorchFile:
     if "response_lengths" not in tensors:
         raise ValueError("has no response_lengths, by which its tokens are told apart")
     lengths = tensors["response_lengths"].tolist()
-    rollout_id = metadata.get(_ROLLOUT_ID)
+    rollout_id = metadata.get(ROLLOUT_ID)
     return TorchFile(
         {key: _cut(key, values, lengths) for key, values in tensors.items()},
         None if rollout_id is None else int(rollout_id),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
         if path.suffix == ".pt":
             content = read_torch(path, trust_pickle=trust_pickle)
         elif path.suffix == ".jsonl":
-            content = TorchFile(read_json_lines(path))
+            content = read_json_lines(path)
         elif path.suffix in READERS:
             content = READERS[path.suffix](path)
         else:
@@ -77,7 +77,7 @@ def _to_samples(content: TorchFile, path: str) -> list[DumpedSample]:
                 sampled_ids=row.get("rollout_token_ids"),
                 proximal_weight_version=row.get(VERSION_OF_FILE, of_file),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
-                rollout_id=content.rollout_id,
+                rollout_id=_rollout(content.rollout_id, index),
                 sample_index=_integer(row.get("sample_indices")),
                 advantages=_advantages(row.get("advantages")),
                 reward=_reward(row.get("rewards")),
@@ -118,6 +118,10 @@ def _problem_of_mask(mask: Any) -> str | None:
     if bool(((values >= 0) & (values <= 1)).all()):
         return None
     return "loss_mask has values that are not in [0, 1]"
+
+
+def _rollout(of_file: int | Sequence[int | None] | None, index: int) -> int | None:
+    return _integer(of_file[index]) if isinstance(of_file, Sequence) else of_file
 
 
 def _integer(value: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from mis_ext.dumps.keys import columns_of
 class TorchFile(NamedTuple):
     """The columns of a file, and what it says of all its samples.
 
-    ``has_trainer`` is false for what a host dumps before the trainer gets it. ``cp_rank`` holds parts of responses
-    if ``cp_size`` is above 1.
+    ``rollout_id`` is of the file, or one of each sample. ``has_trainer`` is false for what a host dumps before the
+    trainer gets it. ``cp_rank`` holds parts of responses if ``cp_size`` is above 1.
     """
 
     columns: Mapping[str, Any]
-    rollout_id: int | None = None
+    rollout_id: int | Sequence[int | None] | None = None
     has_trainer: bool = True
     cp_rank: int = 0
     cp_size: int = 1

@@ -37,15 +37,24 @@ class Parts:
         self._samples = samples
         self._max_tokens = max_tokens
         self._unusable: dict[str, tuple[int, str]] = {}
+        self._unnumbered: dict[str, None] = {}
 
     @property
     def unusable(self) -> list[Unusable]:
         """Samples that the last iteration left out: how many, why, and the first of them."""
         return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
 
+    @property
+    def merged(self) -> list[str]:
+        """That several files say no rollout, so that their samples are one step."""
+        if len(self._unnumbered) < 2:
+            return []
+        first = next(iter(self._unnumbered))
+        return [f"{len(self._unnumbered)} files, the first {first}: no rollout_id, so all their samples are step 0"]
+
     def __iter__(self) -> Iterator[Part]:
         """Parts of one step each, in the order of the samples."""
-        self._unusable = {}
+        self._unusable, self._unnumbered = {}, {}
         waiting: list[DumpedSample] = []
         num_tokens = 0
         for sample in self._samples:
@@ -54,6 +63,8 @@ class Parts:
                 count, first = self._unusable.get(reason, (0, sample.name))
                 self._unusable[reason] = (count + 1, first)
                 continue
+            if sample.rollout_id is None:
+                self._unnumbered[sample.path] = None
             if waiting and (_step(waiting[0]) != _step(sample) or num_tokens >= self._max_tokens):
                 yield _part(waiting)
                 waiting, num_tokens = [], 0

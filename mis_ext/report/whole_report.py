@@ -47,7 +47,7 @@ class Unexplained:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """Everything that is shown; ``skipped`` says what of the input is not in it, and why."""
+    """Everything that is shown; ``skipped`` says what of the input is not in it as it was written, and why."""
 
     sources: tuple[str, ...]
     summary: Summary
@@ -109,6 +109,7 @@ def report_of(
     diagnoses, left = collector.search(summary)
     skipped = [str(each) for each in dumps.skipped]
     skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
+    skipped += parts.merged
     return Report(
         sources=tuple(sources),
         summary=summary,
