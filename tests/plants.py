@@ -48,6 +48,10 @@ def warmer(made: Engines) -> Engines:
     return made._replace(behavior=made.behavior / 1.2)
 
 
+def slightly_warmer(made: Engines) -> Engines:
+    return made._replace(behavior=made.behavior / 1.05)
+
+
 def nucleus(made: Engines) -> Engines:
     return made._replace(behavior=top_p(made.behavior, 0.9))
 
@@ -85,6 +89,12 @@ def older(made: Engines) -> Engines:
     return made._replace(behavior=made.behavior + made.noise(0.4))
 
 
+def late(made: Engines) -> Engines:
+    """Beyond the positions that a side was made for."""
+    behind = (torch.arange(LENGTH) >= 96)[None, :, None]
+    return made._replace(behavior=made.behavior + made.noise(0.3) * behind)
+
+
 def decode_only(made: Engines) -> Engines:
     later = (torch.arange(LENGTH) > 0)[None, :, None]
     return made._replace(behavior=torch.where(later, made.behavior, made.proximal))
@@ -102,6 +112,8 @@ negated = each_behavior(torch.neg)
 shifted = each_behavior(lambda log_probs: log_probs.roll(1))
 rounded = each_behavior(lambda log_probs: log_probs.bfloat16().float())
 probabilities = each_behavior(torch.exp)
+to_base_2 = each_behavior(lambda log_probs: log_probs / math.log(2.0))
+to_base_10 = each_behavior(lambda log_probs: log_probs / math.log(10.0))
 
 
 def some_sentinels(sides: Sides) -> Sides:
@@ -215,15 +227,19 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "another formula": ("log_prob_formula", lambda seed: planted(seed, [], [other_formula], kernels=0.0)),
     "temperature 0.7": ("temperature", lambda seed: planted(seed, [colder])),
     "temperature 1.2": ("temperature", lambda seed: planted(seed, [warmer])),
+    "temperature 1.05": ("temperature", lambda seed: planted(seed, [slightly_warmer])),
+    "base 2": ("log_base", lambda seed: planted(seed, [], [to_base_2])),
+    "base 10": ("log_base", lambda seed: planted(seed, [], [to_base_10])),
     "top-p": ("top_p_or_top_k", lambda seed: planted(seed, [nucleus])),
     "top-k": ("top_p_or_top_k", lambda seed: planted(seed, [top_k])),
     "padding": ("vocabulary_padding", padded),
-    "bf16 log-probs": ("bf16_log_probs", lambda seed: planted(seed, [], [rounded])),
+    "bf16 log-probs": ("bf16_log_probs", lambda seed: planted(seed, [], [rounded], kernels=0.0)),
     "old versions": ("stale_weights", old_versions),
     "another policy": ("stale_weights", lambda seed: planted(seed, kernels=2.0)),
     "unrelated": ("stale_weights", lambda seed: planted(seed, [], [unrelated])),
     "decoding": ("decode_dependence", lambda seed: planted(seed, [decode_only])),
     "stale prefix": ("stale_prefix_cache", lambda seed: planted(seed, [stale_prefix])),
+    "late positions": ("late_positions", lambda seed: planted(seed, [late])),
     "few tokens": ("few_tokens", lambda seed: planted(seed, [few_tokens])),
     "experts": ("expert_routing", lambda seed: planted(seed, [experts])),
     "equal": ("equal", lambda seed: planted(seed, kernels=0.0)),

@@ -176,3 +176,19 @@ def test_a_step_whose_samples_all_differ_is_of_other_weights_not_of_another_text
     found = only(collected(*(step_of(seed, 1.5 if seed == 3 else 0.02) for seed in range(5))))
     assert found.cause == "stale_weights"
     assert "returns to its floor" in found.evidence
+
+
+def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_synced() -> None:
+    sizes = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16)
+    found = only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes))))
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert "in 5 of 5 steps: as where weights are never synced" in found.evidence
+    # Above the first step.
+    k3s = [size**2 for size in sizes]
+    assert found.k3_share == pytest.approx(1.0 - 6 * k3s[0] / sum(k3s), abs=0.02)
+    assert found.alternatives == ("a mismatch that training itself lets grow",)
+
+
+def test_one_jump_is_no_drift() -> None:
+    sizes = (0.020, 0.021, 0.022, 0.120, 0.121, 0.122)
+    assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "low_precision"

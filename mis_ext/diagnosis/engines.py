@@ -24,6 +24,8 @@ ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
+FIRST_LATE, LATE_FACTOR = 5, 4.0
+"""The first octave of positions, from 31 on, that may begin to differ."""
 
 
 def formula(measured: Measured) -> Finding | None:
@@ -117,7 +119,7 @@ def prefix(measured: Measured) -> Finding | None:
                 evidence=f"uncertain tokens differ by {begins.mean:.2g} (1 - p) nats early in a turn{where}, by "
                 f"{ends.mean:.2g} later",
                 k3_share=excess / total if total else math.nan,
-                alternatives=("other kernels for the prefill",),
+                alternatives=("another prompt, chat template or context", "other kernels for the prefill"),
             )
     others, one = _Place.of(later.sum(0)), _Place.of(first.sum(0))
     if not others.stands_out_of(one):
@@ -130,6 +132,26 @@ def prefix(measured: Measured) -> Finding | None:
         advice="Flush the engine's prefix cache at every weight update. If that is done, check that later turns are "
         "scored with the ids that were sampled.",
         alternatives=("turns that were tokenised again",),
+    )
+
+
+def late(measured: Measured) -> Finding | None:
+    """Tokens behind some position differ, those before it hardly."""
+    assert measured.signals is not None
+    octaves = measured.signals.positions
+    total, found = float(octaves[:, 3].sum()), list[tuple[float, int, float]]()
+    for index in range(FIRST_LATE, len(octaves)):
+        before, behind = (_Place.of(each.sum(0)) for each in (octaves[:index], octaves[index:]))
+        if behind.stands_out_of(before) and behind.mean > LATE_FACTOR * before.mean:
+            found.append((behind.mean / before.mean if before.mean else math.inf, index, behind.excess_over(before)))
+    if not found or not total:
+        return None
+    ratio, index, excess = max(found)
+    return Finding(
+        confidence="possible",
+        evidence=f"uncertain tokens behind position {2**index - 1} of a response differ {ratio:.2g} times as much as "
+        "those before",
+        k3_share=excess / total,
     )
 
 

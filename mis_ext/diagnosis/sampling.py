@@ -9,7 +9,13 @@ from mis_ext.diagnosis.limits import MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
 
-MIN_EXPLAINED, MIN_SLOPE = 0.3, 0.03
+MIN_EXPLAINED, MIN_SLOPE, MIN_SLOPE_ERRORS = 0.06, 0.01, 6.0
+CUT_EXPLAINED = 0.3
+"""What a cut (top-p, top-k) leaves looks like a line too: up to 0.21 of the variance of a trained model."""
+OF_TEMPERATURE = 0.6
+"""A temperature moves a log-prob by its distance from the mean over the vocabulary, which is not known. In a trained
+model a line through log-probs explains 0.56 to 0.62 of that variance, and has as much of the slope."""
+EXACT = 0.98
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
 MIN_BELOW = 0.9
 MAX_PADDING_GAP = 0.05
@@ -21,18 +27,37 @@ def temperature(measured: Measured) -> Finding | None:
     line = measured.tokens.line
     if line.num_tokens < MIN_TOKENS:
         return None
+    # Noise does not fall or rise with the log-prob of the side that sampled.
     behavior, proximal = line.on("behavior"), line.on("proximal")
-    # Noise on either side makes the difference fall with its own log-prob and rise with the other's.
+    # Two texts make the difference fall with one log-prob and rise with the other.
     same_sign = behavior.slope * proximal.slope > 0.0
-    explained = min(behavior.explained, proximal.explained)
-    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or explained <= MIN_EXPLAINED:
+    is_cut = measured.signals is None or bool(_deficit(measured.signals))
+    least = max(CUT_EXPLAINED if is_cut else MIN_EXPLAINED, MIN_SLOPE_ERRORS**2 / line.num_tokens)
+    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or not least < behavior.explained <= EXACT:
         return None
+    factor = 1.0 + max(behavior.slope / OF_TEMPERATURE, -0.99)
     return Finding(
         confidence="likely",
         evidence=f"the difference is {behavior.slope:+.2g} times the engine's log-prob, which explains "
-        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {1.0 + behavior.slope:.3g} "
-        "times the trainer's",
-        k3_share=behavior.explained,
+        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {factor:.3g} times the "
+        "trainer's",
+        k3_share=min(behavior.explained / OF_TEMPERATURE, 1.0),
+    )
+
+
+def other_base(measured: Measured) -> Finding | None:
+    """One log-prob is a multiple of the other: no temperature does that, as it moves what all tokens share."""
+    line = measured.tokens.line
+    fit = line.on("behavior")
+    if line.num_tokens < MIN_TOKENS or abs(fit.slope) <= MIN_SLOPE or fit.explained <= EXACT or fit.slope <= -1.0:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"the engine's log-probs are {1.0 / (1.0 + fit.slope):.3g} times the trainer's, which explains "
+        f"{fit.explained:.1%} of the differences: as for logarithms to the base {math.exp(1.0 + fit.slope):.3g}, with "
+        "2.72 on the other side",
+        k3_share=1.0,
+        is_all=True,
     )
 
 

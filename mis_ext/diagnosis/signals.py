@@ -26,6 +26,7 @@ NUM_EARLY = 32
 
 LATE = 64
 PLACES = ("early", "between", "late")
+NUM_OCTAVES = 22
 PER_DECADE, SMALLEST, DECADES = 20, -9, 12
 NUM_SHIFTS = PER_DECADE * DECADES
 """Bins of ``|d| / (1 - p)`` of equal width in log space, each 12 % wide."""
@@ -48,6 +49,7 @@ class Signals:
             and their k3.
         places: ``[2, len(PLACES), 4]`` of uncertain tokens of the first turn and of later ones, by their place in the
             turn: count, sum of ``min(|d| / (1 - p), 1)`` and of its square, k3.
+        positions: ``[NUM_OCTAVES, 4]`` of uncertain tokens by the octave of their position in the response: likewise.
         ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
         rounded: ``[2, 3]`` of the proximal and of the behavior side: numbers that are not 0, those of bfloat16, and the
             k3 that rounding them to bfloat16 is expected to give.
@@ -58,6 +60,7 @@ class Signals:
     sums: Tensor
     shifts: Tensor
     places: Tensor
+    positions: Tensor
     ratios: Tensor
     rounded: Tensor
     firsts: Tensor
@@ -90,6 +93,7 @@ class Signals:
             sums=sums_of_sorted(tokens, found, response_mask_R=response_mask_R, layout=layout, line=line),
             shifts=_by_shift(shift, k3, d),
             places=_by_place(turn, place, shift, k3),
+            positions=_moments(_octave(position.index_select(0, uncertain)), NUM_OCTAVES, shift, k3),
             ratios=torch.stack([torch.tensor(len(excess)), excess.double().sum(), excess.double().square().sum()]),
             rounded=torch.stack([_bf16_numbers(side) for side in (proximal, behavior)]),
             firsts=_first_tokens(position, behavior, difference),
@@ -98,7 +102,7 @@ class Signals:
 
     def __add__(self, other: Signals) -> Signals:
         """The signals of the tokens of both."""
-        names = ("shifts", "places", "ratios", "rounded", "firsts")
+        names = ("shifts", "places", "positions", "ratios", "rounded", "firsts")
         more = {name: getattr(self, name) + getattr(other, name) for name in names}
         largest = torch.maximum(self.largest, other.largest)
         return Signals(sums=added(self.sums, other.sums), largest=largest, **more)
@@ -142,10 +146,18 @@ def _by_shift(shift: Tensor, k3: Tensor, difference: Tensor) -> Tensor:
 
 def _by_place(turn: Tensor, place: Tensor, shift: Tensor, k3: Tensor) -> Tensor:
     index = (place >= NUM_EARLY).long() + (place >= LATE) + len(PLACES) * (turn > 0)
+    return _moments(index, 2 * len(PLACES), shift, k3).view(2, len(PLACES), -1)
+
+
+def _octave(position: Tensor) -> Tensor:
+    """0 for 0, 1 for 1 and 2, 2 for 3 to 6, ..."""
+    return (position.double() + 1.0).log2().floor().long().clamp_max(NUM_OCTAVES - 1)
+
+
+def _moments(index: Tensor, size: int, shift: Tensor, k3: Tensor) -> Tensor:
     bounded = shift.clamp_max(1.0).double()
     weights = (None, bounded, bounded.square(), k3.double())
-    moments = [torch.bincount(index, each, minlength=2 * len(PLACES)).double() for each in weights]
-    return torch.stack(moments, dim=1).view(2, len(PLACES), -1)
+    return torch.stack([torch.bincount(index, each, minlength=size).double() for each in weights], dim=1)
 
 
 def _bf16_numbers(values: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from mis_ext.diagnosis.measuring import Measured
 MAX_EXPLAINED = 0.75
 """Where other causes explain more of k3, what is left is not named: shares are not that exact."""
 
+OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
+PENALTIES = "penalties or a logits processor of the engine"
+
 
 def equal(measured: Measured) -> Finding | None:
     """Every log-prob is the same number on both sides."""
@@ -21,10 +24,12 @@ def equal(measured: Measured) -> Finding | None:
 
 def kernels(measured: Measured) -> Finding | None:
     """A difference of the size of kernels in bfloat16."""
-    if not _has_left(measured) or measured.explained or measured.k3 >= KERNEL_K3:
+    if not _has_left(measured) or measured.k3_left >= KERNEL_K3:
         return None
-    evidence = f"k3 {measured.k3:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}"
-    return Finding(confidence="likely", evidence=evidence, k3_share=1.0, alternatives=_stale_words(measured))
+    evidence = f"k3 {measured.k3_left:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}"
+    return Finding(
+        confidence="likely", evidence=evidence, k3_share=1.0 - measured.explained, alternatives=_stale_words(measured)
+    )
 
 
 def low_precision(measured: Measured) -> Finding | None:
@@ -38,7 +43,7 @@ def low_precision(measured: Measured) -> Finding | None:
         evidence=f"k3 {measured.k3_left:.2g} is above a small model in bfloat16 (up to {KERNEL_K3:g}); an fp8 cache or "
         "fp8 weights gave 1e-3 to 8e-3 in a small model, weights in e4m3 2.3e-2 in a pretrained one",
         k3_share=1.0 - measured.explained,
-        alternatives=(*rounding, "a mixture of experts", *_stale_words(measured)),
+        alternatives=(*rounding, "a mixture of experts", *(_stale_words(measured) or (OLD_WEIGHTS,)), PENALTIES),
     )
 
 
@@ -51,9 +56,9 @@ def large(measured: Measured) -> Finding | None:
         evidence=f"k3 {measured.k3_left:.2g} is above what low precision gave (8e-3); weights a step old gave 8e-2",
         k3_share=1.0 - measured.explained,
         alternatives=(
-            "stale weights",
+            OLD_WEIGHTS,
             "another prompt, chat template or context",
-            "penalties or a logits processor of the engine",
+            PENALTIES,
             "a mixture of experts in low precision",
         ),
     )

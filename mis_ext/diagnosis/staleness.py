@@ -20,6 +20,7 @@ from mis_ext.diagnosis.measuring import Measured, Samples
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
 RISE, TYPICAL_RISE = 10.0, 2.0
+MIN_DRIFTING, DRIFTING = 5, 0.75
 MAX_LISTED = 5
 MAX_EXPLAINED = 0.3
 """Where other causes explain more of k3, its size says nothing about weights."""
@@ -116,16 +117,19 @@ def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
     ]
     if len(steps) < 2:
         return None
+    steps.sort(key=lambda step: (not step.name.isdecimal(), step.name.zfill(20)))
     floor = min(steps, key=lambda step: step.k3)
-    evidence, usual = _returns(steps, floor), floor.k3
+    evidence, usual, alternatives = _returns(steps, floor), floor.k3, tuple[str, ...]()
     if not evidence:
-        usual = sorted(step.k3 for step in steps)[len(steps) // 2]
+        evidence, usual, alternatives = _drifts(steps), steps[0].k3, ("a mismatch that training itself lets grow",)
+    if not evidence:
+        usual, alternatives = sorted(step.k3 for step in steps)[len(steps) // 2], ()
         evidence = _jumps(steps, usual)
     if not evidence:
         return None
     total = sum(step.k3 * step.num_tokens for step in steps)
     above = sum(max(step.k3 - usual, 0.0) * step.num_tokens for step in steps)
-    return Finding(confidence="possible", evidence=evidence, k3_share=above / total)
+    return Finding(confidence="possible", evidence=evidence, k3_share=above / total, alternatives=alternatives)
 
 
 def _returns(steps: list[_Step], floor: _Step) -> str:
@@ -133,9 +137,8 @@ def _returns(steps: list[_Step], floor: _Step) -> str:
 
     Few tokens, as other experts or sentinels, raise k3 too, but not what is typical of a token.
     """
-    ordered = sorted(steps, key=lambda step: (not step.name.isdecimal(), step.name.zfill(20)))
     fresh, has_risen, highest = list[str](), True, floor.k3
-    for step in ordered:
+    for step in steps:
         if step.k3 <= GROWTH * floor.k3 and has_risen:
             fresh, has_risen = [*fresh, step.name], False
         elif step.k3 > max(RISE * floor.k3, KERNEL_K3) and step.typical > TYPICAL_RISE * floor.typical:
@@ -146,6 +149,23 @@ def _returns(steps: list[_Step], floor: _Step) -> str:
     when = f"every {period} steps, as with a weight sync every {period} steps" if period else "and rises again"
     listed = ", ".join(fresh[:MAX_LISTED]) + (", ..." if len(fresh) > MAX_LISTED else "")
     return f"k3 rises to {highest:.2g} and returns to its floor of {floor.k3:.2g} {when} (from step {listed})"
+
+
+def _drifts(steps: list[_Step]) -> str:
+    """Evidence that k3 rises from step to step, as where weights are never synced: precision does not change."""
+    rises = [later.k3 > earlier.k3 for earlier, later in pairwise(steps)]
+    if len(steps) < MIN_DRIFTING or sum(rises) < DRIFTING * len(rises):
+        return ""
+    first, last = steps[0], steps[-1]
+    # One jump is no drift.
+    jump = max(later.k3 / earlier.k3 if earlier.k3 else math.inf for earlier, later in pairwise(steps))
+    is_large = last.k3 > max(RISE * first.k3, KERNEL_K3) and last.k3 > GROWTH * first.k3 * jump
+    if not is_large or not last.typical > TYPICAL_RISE * first.typical:
+        return ""
+    return (
+        f"k3 rises from {first.k3:.2g} in step {first.name} to {last.k3:.2g} in step {last.name}, in {sum(rises)} of "
+        f"{len(rises)} steps: as where weights are never synced, and not as of a precision, which does not change"
+    )
 
 
 def _period(fresh: list[str]) -> int:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from mis_ext.correction.tables import Table
 from mis_ext.diagnosis.cause import Cause, Diagnosis
-from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, prefix
+from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, late, prefix
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted
-from mis_ext.diagnosis.sampling import padding, temperature, truncation
+from mis_ext.diagnosis.sampling import other_base, padding, temperature, truncation
 from mis_ext.diagnosis.size import equal, kernels, large, low_precision
 from mis_ext.diagnosis.staleness import stale
 
@@ -96,16 +96,25 @@ CAUSES: dict[str, Cause] = {
             advice="Nothing to correct. For equal bits use the same formula on both sides.",
         ),
         Cause(
+            name="log_base",
+            title="logarithms to another base than e on one side",
+            looks_like="one log-prob is a multiple of the other, which explains 98 % of the differences' variance",
+            needs=("tokens",),
+            rule=other_base,
+            advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
+            is_fault=True,
+        ),
+        Cause(
             name="temperature",
             title="another temperature in one of the log-probs",
-            looks_like="the difference is a multiple of the log-prob of either side, which explains 30 % of its "
+            looks_like="the difference falls or rises with the log-prob, by a line that explains more than 6 % of its "
             "variance",
             needs=("tokens",),
             rule=temperature,
             advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
             "it sampled from.",
             is_fault=True,
-            hides=("vocabulary_padding", "top_p_or_top_k", *_TAILS, *_SIZES),
+            hides=("vocabulary_padding", "top_p_or_top_k", "bf16_kernels", *_TAILS),
         ),
         Cause(
             name="vocabulary_padding",
@@ -139,13 +148,13 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="stale_weights",
             title="stale weights: tokens that were sampled with weights of another step",
-            looks_like="k3 grows with the recorded versions, or rises and returns to its floor over steps, or the mean "
-            "difference exceeds 0.3 nats",
+            looks_like="k3 grows with the recorded versions, or over steps (steadily, or back to its floor), or the "
+            "mean difference exceeds 0.3 nats",
             needs=("samples",),
             rule=stale,
             advice="Sync the weights before sampling, or correct: token TIS gained 0.14 of reward with weights "
             "a step old, 0.34 with older ones (benchmarks/evidence/README.md).",
-            hides=("decode_dependence", "stale_prefix_cache", "bf16_kernels", *_TAILS),
+            hides=("decode_dependence", "stale_prefix_cache", "late_positions", "bf16_kernels", *_TAILS),
         ),
         Cause(
             name="decode_dependence",
@@ -154,7 +163,7 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=decoding,
             advice="Compare prefill and decode of the engine (mis-ext diff).",
-            hides=("bf16_kernels",),
+            hides=("late_positions", "bf16_kernels"),
         ),
         Cause(
             name="stale_prefix_cache",
@@ -164,6 +173,15 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=prefix,
             advice="Flush the engine's prefix cache at every weight update.",
+            hides=("late_positions", "bf16_kernels", *_TAILS),
+        ),
+        Cause(
+            name="late_positions",
+            title="positions that one side treats otherwise, such as RoPE scaling, a window or a length limit",
+            looks_like="tokens behind a position (from the 32nd on) differ 4 times as much as those before",
+            needs=("signals",),
+            rule=late,
+            advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
             hides=("bf16_kernels", *_TAILS),
         ),
         Cause(
