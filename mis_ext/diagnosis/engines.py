@@ -24,7 +24,7 @@ ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_ERRORS = 2.0, 6.0
-FIRST_LATE, LATE_FACTOR = 5, 4.0
+FIRST_LATE = 5
 """The first octave of positions, from 31 on, that may begin to differ."""
 
 
@@ -142,7 +142,7 @@ def late(measured: Measured) -> Finding | None:
     total, found = float(octaves[:, 3].sum()), list[tuple[float, int, float]]()
     for index in range(FIRST_LATE, len(octaves)):
         before, behind = (_Place.of(each.sum(0)) for each in (octaves[:index], octaves[index:]))
-        if behind.stands_out_of(before) and behind.mean > LATE_FACTOR * before.mean:
+        if behind.stands_out_of(before):
             found.append((behind.mean / before.mean if before.mean else math.inf, index, behind.excess_over(before)))
     if not found or not total:
         return None

@@ -31,7 +31,7 @@ def temperature(measured: Measured) -> Finding | None:
     behavior, proximal = line.on("behavior"), line.on("proximal")
     # Two texts make the difference fall with one log-prob and rise with the other.
     same_sign = behavior.slope * proximal.slope > 0.0
-    is_cut = measured.signals is None or bool(_deficit(measured.signals))
+    is_cut = measured.signals is None or _loses_mass(measured.signals)
     least = max(CUT_EXPLAINED if is_cut else MIN_EXPLAINED, MIN_SLOPE_ERRORS**2 / line.num_tokens)
     if not same_sign or abs(behavior.slope) <= MIN_SLOPE or not least < behavior.explained <= EXACT:
         return None
@@ -87,6 +87,13 @@ def truncation(measured: Measured) -> Finding | None:
         evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
         k3_share=_one_sided(measured.signals),
     )
+
+
+def _loses_mass(signals: Signals) -> bool:
+    """Whether the mean ratio is surely below 1: no temperature does that."""
+    count, excess, squared = signals.ratios.tolist()
+    deficit = -excess / max(count, 1.0)
+    return bool(deficit > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * math.sqrt(squared) / max(count, 1.0)))
 
 
 def _deficit(signals: Signals) -> str:

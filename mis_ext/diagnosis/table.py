@@ -178,7 +178,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="late_positions",
             title="positions that one side treats otherwise, such as RoPE scaling, a window or a length limit",
-            looks_like="tokens behind a position (from the 32nd on) differ 4 times as much as those before",
+            looks_like="tokens behind a position (from the 32nd on) differ twice as much as those before",
             needs=("signals",),
             rule=late,
             advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
@@ -223,7 +223,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="low_precision",
             title="lower precision on one side (fp8 or int8 weights or cache)",
-            looks_like="at most three quarters of k3 are explained, and what is left is 0.001 to 0.03",
+            looks_like="at most 87 % of k3 are explained, and what is left is 0.001 to 0.03",
             needs=("signals",),
             rule=low_precision,
             advice="Token TIS (yaml/mis.yaml): no study of ours found it worse than no correction.",
@@ -231,7 +231,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="large_mismatch",
             title="more than precision explains",
-            looks_like="at most three quarters of k3 are explained, and what is left is above 0.03",
+            looks_like="at most 87 % of k3 are explained, and what is left is above 0.03",
             needs=("signals",),
             rule=large,
             advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
