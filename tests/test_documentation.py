@@ -20,6 +20,7 @@ from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
 from mis_ext.methods.table import methods_table
 from mis_ext.preset_files import PresetRemarks, preset_remarks
+from mis_ext.report.references import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -90,6 +91,14 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == f"\n{table().markdown()}\n", (
         "run: python tests/test_documentation.py"
     )
+
+
+def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
+    (found,) = [each for each in REFERENCES if each.what == "mixtures of experts"]
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    ((factor, low, high),) = re.findall(r"mixture of experts \$(\d) \\cdot 10\^\{(-\d)\}\$ to \$10\^\{(-\d)\}\$", page)
+    assert (float(f"{factor}e{low}"), float(f"1e{high}")) == (found.low, found.high)
+    assert f"(experts: 1e{high})" in MEANING["k3"]
 
 
 def blocks(language: str) -> list:
