@@ -59,4 +59,4 @@ def test_a_temperature_is_given_in_numbers() -> None:
 
 def test_logarithms_to_base_2_are_no_temperature() -> None:
     (found,) = named(["base 2"])
-    assert "to the base 2," in found.evidence
+    assert "the engine's are logarithms to the base 2" in found.evidence

@@ -15,7 +15,7 @@ CUT_EXPLAINED = 0.3
 OF_TEMPERATURE = 0.6
 """A temperature moves a log-prob by its distance from the mean over the vocabulary, which is not known. In a trained
 model a line through log-probs explains 0.56 to 0.62 of that variance, and has as much of the slope."""
-EXACT = 0.98
+EXACT, BASE_ERROR = 0.98, 0.03
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
 MIN_BELOW = 0.9
 MAX_PADDING_GAP = 0.05
@@ -49,16 +49,20 @@ def other_base(measured: Measured) -> Finding | None:
     """One log-prob is a multiple of the other: no temperature does that, as it moves what all tokens share."""
     line = measured.tokens.line
     fit = line.on("behavior")
-    if line.num_tokens < MIN_TOKENS or abs(fit.slope) <= MIN_SLOPE or fit.explained <= EXACT or fit.slope <= -1.0:
+    if line.num_tokens < MIN_TOKENS or fit.explained <= EXACT or fit.slope <= -1.0:
         return None
-    return Finding(
-        confidence="certain",
-        evidence=f"the engine's log-probs are {1.0 / (1.0 + fit.slope):.3g} times the trainer's, which explains "
-        f"{fit.explained:.1%} of the differences: as for logarithms to the base {math.exp(1.0 + fit.slope):.3g}, with "
-        "2.72 on the other side",
-        k3_share=1.0,
-        is_all=True,
-    )
+    factor = 1.0 / (1.0 + fit.slope)
+    for base in (2.0, 10.0):
+        for side, expected in (("engine", 1.0 / math.log(base)), ("trainer", math.log(base))):
+            if abs(factor / expected - 1.0) < BASE_ERROR:
+                return Finding(
+                    confidence="certain",
+                    evidence=f"the engine's log-probs are {factor:.3g} times the trainer's, which explains "
+                    f"{fit.explained:.1%} of the differences: the {side}'s are logarithms to the base {base:g}",
+                    k3_share=1.0,
+                    is_all=True,
+                )
+    return None
 
 
 def padding(measured: Measured) -> Finding | None:

@@ -97,8 +97,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="log_base",
-            title="logarithms to another base than e on one side",
-            looks_like="one log-prob is a multiple of the other, which explains 98 % of the differences' variance",
+            title="logarithms to base 2 or 10 on one side",
+            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other, by a line that explains 98 %",
             needs=("tokens",),
             rule=other_base,
             advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
