@@ -84,9 +84,11 @@ def test_a_compacted_group_is_done_and_its_settings_are_still_compared(tmp_path:
 
 
 def test_the_results_of_the_repository_are_one_archive_per_study() -> None:
+    from evidence.pretrained.studies import PRETRAINED_STUDIES
     from evidence.studies import STUDIES
 
+    studies = [*STUDIES.values(), *PRETRAINED_STUDIES]
     folder = Path(__file__).parents[1] / "benchmarks" / "evidence" / "results"
     assert {path.suffix for path in folder.iterdir()} == {".zip"}
-    assert {path.stem for path in folder.iterdir()} <= {*STUDIES}
-    assert {*Archives(folder).names()} <= {group.name for study in STUDIES.values() for group in study.groups}
+    assert {path.stem for path in folder.iterdir()} <= {study.name for study in studies}
+    assert {*Archives(folder).names()} <= {group.name for study in studies for group in study.groups}
