@@ -1,0 +1,52 @@
+"""OpenRLHF: our whole loss in the place of its fixed ``PolicyLoss``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+
+
+class MisLoss:
+    """``actor_loss_fn = MisLoss(actor_loss_fn, "mis.yaml")`` in ``ppo_actor.py``.
+
+    Args:
+        loss_fn: OpenRLHF's ``PolicyLoss``. Of its settings ``token_level_loss`` acts on our loss, the others on the
+            metrics that it goes on to report.
+        keys: A mapping, or the path of a YAML file.
+    """
+
+    def __init__(self, loss_fn: Any, keys: Keys) -> None:
+        self.host, self.keys = loss_fn, read_keys(keys)
+        self.metrics: dict[str, Tensor] = {}
+        """Of the last call, each 0-dim: for ``experience.info``."""
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor,
+        rollout_log_probs: Tensor | None = None,
+        **sizes: Any,
+    ) -> tuple[Tensor, ...]:
+        """The loss, and OpenRLHF's three metrics."""
+        streams = log_probs, old_log_probs, advantages, action_mask, rollout_log_probs
+        with torch.no_grad():
+            _, *metrics = self.host(*streams, **sizes)
+        is_of_tokens = self.host.token_level_loss
+        found = policy_loss_from_log_probs(
+            kept_keys(self.keys, calculate_per_token_loss=is_of_tokens),
+            current_logprobs=log_probs,
+            proximal_logprobs=old_log_probs,
+            behavior_logprobs=rollout_log_probs,
+            advantages=advantages,
+            response_mask=action_mask,
+        )
+        self.metrics = {name: metric.value() for name, metric in found.metrics.items()}
+        size = sizes.get("batch_num_tokens" if is_of_tokens else "global_batch_size")
+        return found.mean if size is None else found.total / size * sizes.get("dp_size", 1), *metrics

@@ -1,0 +1,42 @@
+"""ROLL: our weights and masks in the place of its train-infer correction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
+from mis_ext.hosts.padded import correct_padded
+from mis_ext.hosts.session import Session
+
+
+def register(keys: Keys) -> None:
+    """Replace the one function that computes ROLL's correction, for ROLL has no registration of it.
+
+    It acts in this process, the driver: ROLL corrects a whole batch there with ``enable_old_logprobs_recompute: true``.
+    Without that setting its workers correct, in processes of their own, and nothing of ours runs.
+
+    Raises:
+        ValueError: A key is of the whole loss, which stays ROLL's.
+    """
+    from roll.utils import train_infer_corrections
+
+    given = read_keys(keys)
+    if says_whole_loss(given):
+        raise ValueError("keys of a whole loss: ROLL's worker keeps its own; give keys of a correction")
+    session = Session(given)
+
+    def correct(
+        cfg: Any, response_mask: Tensor, old_log_probs: Tensor, infer_log_probs: Tensor, **_: Any
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        if session.config.weight is not None and not cfg.is_weight.enabled:
+            raise ValueError(
+                "train_infer_correction.is_weight.enabled is False: ROLL would drop the weights; set it to true"
+            )
+        streams = {"proximal_logprobs": old_log_probs, "behavior_logprobs": infer_log_probs}
+        found = correct_padded(session, **streams, response_mask=response_mask)
+        metrics = {f"actor/{name}": float(metric.value()) for name, metric in found.metrics.items()}
+        return found.weights, found.keep_mask.long(), metrics
+
+    train_infer_corrections.compute_train_infer_correction = correct

@@ -1,0 +1,47 @@
+"""SkyRL: our whole loss in its registry of policy losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+
+
+def register(keys: Keys) -> None:
+    """Register the policy loss ``mis_ext``, before SkyRL starts its workers: it sends its registry to them.
+
+    Raises:
+        OSError: The file of keys cannot be read.
+        TypeError: They are no mapping.
+    """
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
+
+    given = read_keys(keys)
+
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        if loss_mask is None:
+            raise ValueError("loss_mask is missing, by which mis_ext knows the tokens of the response")
+        # SkyRL's advantages are divided by the size of the batch: the sum over tokens is what it asks for.
+        found = policy_loss_from_log_probs(
+            kept_keys(given, calculate_per_token_loss=True),
+            current_logprobs=log_probs,
+            proximal_logprobs=old_log_probs,
+            behavior_logprobs=rollout_logprobs,
+            advantages=advantages,
+            response_mask=loss_mask,
+        )
+        return found.total, {name: float(metric.value()) for name, metric in found.metrics.items()}
+
+    if "mis_ext" in PolicyLossRegistry.list_available():
+        PolicyLossRegistry.unregister("mis_ext")
+    register_policy_loss("mis_ext")(loss)

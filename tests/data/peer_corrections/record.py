@@ -1,0 +1,206 @@
+"""Records ``numbers.json.xz`` anew: corrections of SkyRL's, OpenRLHF's and ROLL's own code on a CPU, and ours in it.
+
+Their code is not part of this repository. With a clone of each at its revision, torch, ray, omegaconf and what else
+their modules of losses import, from the repository's root:
+
+    python tests/data/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL [--check]
+
+Modules of theirs that import engines and loggers run without those (``ABSENT``): no loss calls them. The largest
+difference of both is printed. ``--check`` writes nothing, and compares with the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import json
+import lzma
+import math
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+FILE = HERE / "numbers.json.xz"
+REVISIONS = {
+    "skyrl": "a9564572eb8e91076be43c1bd5e4615e3de17265",
+    "openrlhf": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",
+    "roll": "8eb27cc2dc34c4d1310b169d9b86d339004d811a",
+}
+TOLERANCE = 2e-6
+ABSENT = (
+    "cloudpathlib",
+    "codetiming",
+    "cv2",
+    "dacite",
+    "datasets",
+    "deepspeed",
+    "fastapi",
+    "flash_attn",
+    "hydra",
+    "imageio",
+    "peft",
+    "skyrl_gym",
+    "tensordict",
+    "tinker",
+    "transfer_queue",
+    "vllm",
+)
+"""Packages that are imported and not called."""
+
+sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+
+import peer_correction_cases as cases  # noqa: E402
+import verl_cases  # noqa: E402
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
+        is_absent = name.partition(".")[0] in ABSENT
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
+
+    def create_module(self, spec: Any) -> Any:
+        return MagicMock(name=spec.name, __path__=[], __spec__=spec)
+
+    def exec_module(self, module: Any) -> None:
+        """It is complete."""
+
+
+def without_init(clone: Path, *names: str) -> None:
+    """Packages whose ``__init__`` imports whole trainers."""
+    for name in names:
+        module = types.ModuleType(name)
+        module.__path__ = [str(clone / name.replace(".", "/"))]
+        sys.modules[name] = module
+
+
+def gradient(loss_fn: Any, current: torch.Tensor) -> dict[str, Any]:
+    """A loss of the current log-probs, and its gradient."""
+    current = current.clone().requires_grad_()
+    loss = loss_fn(current)
+    loss.backward()
+    return {"loss": loss.tolist(), "gradient": current.grad.tolist()}
+
+
+def skyrl(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses of SkyRL's registry: its regular one with a correction, and ours."""
+    parts = ("backends", "backends.skyrl_train", "backends.skyrl_train.utils", "train")
+    without_init(clone, "skyrl", *(f"skyrl.{part}" for part in parts))
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+    from skyrl.train.config import AlgorithmConfig
+
+    from mis_ext.hosts.skyrl import register
+
+    def numbers(name: str, config: Any, batch: Any) -> dict[str, Any]:
+        loss_fn, rest = PolicyLossRegistry.get(name), (batch["old_log_prob"], batch["advantages"], config)
+        more = batch["response_mask"].float(), batch["rollout_log_prob"]
+        return gradient(lambda current: loss_fn(current, *rest, *more)[0], batch["log_prob"])
+
+    found = {}
+    for name, (settings, keys) in cases.SKYRL.items():
+        config = AlgorithmConfig()
+        for key, value in settings.items():
+            setattr(config.off_policy_correction, key, value)
+        register(keys)
+        found[name] = {
+            each: [numbers(one, config, batch) for one in ("regular", "mis_ext")] for each, batch in batches.items()
+        }
+    return found
+
+
+def openrlhf(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses of OpenRLHF's class, and of ours around it."""
+    without_init(clone, "openrlhf", "openrlhf.models")
+    from openrlhf.models.loss import PolicyLoss
+
+    from mis_ext.hosts.openrlhf import MisLoss
+
+    def numbers(loss_fn: Any, batch: Any, sizes: Any) -> dict[str, Any]:
+        rest = batch["old_log_prob"], batch["advantages"], batch["response_mask"].float(), batch["rollout_log_prob"]
+        return gradient(lambda current: loss_fn(current, *rest, **sizes)[0], batch["log_prob"])
+
+    return {
+        name: {
+            f"{each}, {said}": [
+                numbers(one, batch, sizes) for one in (PolicyLoss(**settings), MisLoss(PolicyLoss(**settings), keys))
+            ]
+            for each, batch in batches.items()
+            for said, sizes in cases.SIZES.items()
+        }
+        for name, (settings, keys) in cases.OPENRLHF.items()
+    }
+
+
+def roll(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights and masks of ROLL's function, and of ours in its place."""
+    without_init(clone, "roll", "roll.utils", "roll.pipeline", "roll.pipeline.agentic")
+    from roll.utils import train_infer_corrections as module
+
+    from mis_ext.hosts.roll import register
+
+    own = module.compute_train_infer_correction
+
+    def numbers(function: Any, settings: Any, batch: Any) -> dict[str, Any]:
+        mask = batch["response_mask"]
+        weights, kept, _ = function(cases.roll_config(settings), mask, batch["old_log_prob"], batch["rollout_log_prob"])
+        return {"weights": (weights * kept * mask).tolist(), "kept": (kept * mask).float().tolist()}
+
+    found = {}
+    for name, (settings, keys) in cases.ROLL.items():
+        register(keys)
+        both = own, module.compute_train_infer_correction
+        found[name] = {each: [numbers(one, settings, batch) for one in both] for each, batch in batches.items()}
+    return found
+
+
+def largest(wanted: Any, found: Any) -> float:
+    """Largest difference of two trees of numbers."""
+    if isinstance(wanted, dict):
+        return max(largest(wanted[key], found[key]) for key in wanted)
+    difference = float((torch.tensor(wanted).double() - torch.tensor(found).double()).abs().max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record, or compare; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, revision in REVISIONS.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, help=f"a checkout of {revision}")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parsed = parser.parse_args(arguments)
+    sys.meta_path.append(_Absent())
+    batches = verl_cases.batches()
+    recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "roll": roll}
+    both = {name: recorder(getattr(parsed, name), batches) for name, recorder in recorders.items()}
+    worst = {
+        f"{host} {name}": max(largest(own, ours) for own, ours in found.values())
+        for host, losses in both.items()
+        for name, found in losses.items()
+    }
+    for name, difference in worst.items():
+        print(f"{difference:9.1e}  {name}")
+    differ = [name for name, difference in worst.items() if not difference <= TOLERANCE]
+    print(f"{len(worst)} corrections, {len(differ)} differ by more than {TOLERANCE:g}: {differ}")
+    numbers = {
+        host: {name: {each: own for each, (own, _) in found.items()} for name, found in losses.items()}
+        for host, losses in both.items()
+    }
+    if parsed.check:
+        with lzma.open(FILE, "rt") as file:
+            off = largest(json.load(file)["numbers"], numbers)
+        print(f"their own numbers differ from the file by at most {off:.1e}")
+        return int(bool(differ) or off > TOLERANCE)
+    inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
+    content = {"revisions": REVISIONS, "worst": worst, "batches": inputs, "numbers": numbers}
+    FILE.write_bytes(lzma.compress(json.dumps(content).encode()))
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

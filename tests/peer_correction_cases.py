@@ -1,0 +1,104 @@
+"""Corrections of SkyRL, OpenRLHF and ROLL, and the keys with which ours is the same."""
+
+from types import SimpleNamespace
+
+
+def _weight(level: str, mode: str, **bounds: float) -> dict:
+    return {"weight": {"level": level, "mode": mode, **bounds}}
+
+
+def _gates(*gates: dict) -> dict:
+    return {"weight": None, "gates": list(gates)}
+
+
+def _dual_clip(**native: object) -> dict:
+    return {"mis_loss_method": "ppo", "use_tis": True, "mis": native}
+
+
+_TOKEN = _weight("token", "truncate", high=1.2)
+SKYRL = {
+    "regular": ({}, {"mis_loss_method": "ppo"}),
+    "tis": ({"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2}, _dual_clip(**_TOKEN)),
+    "sequence tis": (
+        {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5},
+        _dual_clip(**_weight("sequence", "truncate", high=1.5)),
+    ),
+    "geometric mask": (
+        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.95, "geo_mask_high": 1.01},
+        _dual_clip(**_gates({"reduce": "mean", "low": 0.95, "high": 1.01})),
+    ),
+    "product mask": (
+        {"sequence_mask_metric": "product", "product_mask_low": 0.8, "product_mask_high": 1.5},
+        _dual_clip(**_gates({"reduce": "sum", "low": 0.8, "high": 1.5})),
+    ),
+    "outlier mask": (
+        {"outlier_token_is_threshold_low": 0.7, "outlier_token_is_threshold_high": 1.5},
+        _dual_clip(**_gates({"reduce": "min", "low": 0.7}, {"reduce": "max", "high": 1.5})),
+    ),
+    "tis, token mask": (
+        {
+            "tis_ratio_type": "token",
+            "token_tis_ratio_clip_high": 1.2,
+            "token_mask_is_threshold_low": 0.8,
+            "token_mask_is_threshold_high": 1.3,
+        },
+        _dual_clip(**_TOKEN, gates=[{"reduce": "token", "low": 0.8, "high": 1.3}]),
+    ),
+}
+"""SkyRL's ``off_policy_correction``, and our keys."""
+
+_ON = {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": [0.9, 1.2]}
+OPENRLHF = {
+    "ppo": ({}, {"mis_loss_method": "ppo"}),
+    "ppo, sequences": ({"token_level_loss": False}, {"mis_loss_method": "ppo"}),
+    "dual clip": ({"dual_clip": 3.0}, {"mis_loss_method": "dual_clip"}),
+    "gspo": ({"policy_loss_type": "gspo"}, {"mis_loss_method": {"name": "gspo", "low": 0.2, "high": 0.2}}),
+    "tis": (_ON, {"mis_loss_method": {"name": "decoupled_token_clip", "low": 0.9, "high": 1.2}}),
+    "icepop": (
+        _ON | {"vllm_is_correction_type": "icepop"},
+        {"mis_loss_method": {"name": "icepop", "low": 0.9, "high": 1.2}},
+    ),
+    "seq-mask-tis": (
+        _ON | {"vllm_is_correction_type": "seq-mask-tis"},
+        {"mis_loss_method": {"name": "sequence_mask_tis", "low": 0.9, "high": 1.2}},
+    ),
+}
+"""Settings of OpenRLHF's ``PolicyLoss``, and our keys."""
+
+ROLL = {
+    "token": ({"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.2}}, {"mis": _TOKEN}),
+    "sequence": (
+        {"is_weight": {"enabled": True, "weight_type": "sequence", "upper_bound": 1.5}},
+        {"mis": _weight("sequence", "truncate", high=1.5)},
+    ),
+    "geometric": (
+        {"is_weight": {"enabled": True, "weight_type": "geometric", "upper_bound": 1.05}},
+        {"mis": _weight("geometric", "truncate", high=1.05)},
+    ),
+    "token filter": (
+        {"filters": [{"agg_type": "token", "ratio_enabled": True, "ratio_low": 0.8, "ratio_high": 1.3}]},
+        {"mis": _gates({"reduce": "token", "low": 0.8, "high": 1.3})},
+    ),
+    "geometric filter": (
+        {"filters": [{"agg_type": "geometric", "ratio_enabled": True, "ratio_low": 0.95, "ratio_high": 1.01}]},
+        {"mis": _gates({"reduce": "mean", "low": 0.95, "high": 1.01})},
+    ),
+    "sequence filter": (
+        {"filters": [{"agg_type": "sequence", "ratio_enabled": True, "ratio_low": 0.8, "ratio_high": 1.5}]},
+        {"mis": _gates({"reduce": "sum", "low": 0.8, "high": 1.5})},
+    ),
+}
+"""ROLL's ``train_infer_correction``, and our keys."""
+
+SIZES = {"alone": {}, "of a batch": {"dp_size": 2, "batch_num_tokens": 100.0, "global_batch_size": 14.0}}
+"""What OpenRLHF's trainer says of the whole batch."""
+
+
+def roll_config(settings: dict) -> SimpleNamespace:
+    """ROLL's ``TrainInferCorrectionConfig`` as a namespace, with its defaults of what we look at."""
+    weight = {"enabled": False, "weight_type": "token", "upper_bound": None, "detach": True}
+    filter_ = {"enabled": True, "ratio_enabled": False, "diff_enabled": False}
+    return SimpleNamespace(
+        is_weight=SimpleNamespace(**weight | settings.get("is_weight", {})),
+        filters=[SimpleNamespace(**filter_ | each) for each in settings.get("filters", ())],
+    )
