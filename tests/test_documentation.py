@@ -82,8 +82,8 @@ def section(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_a_page_holds_the_table_of_today(name) -> None:
+def assert_page_holds(name: str) -> None:
+    """Whether a table of ``TABLES`` stands in its page as it would be generated today."""
     page, table = TABLES[name]
     found = section(name).search(page.read_text(encoding="utf-8"))
     assert found is not None, f"{page.name} has no table of {name}"
@@ -91,6 +91,12 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == f"\n{table().markdown()}\n", (
         "run: python tests/test_documentation.py"
     )
+
+
+# That of the plants is compared where they are judged: test_trained_diagnosis.py.
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "plants"])
+def test_a_page_holds_the_table_of_today(name) -> None:
+    assert_page_holds(name)
 
 
 def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:

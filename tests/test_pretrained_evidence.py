@@ -116,8 +116,11 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     [studies.AGAIN, studies.BYPASS, TOKEN_TIS, studies.token_tis(1.5), studies.TOKEN_MASK, studies.FOLLOWING_GATE],
     ids=lambda method: method.name,
 )
-def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
-    group = dataclasses.replace(GROUP, methods=(method,), num_prompts=8, samples_per_prompt=32, response_length=2)
+def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+    group = dataclasses.replace(GROUP, methods=(method,), samples_per_prompt=32)
     rows = steps(PretrainedTraining(group, workplace), 2)
     assert all(np.isfinite([value for value in row.values() if isinstance(value, float)]).all() for row in rows)
     assert max(row["grad_norm"] for row in rows) > 0

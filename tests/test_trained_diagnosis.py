@@ -1,6 +1,7 @@
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
 import pytest
+from test_documentation import assert_page_holds
 from trained_plants import AMONG_ALTERNATIVES, CAUSE_OF, EXPERTS, LIMITS, PAIRS, collected, named
 
 from mis_ext.diagnosis import CAUSES
@@ -60,3 +61,7 @@ def test_a_temperature_is_given_in_numbers() -> None:
 def test_logarithms_to_base_2_are_no_temperature() -> None:
     (found,) = named(["base 2"])
     assert "the engine's are logarithms to the base 2" in found.evidence
+
+
+def test_the_page_says_what_is_named() -> None:
+    assert_page_holds("plants")
