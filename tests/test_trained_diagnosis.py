@@ -2,9 +2,10 @@
 
 import pytest
 from test_documentation import assert_page_holds
-from trained_plants import AMONG_ALTERNATIVES, CAUSE_OF, EXPERTS, LIMITS, PAIRS, collected, named
+from trained_plants import AMONG_ALTERNATIVES, CAUSE_OF, EXPERTS, LIMITS, PAIRS, collected, named, sides_of
 
 from mis_ext.diagnosis import CAUSES
+from mis_ext.report import Collector, Part
 
 KERNELS = "bf16_kernels"
 """In all tokens. Named where little else is."""
@@ -61,6 +62,26 @@ def test_a_temperature_is_given_in_numbers() -> None:
 def test_logarithms_to_base_2_are_no_temperature() -> None:
     (found,) = named(["base 2"])
     assert "the engine's are logarithms to the base 2" in found.evidence
+
+
+def test_many_tokens_do_not_make_a_cut_of_another_prompt() -> None:
+    """Heavy tails, which a sample misses, leave a mean ratio of 0.986."""
+    trainer, engine = sides_of("another prompt")
+    collector = Collector()
+    for _ in range(8):
+        collector.add(Part.of_lists(proximal=trainer, behavior=engine))
+    assert {each.cause for each in collector.diagnoses()} == {"stale_prefix_cache"}
+
+
+def test_zeros_in_most_samples_are_placeholders_however_far_apart_these_are() -> None:
+    trainer, engine = sides_of("4 placeholders")
+    engine = [each - 0.5 * (number > 9) for number, each in enumerate(engine)]
+    for number in range(10, len(engine)):
+        engine[number][trainer[number].argmin()] = 0.0
+    collector = Collector()
+    collector.add(Part.of_lists(proximal=trainer, behavior=engine))
+    (found,) = [each for each in collector.diagnoses() if each.cause == "placeholder_log_probs"]
+    assert "54 of" in found.evidence
 
 
 def test_the_page_says_what_is_named() -> None:

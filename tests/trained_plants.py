@@ -93,7 +93,7 @@ def adapter(pair: Pair) -> Pair:
 
 
 def late(pair: Pair) -> Pair:
-    return replace(pair, engine=replace(pair.engine, late=100, late_factor=0.7))
+    return replace(pair, engine=replace(pair.engine, late=100, late_factor=0.71))
 
 
 def stale(pair: Pair) -> Pair:
@@ -203,10 +203,7 @@ AMONG_ALTERNATIVES = {
 }
 """Plants that log-probs alone do not tell from others, and the words that the finding has for them."""
 LIMITS = {
-    ("3 samples of others", "top-p 0.9"): {"placeholder_log_probs"},
-    ("weights 4 updates old", "top-k 8"): {"top_p_or_top_k"},
     ("positions from 92 on", "temperature 0.7"): {"late_positions", "low_precision"},
-    ("temperature 0.7", "top-p 0.9"): {"low_precision"},
 }
 """Causes of which pairs are told wrong today: named and not there, or the reverse."""
 
@@ -220,13 +217,19 @@ def _of_engines(names: tuple[str, ...], kernels: bool) -> Sides:
     return pair.sampled()
 
 
-@cache
-def collected(*names: str, kernels: bool = True) -> Collector:
-    """What the report knows of tokens with these plants."""
+def sides_of(*names: str, kernels: bool = True) -> Sides:
+    """Tokens with these plants."""
     in_engines = tuple(name for name in (*IN_ENGINES, EXPERTS) if name in names)
     sides = _of_engines(in_engines, kernels)
     for name, (_, change) in IN_LOG_PROBS.items():
         sides = change(sides) if name in names else sides
+    return sides
+
+
+@cache
+def collected(*names: str, kernels: bool = True) -> Collector:
+    """What the report knows of them."""
+    sides = sides_of(*names, kernels=kernels)
     collector = Collector()
     collector.add(Part.of_lists(proximal=sides[0], behavior=sides[1]))
     return collector

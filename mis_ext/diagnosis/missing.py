@@ -102,8 +102,7 @@ def placeholders(measured: Measured) -> Finding | None:
     tokens = measured.tokens
     if tokens.num_valid < MIN_CONSTANT_TOKENS:
         return None
-    # A shift puts certain tokens beside improbable ones, too.
-    num_zeros = 0.0 if _is_shifted(tokens) else tokens.num_zeros
+    num_zeros = _num_zeros(measured)
     for evidence in _constants(tokens):
         return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
     found = [*_some_placeholders(tokens, num_zeros)]
@@ -116,6 +115,16 @@ def placeholders(measured: Measured) -> Finding | None:
         k3_share=_share_of(tokens.k3_placeholders, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest),
         is_pattern=max(tokens.num_placeholders, tokens.num_constant) > most or num_zeros > most_zeros,
     )
+
+
+def _num_zeros(measured: Measured) -> float:
+    """Tokens with a log-prob of 0 that nothing else explains."""
+    tokens = measured.tokens
+    # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
+    if _is_shifted(tokens):
+        return 0.0
+    near = tokens if measured.near is None else measured.near.tokens
+    return near.num_zeros if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens.num_zeros
 
 
 def _constants(tokens: TokenSums) -> Iterator[str]:

@@ -114,7 +114,7 @@ CAUSES: dict[str, Cause] = {
             advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
             "it sampled from.",
             is_fault=True,
-            hides=("vocabulary_padding", "top_p_or_top_k", "bf16_kernels", *_TAILS),
+            hides=("vocabulary_padding", "bf16_kernels", *_TAILS),
         ),
         Cause(
             name="vocabulary_padding",
@@ -129,7 +129,8 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="top_p_or_top_k",
             title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
-            looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0",
+            looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by "
+            "more than 0.03 and 20 standard errors",
             needs=("signals",),
             rule=truncation,
             advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens "
