@@ -28,18 +28,32 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     return path
 
 
+class _Loader(yaml.SafeLoader):
+    """Of two values for one key YAML's own loader keeps the last, in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no YAML, not a mapping of names to values, or too large to be a configuration.
+        ValueError: It is no YAML, has a key twice, is not a mapping of names to values, or is too large to be a
+            configuration.
     """
     size = regular_file(path).stat().st_size
     if size > _MAX_YAML_BYTES:
         raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
     try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content: Any = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
         num_nodes = _num_nodes(content, {})
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

@@ -80,6 +80,8 @@ YAMLS = {
     "a folder": lambda path: path.mkdir(),
     "nothing": lambda path: None,
     "no YAML": content(b"a: [1, 2\nb: }"),
+    "a key twice": content(b"mis:\n  weight: {level: token, high: 2.0, high: 3.0}\n"),
+    "a list as a key": content(b"? [a, b]\n: 1\n? [a]\n: 2\n"),
     "a tab": content(b"a:\n\t- 1\n"),
     "deep": content(b"a: " + b"[" * 5000 + b"]" * 5000),
     "a bomb of aliases": content(
@@ -159,6 +161,12 @@ def test_a_configuration_that_cannot_be_read_is_refused_in_a_line(name, fails, t
     ):
         fails(*command)
     assert not (tmp_path / "called").exists()
+
+
+def test_a_key_that_a_merge_brings_may_be_set_anew(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text("use_tis: true\nmis:\n  weight: {<<: &w {level: token, high: 2.0}, mode: truncate, high: 3.0}\n")
+    assert files.read_yaml(path)["mis"]["weight"] == {"level": "token", "mode": "truncate", "high": 3.0}
 
 
 @pytest.mark.parametrize("mask", [[1, 2], [1, -1], [1, float("nan")]], ids=str)
