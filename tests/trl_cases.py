@@ -1,0 +1,119 @@
+"""Settings of TRL's ``GRPOTrainer``, and the keys with which ours is the same."""
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+NO_CORRECTION = {"vllm_importance_sampling_correction": False}
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
+
+
+def _mode(mode: str, low: float | None = None, high: float | None = None) -> dict:
+    bounds = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    return {"vllm_importance_sampling_mode": mode} | bounds
+
+
+def _weight(level: str, mode: str, *gates: dict, **bounds: float) -> dict:
+    return {"mis": {"weight": {"level": level, "mode": mode, **bounds}, "gates": list(gates)}}
+
+
+def _method(name: str, **parameters: object) -> dict:
+    return {"mis_loss_method": {"name": name, **parameters}}
+
+
+RATIOS = {
+    "token_truncate": (_mode("token_truncate", high=1.2), _weight("token", "truncate", high=1.2)),
+    "token_truncate, both bounds": (_mode("token_truncate", 0.9, 1.2), _weight("token", "clip", low=0.9, high=1.2)),
+    "token_mask": (
+        _mode("token_mask", 0.9, 1.2),
+        _weight("token", "unbounded", {"reduce": "token", "action": "zero", "low": 0.9, "high": 1.2}),
+    ),
+    "token_mask, one bound": (
+        _mode("token_mask", high=1.2),
+        _weight("token", "unbounded", {"reduce": "token", "action": "zero", "high": 1.2}),
+    ),
+    "sequence_truncate": (_mode("sequence_truncate", high=1.2), _weight("sequence", "truncate", high=1.2)),
+    "sequence_truncate, both bounds": (
+        _mode("sequence_truncate", 0.9, 1.2),
+        _weight("sequence", "clip", low=0.9, high=1.2),
+    ),
+    "sequence_mask": (
+        _mode("sequence_mask", 0.8, 1.5),
+        _weight("sequence", "unbounded", {"reduce": "sum", "low": 0.8, "high": 1.5}),
+    ),
+    "sequence_mask, the default": (
+        _mode("sequence_mask", high=3.0),
+        _weight("sequence", "unbounded", {"reduce": "sum", "high": 3.0}),
+    ),
+}
+"""TRL's correction, and keys of ours, whose weights take the place of its ratio."""
+
+_KL = {"beta": 0.1, "use_bias_correction_kl": False}
+_PPO = {"mis_loss_method": "ppo"}
+WHOLE = {
+    **{name: ({"loss_type": name} | NO_CORRECTION, _PPO, {"loss_type": name}) for name in LOSS_TYPES[:4]},
+    **{
+        f"{name}, token_truncate": (
+            {"loss_type": name} | _mode("token_truncate", high=1.2),
+            _method("decoupled_token_tis", high=1.2),
+            {"loss_type": name},
+        )
+        for name in LOSS_TYPES[:4]
+    },
+    "clips": (
+        {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28} | NO_CORRECTION,
+        _method("ppo", low=0.1, high=0.28),
+        {"loss_type": "dapo"},
+    ),
+    "KL": ({"loss_type": "dapo", "beta": 0.1} | NO_CORRECTION, _PPO, {"loss_type": "dapo", "beta": 0.1}),
+    "KL, no ratio": (_KL | {"loss_type": "grpo"} | NO_CORRECTION, _PPO, _KL | {"loss_type": "grpo"}),
+    "token_truncate, both bounds": (
+        {"loss_type": "dapo"} | _mode("token_truncate", 0.9, 1.2),
+        _method("decoupled_token_clip", low=0.9, high=1.2),
+        {"loss_type": "dapo"},
+    ),
+    "token_mask": (
+        {"loss_type": "dapo"} | _mode("token_mask", 0.9, 1.2),
+        _method("icepop", low=0.9, high=1.2),
+        {"loss_type": "dapo"},
+    ),
+    "sequence_truncate": (
+        {"loss_type": "grpo"} | _mode("sequence_truncate", high=1.2),
+        _method("decoupled_sequence_tis", high=1.2),
+        {"loss_type": "grpo"},
+    ),
+    "sequence_mask": (
+        {"loss_type": "grpo"} | _mode("sequence_mask", 0.8, 1.5),
+        _method("sequence_mis", low=0.8, high=1.5),
+        {"loss_type": "grpo"},
+    ),
+    "gspo": (
+        {"loss_type": "grpo"} | OF_SEQUENCES | NO_CORRECTION,
+        _method("gspo", low=0.2, high=0.2),
+        {"loss_type": "grpo"},
+    ),
+    "luspo": (
+        {"loss_type": "luspo"} | OF_SEQUENCES | NO_CORRECTION,
+        _method("luspo", low=0.2, high=0.2),
+        {"loss_type": "luspo"},
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.2} | NO_CORRECTION,
+        _method("cispo", low=0.0, high=1.2),
+        {"loss_type": "dapo"},
+    ),
+    "sapo": ({"loss_type": "sapo"} | NO_CORRECTION, _method("sapo"), {"loss_type": "grpo"}),
+    "vespo": (
+        {"loss_type": "vespo"} | _mode("token_truncate", high=1e9),
+        _method("vespo"),
+        {"loss_type": "dapo"},
+    ),
+    "off-policy mask": (
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.02} | NO_CORRECTION,
+        _method("opsm", delta=0.02),
+        {"loss_type": "dapo"},
+    ),
+}
+"""Settings of TRL's own loss; keys of ours; settings of the trainer with which ours runs."""
+
+STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 12}
+"""What says how a loss is divided."""
+UNSCORED = 3
+"""The token of the first row whose log-prob the engine did not return, in the batch ``close``."""
