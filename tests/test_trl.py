@@ -45,7 +45,7 @@ class Host:
     built = 0
 
     def __init__(self, batch: dict, *, is_training: bool = True, **settings: object) -> None:
-        type(self).built += 1
+        Host.built += 1
         arguments = {"delta": None, "use_bias_correction_kl": True, **cases.STEPS}
         self.args = SimpleNamespace(**arguments | {name: settings[name] for name in arguments if name in settings})
         for name, value in settings.items():
@@ -129,6 +129,17 @@ def test_a_token_without_a_log_prob_is_rejected_where_trl_gives_it_the_ratio_one
         assert wanted[0, cases.UNSCORED] == 1.0
     assert found[0, cases.UNSCORED] == 0.0
     assert torch.isfinite(found).all()
+
+
+def test_with_kept_denominators_the_mean_that_trl_takes_of_the_ratio_is_one() -> None:
+    gate = {"reduce": "token", "low": 0.9, "high": 1.2}
+    keys = {"mis": {"weight": None, "denominator": "kept", "gates": [gate]}}
+    batch = BATCHES["apart"]
+    mask = batch["response_mask"]
+    of_tokens, of_rows = (ratio_of(Trainer(batch, mis_keys=keys, loss_type=name)) for name in ("dapo", "sapo"))
+    assert 0 < (of_tokens[mask] > 0).sum() < mask.sum()
+    torch.testing.assert_close(of_tokens[mask].mean(), torch.tensor(1.0))
+    torch.testing.assert_close(((of_rows * mask).sum(1) / mask.sum(1)).mean(), torch.tensor(1.0))
 
 
 def test_in_four_steps_of_trl_ours_has_the_gradients_of_its_own_correction() -> None:
