@@ -150,8 +150,9 @@ def test_in_four_steps_of_trl_ours_has_the_gradients_of_its_own_correction() -> 
         torch.testing.assert_close(
             torch.tensor(steps[name]["loss"]), torch.tensor(steps["TRL's own"]["loss"]), rtol=1e-5, atol=1e-6
         )
-    assert (torch.tensor(steps["no correction"]["grad_norm"]) / own - 1.0).abs().min() > 1e-3
-    assert len(steps["our ratio"]["mis_k3_kl"]) == 4
+    assert (torch.tensor(steps["no correction"]["grad_norm"]) / own - 1.0).abs().min() > 1e-4
+    # The correction is computed once a rollout, which has two steps.
+    assert len(steps["our ratio"]["mis_k3_kl"]) == 2
 
 
 def test_a_metric_is_a_mean_over_all_ranks() -> None:

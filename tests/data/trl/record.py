@@ -171,7 +171,7 @@ def largest(wanted: Any, found: Any) -> float:
 
 
 def steps(folder: str) -> dict[str, dict[str, list[float]]]:
-    """Real runs of four steps: TRL's own token TIS, ours as its ratio, and our whole loss."""
+    """Real runs of four steps, two to a rollout, with KL: TRL's own token TIS, ours as its ratio, our whole loss."""
     high, found = 1.02, {}
     own = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": high}
     runs = {
@@ -181,12 +181,15 @@ def steps(folder: str) -> dict[str, dict[str, list[float]]]:
         "our whole loss": (train.Trainer, {"mis_loss_method": {"name": "decoupled_token_tis", "high": high}}, {}),
     }
     for name, (cls, keys, options) in runs.items():
-        trainer = train.build(keys, folder, cls=cls, **options)
+        more = {"model": f"{folder}/model", "num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05}
+        trainer = train.build(keys, folder, cls=cls, **more, **options)
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
         rows = trainer.state.log_history[:-1]
         found[name] = {
-            key: [row[key] for row in rows] for key in rows[0] if key in ("loss", "grad_norm") or key.startswith("mis_")
+            key: [row[key] for row in rows if key in row]
+            for key in rows[0]
+            if key in ("loss", "grad_norm") or key.startswith("mis_")
         }
     return found
 
