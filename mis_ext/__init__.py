@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
     from mis_ext.hosts.samples import compute_mis_weights
+    from mis_ext.hosts.scalars import scalars
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
     from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
@@ -58,6 +59,7 @@ else:
             "hosts.megatron": ("make_loss_func",),
             "hosts.padded": ("correct_padded",),
             "hosts.samples": ("compute_mis_weights",),
+            "hosts.scalars": ("scalars",),
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
             "hosts.slime_miles.flat_keys": ("config_from_mapping",),
@@ -104,6 +106,7 @@ __all__ = [
     "policy_loss_from_log_probs",
     "prepare_rollout",
     "preset",
+    "scalars",
     "score_tokens",
     "session_for",
 ]
