@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import posixpath
 import re
@@ -11,6 +10,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
+from public_names import public_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -27,6 +27,8 @@ CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 LONG_NAME = re.compile(r"(?<=<code>)[\w.-]{14,}(?=</code>)")
 SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
+IN_SOURCE = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(mis_ext/[\w/]+)\.py\)")
+"""A public name that leads to its source in the repository: here it leads to its entry."""
 FURTHER = "Correct"
 """The part of the navigation that a page joins which `nav` does not name."""
 
@@ -59,7 +61,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), found[1]))
         return f"]({posixpath.relpath(_in_site(target), folder or '.')}"
 
-    return API.sub(lambda found: _public_names(found[1]), LINK.sub(to_page, markdown))
+    markdown = IN_SOURCE.sub(lambda found: f"[`{found[1]}`][{found[2].replace('/', '.')}.{found[1]}]", markdown)
+    return API.sub(lambda found: _directives(found[1]), LINK.sub(to_page, markdown))
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -91,23 +94,6 @@ def _reference(found: re.Match[str]) -> str:
     return f'<autoref identifier="{found[2]}" optional><code>{name}</code></autoref>'
 
 
-def _public_names(package: str) -> str:
-    """A directive of mkdocstrings for each public name of a package, as its `TYPE_CHECKING` branch imports them."""
-    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    (public,) = [ast.literal_eval(node.value) for node in tree.body if _is_assignment(node, "__all__")]
-    module_of = {alias.name: node.module for node in imports for alias in node.names}
-    return "\n\n".join(f"::: {_origin(module, name)}.{name}" for name, module in module_of.items() if name in public)
-
-
-def _origin(module: str, name: str) -> str:
-    """The module that defines a name which a package only hands on."""
-    path = ROOT / module.replace(".", "/") / "__init__.py"
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.Module([], [])
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    found = [node.module for node in imports if name in {alias.name for alias in node.names}]
-    return _origin(found[0], name) if found else module
-
-
-def _is_assignment(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
+def _directives(package: str) -> str:
+    """One of mkdocstrings for each public name of a package."""
+    return "\n\n".join(f"::: {each.module}.{each.name}" for each in public_names(package))

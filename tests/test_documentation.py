@@ -6,7 +6,9 @@
 import importlib.util
 import re
 import sys
+import unicodedata
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,10 @@ from mis_ext.report.references import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+from public_names import public_names  # noqa: E402
+
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 LINES_OF_THE_README = 180
 
@@ -66,6 +72,22 @@ def plants_table() -> Table:
     return Table(("planted", "named", "right"), tuple(rows))
 
 
+API = {
+    "correction": ("mis_ext",),
+    "methods": ("mis_ext.methods",),
+    "onpolicy": ("mis_ext.onpolicy",),
+    "report": ("mis_ext.report", "mis_ext.diagnosis", "mis_ext.dumps"),
+    "rollout": ("mis_ext.rollout",),
+}
+"""The packages of each page of the API."""
+
+
+def names_table(package: str) -> Table:
+    """The public names of a package, with links to their sources; on the site these lead to the entries below."""
+    rows = [(f"[`{each.name}`](../../{each.path.as_posix()})", each.summary) for each in public_names(package)]
+    return Table(("name", "what it is"), tuple(rows))
+
+
 TABLES = {
     "metrics": (DOCS / "metrics.md", metrics_table),
     "statistics": (DOCS / "method.md", statistics_table),
@@ -75,6 +97,11 @@ TABLES = {
     "plants": (DOCS / "report_causes.md", plants_table),
     "presets": (DOCS / "presets.md", presets_table),
     "traps": (DOCS / "presets.md", traps_table),
+    **{
+        f"names of {package}": (DOCS / "api" / f"{page}.md", partial(names_table, package))
+        for page, packages in API.items()
+        for package in packages
+    },
 }
 
 
@@ -199,22 +226,62 @@ def test_files_that_a_page_names_are_there(page) -> None:
     assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mis_ext" / path).exists()] == []
 
 
-def test_links_of_the_readme_lead_to_files_and_headings() -> None:
-    """MkDocs checks those of its own pages."""
-    for name in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)
-        assert targets
-        for target in targets:
-            path, _, anchor = target.partition("#")
-            assert (ROOT / path).is_file(), target
-            if anchor:
-                page = (ROOT / path).read_text(encoding="utf-8")
-                headings = [
-                    re.sub(r"[^\w\- ]", "", line).strip().lower() for line in re.findall(r"^#+ (.*)$", page, re.M)
-                ]
-                named = re.findall(r"\{ #([\w-]+) \}", page)
-                assert anchor in [*named, *(heading.replace(" ", "-") for heading in headings)], target
+FENCED = re.compile(r"^```.*?^```$|<!--.*?-->", re.DOTALL | re.MULTILINE)
+NAMED_PLACE = re.compile(r'<a id="([^"]+)"></a>')
+LINKED = re.compile(r'\]\(([^)\s]+)\)|(?:src|href)="([^"]+)"')
+LINKING = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "benchmarks").rglob("*.md")))
+
+
+def shown(page: Path) -> str:
+    """The text of a page without blocks of code and comments."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def headings(text: str) -> list[str]:
+    """As a reader sees them: links by their text, code and emphasis without their marks."""
+    lines = re.findall(r"^#{1,6} +(.*)$", text, re.MULTILINE)
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("`", "").replace("*", "").strip() for line in lines]
+
+
+def anchors_on_github(text: str) -> set[str]:
+    """Lower case, without punctuation, a hyphen for each space; the second of the same name ends in -1."""
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(text)]
+    return {*numbered(slugs, "-"), *NAMED_PLACE.findall(text)}
+
+
+def anchors_on_the_site(text: str) -> set[str]:
+    """The same in ASCII, with one hyphen for several spaces or hyphens; the second of the same name ends in _1."""
+    ascii_only = [unicodedata.normalize("NFKD", each).encode("ascii", "ignore").decode() for each in headings(text)]
+    slugs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in ascii_only]
+    return {*numbered(slugs, "_"), *NAMED_PLACE.findall(text)}
+
+
+def numbered(slugs: list[str], mark: str) -> list[str]:
+    before = [slugs[:place].count(slug) for place, slug in enumerate(slugs)]
+    return [f"{slug}{mark}{count}" if count else slug for slug, count in zip(slugs, before, strict=True)]
+
+
+def test_the_rules_of_anchors_are_those_of_github_and_of_the_site() -> None:
+    text = '# `mis_k3: 0.1`, and [more](x.md)\n\n## A & B\n\n## Two\n\n### Two\n\n<a id="here"></a>\n'
+    assert anchors_on_github(text) == {"mis_k3-01-and-more", "a--b", "two", "two-1", "here"}
+    assert anchors_on_the_site(text) == {"mis_k3-01-and-more", "a-b", "two", "two_1", "here"}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_to_anchors_on_github_and_on_the_site(page) -> None:
+    """MkDocs checks the site too; GitHub nobody. It shows the attribute list of a heading as text."""
+    text = shown(page)
+    assert re.findall(r"^#.*\{.*\}$", text, re.MULTILINE) == []
+    for target in (first or second for first, second in LINKED.findall(text)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            there = shown(file)
+            assert anchor in anchors_on_github(there), f"{target}: not on GitHub"
+            assert anchor in anchors_on_the_site(there), f"{target}: not on the site"
 
 
 def test_the_version_and_the_badges_are_true() -> None:

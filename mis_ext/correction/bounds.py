@@ -52,4 +52,5 @@ _ROWS = (
 )
 
 BOUNDS: dict[str, Bound] = {row.name: row for row in _ROWS}
-"""By name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop, arXiv:2510.18855."""
+"""The bounds of a weight by name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop,
+arXiv:2510.18855."""

@@ -170,8 +170,9 @@ _ROWS = (
 )
 
 STATISTICS: dict[str, Statistic] = {row.name: row for row in _ROWS}
-"""By name. Sources: k2 and k3, Schulman, Approximating KL Divergence, 2020; probability difference, DPPO,
-arXiv:2602.04879, signed: ROLL (code); gates on k2, M2PO, arXiv:2510.01161; exp abs d, NeMo RL (code)."""
+"""The statistics of gates by name. Sources: k2 and k3, Schulman, Approximating KL Divergence, 2020; probability
+difference, DPPO, arXiv:2602.04879, signed: ROLL (code); gates on k2, M2PO, arXiv:2510.01161; exp abs d, NeMo RL
+(code)."""
 
 
 def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:

@@ -239,6 +239,7 @@ CAUSES: dict[str, Cause] = {
         ),
     )
 }
+"""All causes by name, in the order of the search."""
 
 
 def diagnose(measured: Measured) -> list[Diagnosis]:

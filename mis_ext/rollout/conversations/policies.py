@@ -9,7 +9,10 @@ from mis_ext.rollout.conversations.comparison import Finding
 from mis_ext.rollout.generation import Generation
 
 Policy = Literal["strict", "correct", "split"]
+"""What to do where the ids do not continue."""
+
 BehindSplice = Literal["mask", "flag"]
+"""What to do with sampled tokens behind a splice, whose log-probs are of another context."""
 
 _SAME_CONVERSATION = (BoundaryKind.RETOKENIZED, BoundaryKind.RETEMPLATED, BoundaryKind.TRUNCATED_GENERATION)
 
