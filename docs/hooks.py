@@ -20,7 +20,7 @@ PAGES = {
     "../SECURITY.md": "security.md",
 }
 """Pages of the repository that are pages of the site too."""
-FOLDERS = {"../benchmarks/evidence/": "evidence/", "../benchmarks/real_stack/": "real_stack/"}
+FOLDERS = {f"../benchmarks/{name}/": f"{name}/" for name in ("evidence", "real_stack", "results")}
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
