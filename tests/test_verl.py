@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds", "igno
 def loss_of(keys: dict, batch: dict, *, info: dict, mode: str, is_bypass: bool, behavior: bool = True) -> dict:
     current = batch["log_prob"].clone().requires_grad_()
     old = batch["rollout_log_prob" if is_bypass and behavior else "old_log_prob"]
-    loss, _ = whole_loss(keys, is_bypass=is_bypass)(
+    loss, metrics = whole_loss(keys, is_bypass=is_bypass)(
         config=argparse.Namespace(global_batch_info=info),
         loss_agg_mode=mode,
         old_log_prob=old,
@@ -43,6 +43,8 @@ def loss_of(keys: dict, batch: dict, *, info: dict, mode: str, is_bypass: bool, 
         rollout_is_weights=batch["rollout_log_prob"],
     )
     loss.backward()
+    # Under these names docs/metrics.md finds them on a dashboard.
+    assert all(isinstance(metrics[f"actor/{name}"], float) for name in ("loss", "pg_loss"))
     return {"loss": loss.detach(), "gradient": current.grad}
 
 

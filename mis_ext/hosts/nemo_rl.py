@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+from mis_ext.hosts.scalars import scalars
 
 
 class MisLoss:
@@ -54,6 +55,6 @@ class MisLoss:
             response_mask=data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1),
         )
         size = global_valid_toks if self.is_of_tokens else global_valid_seqs
-        share = found.num_terms / size
-        ours = {name: float(metric.value() * share) for name, metric in found.metrics.items()}
+        share = float(found.num_terms / size)
+        ours = {name: value * share for name, value in scalars(found.metrics, prefix="").items()}
         return found.total / size, metrics | ours

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
 from mis_ext.hosts.padded import correct_padded
+from mis_ext.hosts.scalars import scalars
 from mis_ext.hosts.session import Session
 
 
@@ -36,7 +37,6 @@ def register(keys: Keys) -> None:
             )
         streams = {"proximal_logprobs": old_log_probs, "behavior_logprobs": infer_log_probs}
         found = correct_padded(session, **streams, response_mask=response_mask)
-        metrics = {f"actor/{name}": float(metric.value()) for name, metric in found.metrics.items()}
-        return found.weights, found.keep_mask.long(), metrics
+        return found.weights, found.keep_mask.long(), scalars(found.metrics, prefix="actor/")
 
     train_infer_corrections.compute_train_infer_correction = correct

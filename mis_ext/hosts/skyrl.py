@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+from mis_ext.hosts.scalars import scalars
 
 
 def register(keys: Keys) -> None:
@@ -40,7 +41,7 @@ def register(keys: Keys) -> None:
             advantages=advantages,
             response_mask=loss_mask,
         )
-        return found.total, {name: float(metric.value()) for name, metric in found.metrics.items()}
+        return found.total, scalars(found.metrics, prefix="")
 
     if "mis_ext" in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister("mis_ext")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
 from mis_ext.hosts.padded import correct_padded
+from mis_ext.hosts.scalars import scalars
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.verl_loss import refused, whole_loss
 
@@ -32,7 +33,7 @@ def register(keys: Keys) -> None:
             return DataProto.from_dict({"rollout_is_weights": rollout_log_prob}), response_mask, {}
         streams = {"proximal_logprobs": old_log_prob, "behavior_logprobs": rollout_log_prob}
         found = correct_padded(session, **streams, response_mask=response_mask)
-        metrics = {f"rollout_corr/{name}": float(metric.value()) for name, metric in found.metrics.items()}
+        metrics = scalars(found.metrics, prefix="rollout_corr/")
         return DataProto.from_dict({"rollout_is_weights": found.weights}), response_mask * found.keep_mask, metrics
 
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct

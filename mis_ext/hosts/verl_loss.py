@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.scalars import scalars
 
 
 def whole_loss(given: dict[str, Any], *, is_bypass: bool) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -37,8 +38,7 @@ def whole_loss(given: dict[str, Any], *, is_bypass: bool) -> Callable[..., tuple
         size = info.get("batch_num_tokens" if per_token else "global_batch_size") or found.num_terms.clamp_min(1.0)
         size = 1 if loss_agg_mode == "token-sum" else size
         horizon = info.get("loss_scale_factor") or old_log_prob.shape[1] if loss_agg_mode.endswith("norm") else 1
-        metrics = {f"actor/{name}": float(metric.value()) for name, metric in found.metrics.items()}
-        return found.total * info.get("dp_size", 1) / (size * horizon), metrics
+        return found.total * info.get("dp_size", 1) / (size * horizon), scalars(found.metrics, prefix="actor/")
 
     return loss
 
