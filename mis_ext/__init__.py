@@ -1,6 +1,6 @@
 """Importance-sampling correction of the mismatch between inference and training engines in LLM RL.
 
-Start reading at :mod:`mis_ext.correction.pipeline`, or at :mod:`mis_ext.hosts.slime_miles.hook`, what the hosts call.
+To read the code, start at :mod:`mis_ext.correction.pipeline`. The hosts call :mod:`mis_ext.hosts.slime_miles.hook`.
 """
 
 from typing import TYPE_CHECKING

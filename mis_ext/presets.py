@@ -30,13 +30,13 @@ NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 
 
 def load_config(path: str | Path) -> CorrectionConfig:
-    """The configuration that a YAML file spells, in flat or native form.
+    """The configuration in a YAML file, in flat or native form.
 
-    Keys outside our prefixes are the host's and are ignored, as the hosts set every key of the file on their ``args``.
+    Keys without the prefixes of mis_ext belong to the host and are ignored.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no mapping, or one of its values is not legal.
+        OSError: The file cannot be read.
+        ValueError: The file is no mapping, or one of its values is not legal.
         TypeError: A value has the wrong type.
     """
     content = read_yaml(path)

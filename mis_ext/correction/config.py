@@ -28,18 +28,19 @@ class CorrectionConfig:
     """One point in the space of corrections. Build it by hand, from a mapping, from YAML or from a preset.
 
     Args:
-        weight: The importance weight, or None: gates without reweighting.
-        gates: All of them must keep a token; each looks at the original response mask.
-        normalize_over: Divide the weights by their mean over kept or over all valid tokens (sequences); None: no.
-        scope: The samples over which that mean, and ``kept`` denominators, are taken.
-        denominator: ``fixed``: rejected terms stay in the host's denominator; ``kept``: survivors are scaled up to
-            what they would weigh if the rejected had left it.
-        per_token_loss: The host averages over tokens instead of over per-sample means.
+        weight: The importance weight. None: only gates, and weight 1.
+        gates: A token is kept only if all gates keep it. Each gate looks at the original response mask.
+        normalize_over: ``kept`` or ``valid``: divide the weights by their mean over kept or over all valid tokens
+            (sequences). None: do not divide.
+        scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
+        denominator: ``fixed``: rejected tokens still count in the host's denominator. ``kept``: kept tokens are scaled
+            up, as if rejected tokens did not count.
+        per_token_loss: True if the host averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
-        metric_max: Largest value one token may add to ``k3_kl`` and one sequence to ``chi2_token`` and ``chi2_seq``.
-        warn_only: Guards that warn instead of raising.
+        metric_max: Each token counts at most this much in ``k3_kl``, each sequence in ``chi2_token`` and ``chi2_seq``.
+        warn_only: Guards that warn instead of raising an error.
         max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
-        metrics_only: Measure and change nothing.
+        metrics_only: Measure, and change nothing.
     """
 
     weight: Weight | None = DEFAULT_WEIGHT

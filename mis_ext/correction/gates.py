@@ -28,20 +28,19 @@ class Gate:
 
     Args:
         statistic: A name of :data:`~mis_ext.correction.statistics.STATISTICS`.
-        reduce: ``token``: each token for itself. ``sum``, ``mean``, ``max``, ``min`` over the tokens of a sequence: the
-            whole sequence. ``segment_sum``, ``segment_mean``: each segment for itself, a run of generated tokens such
-            as a turn. The sum of ratios is their product, the mean their geometric mean.
+        reduce: ``token``: the gate judges each token. ``sum``, ``mean``, ``max``, ``min``: it judges each sequence, by
+            this reduction over its tokens. ``segment_sum``, ``segment_mean``: it judges each segment, a run of
+            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean.
         low: Lower bound, or None.
         high: Upper bound, or None.
-        action: ``reject`` takes what is outside out of the mask. ``zero`` leaves the mask and sets the weight to 0, so
-            that the host's KL and entropy terms keep the token.
-        after: Name of a gate on tokens. The statistic then is that of the tokens which this gate leaves; no longer a
-            likelihood ratio of the sequence. Where it leaves none, the sequence passes.
-        name: Stem of its metrics; by default ``rs_...`` after its place among the gates.
-        target_accept: Share of the tokens or sequences that shall pass. ``low`` and ``high`` then are where the band
-            begins; once per rollout it is scaled about the on-policy value, see
-            :mod:`mis_ext.hosts.acceptance`.
-        target_gain: How far one rollout moves the scale towards the one that meets the target: 1 is all the way.
+        action: What happens to tokens or sequences outside of the bounds. ``reject`` sets their mask to 0. ``zero``
+            sets their weight to 0 and keeps the mask, so that the host's KL and entropy terms keep the token.
+        after: Name of a gate on tokens. The statistic then ignores the tokens that this other gate removes, and is no
+            longer a likelihood ratio of the sequence. If no token is left, the sequence passes.
+        name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
+        target_accept: Share of the tokens or sequences that should pass. The band starts at ``low`` and ``high``. Once
+            per rollout it is scaled around the on-policy value, see :mod:`mis_ext.hosts.acceptance`.
+        target_gain: How far one rollout moves the scale towards the one that meets the target: 1 moves it all the way.
     """
 
     statistic: str = "ratio"

@@ -71,7 +71,7 @@ class PackedLayout:
     def without_tokens(
         cls, response_lengths: Sequence[int], *, is_whole: bool, device: torch.device | str = "cpu"
     ) -> PackedLayout:
-        """The layout of a rank that has nothing to say about any response.
+        """The layout of a rank that has no token of any response.
 
         Args:
             response_lengths: Tokens per whole response, as on the other ranks.

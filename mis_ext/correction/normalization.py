@@ -19,7 +19,7 @@ Denominator = Literal["fixed", "kept"]
 
 
 class WeightScale(NamedTuple):
-    """What the weights are scaled by: divided by ``mean_weight``, multiplied by ``denominator_factor`` (0-dim)."""
+    """The two factors of all weights (0-dim): they are divided by ``mean_weight``, times ``denominator_factor``."""
 
     mean_weight: Tensor
     denominator_factor: Tensor

@@ -43,8 +43,8 @@ class Correction:
     def weights_T(self) -> Tensor:
         """``[T]`` float32, what multiplies the loss of each local token.
 
-        A token that a gate rejects keeps its weight: the mask removes it. A token that cannot have one (masked, or
-        without a finite ratio), or that a gate with ``action: zero`` finds, has 0. With ``metrics_only`` all are 1.
+        A rejected token keeps its weight, because the mask removes the token. The weight is 0 for a masked token, for a
+        token without a finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
         """
         if self._outputs.weights_T is None:
             return torch.ones_like(self._backend.streams.proximal_logprobs_T, dtype=torch.float32)
@@ -155,22 +155,22 @@ def compute_correction(
 
     Args:
         proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
-        behavior_logprobs_T: ``[T]``, nats, what the inference engine reported for them.
+        behavior_logprobs_T: ``[T]``, nats, the log-probs of the same tokens that the inference engine reported.
         response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
-        layout: Lengths, and where the local tokens lie.
-        config: What to compute. To compile the call with ``torch.compile``, its plan
-            (:func:`~mis_ext.correction.plan.plan_of`): making one is no part of a graph.
+        layout: Lengths of the sequences, and where the local tokens lie in them.
+        config: The configuration. For ``torch.compile`` pass its plan (:func:`~mis_ext.correction.plan.plan_of`)
+            instead, because a graph cannot make the plan.
         cp_group: Ranks that hold other parts of the same sequences; None for one rank.
         dp_group: Ranks that hold other sequences, without context parallelism; None for one rank.
-        rollout_scale: The factors of the whole rollout; needed, and used, with ``scope: rollout`` only.
-        band_scales_N: ``[N]``, one for each gate with a ``target_accept``, in their order; needed with such gates only.
+        rollout_scale: The factors of the whole rollout. Needed with ``scope: rollout``, and used only there.
+        band_scales_N: ``[N]``, one for each gate with a ``target_accept``, in their order. Needed only with such gates.
         token_metrics: Also write the selected metrics per token.
-        failed_rank: This rank's global number, if it has no data because of a local error: every rank then learns of it
-            from :attr:`Correction.status`.
+        failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
+            number in :attr:`Correction.status`.
 
     Raises:
-        ValueError: Lengths disagree, the layout is of other ranks than ``cp_group``, a rollout scale or the scales of
-            bands are missing, or ``MIS_EXT_BACKEND`` cannot be had.
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale or the scales of
+            bands are missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
     """
     streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
     backend = prepare(

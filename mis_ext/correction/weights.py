@@ -26,17 +26,17 @@ REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric
 class Weight:
     """Importance weight: the ratio at ``level``, bounded as ``mode`` says.
 
-    The token ratio is the right weight of the next action in the wrong distribution of states. The product over the
-    sequence is its unbiased weight, with variance exponential in its length. The geometric mean is the weight of
-    nothing, and has no such trap.
+    The token ratio corrects the next token only; the prefix stays off-policy. The product over the sequence is
+    unbiased, and its variance grows exponentially with the length. The geometric mean is biased, but its size does not
+    depend on the length.
 
     Args:
         level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean).
         mode: A name of :data:`~mis_ext.correction.bounds.BOUNDS`.
         low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
         high: Upper bound of the ratio, for modes that have one.
-        only_outside: A gate on sequences whose action is not used: the bound acts only where a sequence's statistic is
-            outside its band, and the weight elsewhere is the plain ratio.
+        only_outside: A gate on sequences; its action is not used. The bound acts only in sequences whose statistic is
+            outside of the gate's band. In all others the weight is the plain ratio.
 
     Attributes:
         gate: The gate that the mode implies.

@@ -18,7 +18,7 @@ _MISSING = Missing("behavior_logprobs are missing", "reference_logprobs are miss
 
 
 class TotalLoss(NamedTuple):
-    """What a call adds to the loss of a batch: totals and counts of all calls and ranks add up.
+    """The part of a batch's loss that one call gives. Totals and counts of all calls and ranks are added.
 
     ``total``: 0-dim with gradient: the sum over sequences of per-sequence means, or with ``calculate_per_token_loss``
     over tokens. ``num_terms``: 0-dim, this call's sequences with a response token, or its response tokens; on a
@@ -53,22 +53,21 @@ def policy_loss_from_log_probs(
 ) -> TotalLoss:
     """The whole policy loss of a micro-batch, with its correction and metrics, from log-probs.
 
-    Padded without ``layout``: tensors are ``[B, L]``, and what lies under the mask may be anything. Packed with it:
-    tensors are ``[T]``, the mask ``[R]`` (the same without context parallelism).
+    Without ``layout`` the tensors are padded, ``[B, L]``; values under the mask are ignored. With ``layout`` they are
+    packed: tensors are ``[T]``, the mask ``[R]`` (the same without context parallelism).
 
     Args:
         args: A mapping or a namespace with the keys of docs/policy_loss.md; the same object for all calls of a run.
-        current_logprobs: Of the policy that is trained, nats, with gradient.
-        advantages: Of each token, or of a padded row ``[B]``.
+        current_logprobs: Log-probs of the policy that is trained, nats, with gradient.
+        advantages: One for each token, or one for each padded row ``[B]``.
         response_mask: Nonzero on tokens that the policy generated.
-        behavior_logprobs: Of what sampled the tokens, nats; None where nothing is compared with it.
-        proximal_logprobs: The trainer's scoring before the update, nats; None where there was none: then the current
-            ones, detached.
-        reference_logprobs: Nats; None where nothing is compared with it.
-        entropy: Nats, with gradient where ``entropy_coef`` is not 0; None where nobody asks for it.
-        state_values: What the advantage is on average in the token's state; None where no method asks for it.
-        divisors: ``[S]``, by what each sequence's sum is divided; by default its own response tokens.
-        layout: Where packed tokens lie.
+        behavior_logprobs: Log-probs of the policy that sampled, nats. None if the loss does not use them.
+        proximal_logprobs: The trainer's scoring before the update, nats. None: ``current_logprobs``, detached.
+        reference_logprobs: Log-probs of the reference policy, nats. None if the loss does not use them.
+        entropy: Nats, with gradient if ``entropy_coef`` is not 0. None if the loss does not use it.
+        state_values: The mean advantage in each token's state. None if the method does not use it.
+        divisors: ``[S]``, each sequence's sum is divided by its own; by default by its number of response tokens.
+        layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
 
     Raises:

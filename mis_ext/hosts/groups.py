@@ -13,7 +13,7 @@ from mis_ext.correction.collectives import Group
 
 
 class Groups(NamedTuple):
-    """This rank's place; a group of one rank is None. The data-parallel group is without context parallelism."""
+    """The groups of this rank; a group of one rank is None. The data-parallel group excludes context parallelism."""
 
     cp_rank: int = 0
     cp_size: int = 1

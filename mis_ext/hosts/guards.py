@@ -29,7 +29,7 @@ SUSPECTS = ("stale_weights", "retokenised_samples", "top_p_or_top_k", "large_mis
 
 
 class MismatchWarning(UserWarning):
-    """Something about the data or the configuration makes the correction weak, useless or suspicious."""
+    """The data or the configuration make the correction weak, useless or suspicious."""
 
 
 class Finding(NamedTuple):

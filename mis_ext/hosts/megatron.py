@@ -18,25 +18,25 @@ LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None = None) -> LossFunc:
-    """``loss_func(output_tensor)`` of a micro-batch, for a ``forward_step`` to return beside the logits.
+    """``loss_func(output_tensor)`` of a micro-batch, which a ``forward_step`` returns together with the logits.
 
-    Megatron-Core divides the loss by the number that comes with it, and averages over data- and context-parallel ranks;
-    with ``calculate_per_token_loss`` it sums, and divides by the sum of the numbers. The loss is scaled for that: the
-    gradient is that of the mean over samples of per-sample means, or of the mean over tokens. Log-probs and entropy are
-    computed here, with Megatron-Core's tensor-parallel group where it is initialised.
+    Megatron-Core divides the loss by the number that ``loss_func`` returns, and averages over data- and
+    context-parallel ranks. With ``calculate_per_token_loss`` it sums, and divides by the sum of the numbers. The loss
+    is scaled for this. So the gradient is that of the mean over samples of per-sample means, or of the mean over
+    tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is initialised.
 
     Args:
         args: A namespace or a mapping with the keys of docs/policy_loss.md; the same object for every micro-batch of a
-            run. ``calculate_per_token_loss`` must be what Megatron-Core's configuration says.
-        batch: As of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,
+            run. ``calculate_per_token_loss`` must have the same value as in Megatron-Core's configuration.
+        batch: The batch of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,
             ``advantages`` and log-probs, with ``total_lengths`` and ``response_lengths``.
         groups: The ranks; by default Megatron-Core's.
 
     Returns:
-        From logits ``[1, T, V / TP]``, packed, or ``[B, L, V / TP]`` with ``qkv_format: bshd``, to the loss, the number
-        of samples or of this rank's response tokens (0-dim, int32), and ``[total, count]`` of every metric, exact under
-        any sum over micro-batches, data- and context-parallel ranks; those of the correction count the samples in which
-        they were measured.
+        A function of the logits, ``[1, T, V / TP]`` packed, or ``[B, L, V / TP]`` with ``qkv_format: bshd``. It returns
+        the loss, the number of samples or of this rank's response tokens (0-dim, int32), and ``[total, count]`` of
+        every metric. These are exact under any sum over micro-batches, data- and context-parallel ranks. Metrics of the
+        correction count only the samples in which they were measured.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
     run, cp_size = run_of(args, whole_loss=True), host.groups.cp_size

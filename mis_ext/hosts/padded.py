@@ -36,19 +36,19 @@ def correct_padded(
     response_mask: Tensor,
     dp_group: Group | None = None,
 ) -> PaddedCorrection:
-    """Correct a padded batch; what lies under the mask may be anything.
+    """Correct a padded batch. Values under the mask are ignored.
 
     Args:
-        session: What to compute. A session is kept from call to call: it checks the data of the first ones, and raises
-            where another rank failed. A configuration, or a mapping that spells one, does neither; an error on one rank
-            then leaves the others to go on without its samples.
+        session: A session, a configuration, or a mapping of its keys. Use one session for all calls: it checks the data
+            of the first calls, and raises an error if another rank failed. A configuration or a mapping does neither.
+            Then, after an error on one rank, the others continue without its samples.
         proximal_logprobs: ``[B, T]``, nats, scored by the trainer before the update.
-        behavior_logprobs: ``[B, T]``, nats, as reported by the inference engine.
+        behavior_logprobs: ``[B, T]``, nats, as the inference engine reported them.
         response_mask: ``[B, T]``, nonzero on tokens that the policy generated.
         dp_group: Ranks that hold other sequences; None for one rank.
 
     Raises:
-        ValueError: The three are not of one shape ``[B, T]``, or a guard of the session found a mistake in the data.
+        ValueError: The three tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
         RuntimeError: Another rank of the session failed.
     """
     is_kept = isinstance(session, Session)

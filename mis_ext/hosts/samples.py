@@ -26,14 +26,14 @@ def compute_mis_weights(
     """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
 
     Args:
-        config: What to compute, or a mapping that spells it.
+        config: The configuration, or a mapping of its keys.
         train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
-        rollout_log_probs: The same as reported by the inference engine (behavior).
+        rollout_log_probs: The same, as the inference engine reported them (behavior).
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
 
     Returns:
-        Per sample the weights (float32, 0 where a token has none) and the mask (as given where kept, else 0); and every
-        metric as a 0-dim tensor, a mean over what its row in docs/metrics.md says.
+        Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
+        0); and every metric as a 0-dim tensor. docs/metrics.md says over what each metric is a mean.
     """
     config = config_given(config)
     check_samples("loss_masks", loss_masks)

@@ -37,12 +37,12 @@ class LocalWork:
 
 
 class Session:
-    """Corrects the micro-batches of one run, as a configuration says, or a mapping that spells one.
+    """Corrects the micro-batches of one run, with one configuration (or a mapping of its keys).
 
     Attributes:
-        config: What is computed.
-        rollout_scale: The scale of the current rollout, for ``scope: rollout``; whoever has seen the rollout sets it.
-        acceptance: The bounds that follow a target; :meth:`adapt` moves them once per rollout.
+        config: The configuration.
+        rollout_scale: The scale of the current rollout, for ``scope: rollout``. The caller sets it, once per rollout.
+        acceptance: The bounds that adapt to a target; :meth:`adapt` moves them once per rollout.
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Session:
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
-        """:func:`~mis_ext.correction.pipeline.compute_correction`, and checks of its data.
+        """Call :func:`~mis_ext.correction.pipeline.compute_correction`, and check its data.
 
         Raises:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
@@ -88,7 +88,8 @@ class Session:
     def adapt(self, streams: PackedStreams, *, groups: Groups = ALONE) -> None:
         """Move the bounds of gates with a ``target_accept``: once per rollout, before its first micro-batch.
 
-        Not within a micro-batch, which a host may compute twice. Without such gates it does nothing.
+        Do not call it within a micro-batch, because a host may compute a micro-batch twice. Without such gates it does
+        nothing.
 
         Args:
             streams: This rank's samples of the whole rollout.

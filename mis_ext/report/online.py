@@ -28,11 +28,11 @@ class _Failure(NamedTuple):
 
 
 def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Write the report's numbers of a rollout, of the samples of all ranks; changes nothing.
+    """Log the report's numbers for the samples of one rollout, of all ranks. It changes no data.
 
-    For ``--rollout-data-postprocess-path mis_ext.log_mismatch``. One rank writes: the first one of the last pipeline
-    stage, on which slime opens its own logger. It writes a line into the log. The numbers go to wandb where a run is
-    open; else to TensorBoard where it is installed, into the folder that ``MISMATCH_LOG_DIR`` names.
+    For ``--rollout-data-postprocess-path mis_ext.log_mismatch``. One rank writes: the first rank of the last pipeline
+    stage, on which slime opens its own logger. It writes one line into the log. If a wandb run is open, the numbers go
+    there. Otherwise they go to TensorBoard, if it is installed, into the folder that ``MISMATCH_LOG_DIR`` names.
 
     Args:
         args: The host's arguments; not read.

@@ -11,11 +11,11 @@ BITS = 32
 
 
 class KeptColumns(NamedTuple):
-    """What the engine recorded.
+    """The columns of the vocabulary from which each token was sampled, as the engine recorded them.
 
-    ``id_N``: the ids that were kept, of one token after the other, in any order. ``token_N``: which of the ``T`` tokens
-    each belongs to. ``is_recorded_T``: False for a token of which nothing was recorded: all columns are kept. A token
-    is always among its own kept columns, recorded or not.
+    ``id_N``: the kept ids, for one token after the other, in any order. ``token_N``: to which of the ``T`` tokens each
+    id belongs. ``is_recorded_T``: False for a token without a record; then all columns are kept. A token is always
+    among its own kept columns, recorded or not.
     """
 
     id_N: Tensor

@@ -43,24 +43,24 @@ def score_tokens(
     tp_group: Group | None = None,
     tp_rank: int = 0,
 ) -> Scores:
-    """Log-probs of tokens, and the entropy of the distributions that they were drawn from.
+    """Log-probs of tokens, and the entropy of the distributions that they were sampled from.
 
-    Sums are float32 whatever the logits are (float64 of float64). A token whose incoming gradients are both 0 gets
-    exactly 0, whatever its logits are. Over tensor-parallel ranks there is one all-gather of a few numbers per token,
-    none in the backward pass, and every rank has the same bits.
+    Sums are float32 for logits of any dtype (float64 for float64). If the incoming gradients of a token are both 0, its
+    gradient is exactly 0, for any logits. Tensor-parallel ranks need one all-gather of a few numbers per token, and
+    none in the backward pass. Every rank has the same bits.
 
     Args:
         logits: ``[..., V]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
         token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
-        row_T: ``[T]``, which row of the logits scores each token, all rows counted through; no row twice. None: every
-            row, in order. The gradient of all other rows is 0, and they are not read.
-        temperature: What the logits are divided by.
+        row_T: ``[T]``, the row of the logits that scores each token. Rows are numbered over all leading dimensions; no
+            row twice. None: every row, in order. Other rows are not read, and their gradient is 0.
+        temperature: The logits are divided by it.
         entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
-        kept: The columns among which each token was drawn (top-p); its log-prob is normalised over them and itself, the
-            entropy over all.
-        vocab_size: Columns from here on are padding: no token, and no part of any sum. None: there are none.
-        inplace: The backward pass writes the gradient over the logits. Nobody may read them afterwards; autograd says
-            so where it notices.
+        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
+            columns, the entropy over all columns.
+        vocab_size: Columns from this one on are padding, which no sum includes. None: there is no padding.
+        inplace: The backward pass writes the gradient over the logits. Do not read the logits afterwards; autograd
+            raises an error if it notices.
         tp_group: The tensor-parallel ranks; None for one.
         tp_rank: This rank among them.
 

@@ -42,20 +42,20 @@ _LAUNCHES = (
 
 
 def check_setup(args: Any) -> None:
-    """Read every key as the first training step will, and say in one line what will run.
+    """Check every key before training starts, and print one line that says what will run.
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. Both hosts call it on every training rank of Megatron,
     after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
-    backend does not call it. It communicates with nobody: all ranks have the same arguments. Rank 0 prints the line.
+    backend does not call it. Ranks do not communicate, because all have the same arguments. Rank 0 prints the line.
 
-    The hosts drop a flag that their parser does not know: a misspelt one shows only by what is missing. A misspelt key
-    of a file is still among ``args``, and is named.
+    The hosts ignore a flag that their parser does not know. So a misspelt flag is found only if it leaves something
+    missing. A misspelt key of a file is still among ``args``, and the error names it.
 
     Args:
-        args: The host's arguments with our keys among them.
+        args: The host's arguments, with the keys of mis_ext among them.
 
     Raises:
-        ValueError: A flag or key is wrong or without effect, or the host would call no function of ours.
+        ValueError: A flag or key is wrong or without effect, or the host would call no function of mis_ext.
         TypeError: A key has the wrong type.
         ImportError: A path names no module.
         AttributeError: A module has no such function.

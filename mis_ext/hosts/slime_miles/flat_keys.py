@@ -57,15 +57,14 @@ _Mapping = Mapping[str, Any]
 
 
 def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
-    """The configuration that ``mapping`` spells in flat keys, or under ``mis:`` in the native form.
+    """The configuration in ``mapping``: flat keys, or the native form under ``mis:``.
 
-    A key with value None counts as unset. Keys outside our prefixes belong to the host and are ignored, but for
-    ``HOST_SWITCHES``.
+    A key with value None counts as unset. Keys without the prefixes of mis_ext belong to the host and are ignored,
+    except for ``HOST_SWITCHES``.
 
     Raises:
-        ValueError: A key is unknown, a near miss of ours, in the wrong place or without effect, or its value is out
-            of range.
-        TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
+        ValueError: A key is unknown, misspelt, in the wrong place or without effect, or its value is out of range.
+        TypeError: A value has the wrong type. Example: YAML reads ``1e-4`` as a string.
     """
     every = check_mapping("the configuration", mapping)
     _check_names(every)

@@ -27,28 +27,29 @@ def compute_mis_weights_with_cp(
     response_lengths: Sequence[int],
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Weigh the policy loss by importance weights, reject what a gate rejects, and measure the mismatch.
+    """Multiply the policy loss by importance weights, reject tokens by gates, and measure the mismatch.
 
     For ``--custom-tis-function-path mis_ext.compute_mis_weights_with_cp``. Called once per micro-batch by both hosts.
 
-    The hosts do not say which samples share a rollout, and so a denominator. Where some do, ``mis_denominator: kept``
-    restores the right total only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout` over the rollout.
+    Several samples can share a rollout, and so a denominator, but the hosts do not say which. With such samples
+    ``mis_denominator: kept`` is right only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`.
 
     Args:
-        args: The host's arguments with our keys among them, see docs/configuration.md.
+        args: The host's arguments, with the keys of docs/configuration.md among them.
         pg_loss: ``[T]``, this rank's response tokens of the micro-batch; may carry gradient.
         train_log_probs: Per sample, this rank's tokens: nats, scored by the trainer before the update (proximal).
-        rollout_log_probs: The same as reported by the inference engine (behavior).
+        rollout_log_probs: The same, as the inference engine reported them (behavior).
         loss_masks: Per sample, the whole response; nonzero on tokens that the policy generated.
         total_lengths: Per sample, prompt and response tokens.
         response_lengths: Per sample, response tokens.
         **kwargs: ``parallel_state`` and ``max_seq_lens`` from Miles; anything else is ignored.
 
     Returns:
-        The weighted ``pg_loss``, whose gradient with respect to the given one is the weight; one mask per sample over
-        the whole response, as given where kept and else 0, equal on all context-parallel ranks; and detached metrics
-        ``[T]``, each the number of the token's sequence, for the host's reduction with the original masks. With
-        ``get_mismatch_metrics`` and without ``use_tis`` the given ``pg_loss`` and ``loss_masks`` themselves come back.
+        Three values. ``pg_loss`` times the weights; its gradient with respect to the given ``pg_loss`` is the weight.
+        One mask per sample over the whole response: the given value on kept tokens, else 0, equal on all
+        context-parallel ranks. Detached metrics ``[T]``: every token has the number of its sequence, for the host's
+        reduction with the original masks. With ``get_mismatch_metrics`` and without ``use_tis`` the given ``pg_loss``
+        and ``loss_masks`` themselves come back.
 
     Raises:
         ValueError: A key, a length or the data of the first calls is wrong; the message says what to change.

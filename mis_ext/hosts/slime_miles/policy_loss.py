@@ -28,19 +28,19 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch and its metrics.
 
-    For ``--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss``. What it computes is said by the
-    hosts' own flags, by the correction's keys and by ``mis_loss_*``, see docs/policy_loss.md.
+    For ``--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss``. The hosts' own flags, the keys of
+    the correction and the keys ``mis_loss_*`` select the loss, see docs/policy_loss.md.
 
     Args:
-        args: The host's arguments with our keys among them.
+        args: The host's arguments, with the keys of mis_ext among them.
         batch: The micro-batch as the host has it; lists per sample, under context parallelism this rank's parts.
         logits: ``[1, T, V / TP]`` packed, or padded ``[B, L, V / TP]``. With ``mis_loss_inplace`` the backward pass
             writes their gradient over them.
         sum_of_sample_mean: The host's reducer. Not called: all its sums are taken together, with the same denominators.
 
     Returns:
-        This rank's sum over samples of per-sample means (or over tokens), with gradient, for the host to scale; and
-        metrics of the same kind under the host's names, 0-dim and on the CPU: one copy for all of them.
+        The loss, with gradient: this rank's sum over samples of per-sample means (or the sum over tokens), which the
+        host scales. And metrics of the same kind under the host's names, 0-dim and on the CPU: one copy for all.
 
     Raises:
         ValueError: A flag, a key, a length or the data of the first calls is wrong; the message says what to change.

@@ -23,11 +23,11 @@ _REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute what belongs to the whole rollout on all ranks: bounds that follow a target, and the normaliser.
+    """Compute the numbers of the whole rollout on all ranks: adapted bounds of gates, and the scale of the weights.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. Gates with a ``target_accept`` get the bounds of
     this rollout, see :mod:`mis_ext.hosts.acceptance`. With ``tis_normalize_scope: rollout`` every micro-batch is then
-    scaled by the same two numbers, however the rollout is cut into micro-batches and ranks. With ``mis_denominator:
+    scaled by the same two numbers, for any split of the rollout into micro-batches and ranks. With ``mis_denominator:
     kept``, samples that share a rollout share its denominator, as in the host's reducer.
 
     Args:
