@@ -101,6 +101,8 @@ def test_every_form_of_a_grouped_product_is_right(device, dtype):
     with batch_invariant_mode():
         assert_same_bits(both, torch.bmm(cube, other))
         assert_same_bits(grouped_mm(cube[:, :1], y, offs=ends), columns[:1])
+        # A rank that has no experts.
+        assert grouped_mm(x.t(), x, offs=ends[:0]).shape == (0, 48, 48)
 
 
 @needs_grouped_mm

@@ -87,7 +87,7 @@ def _grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _spans(ends: Tensor, length: int) -> list[tuple[int, int]]:
     stops = ends.tolist()
-    starts = [0, *stops[:-1]]
+    starts = [0, *stops][:-1]
     if any(not 0 <= start <= stop <= length for start, stop in zip(starts, stops, strict=True)):
         raise RuntimeError(f"offs must not decrease, within [0, {length}], got {stops}")
     return list(zip(starts, stops, strict=True))
