@@ -195,7 +195,7 @@ def run(
         known = results.of(change)
         if known and (known["red"] or not again):
             continue
-        distance, cost = tests.files(change.path, change.scopes, through), results.seconds()
+        distance, cost = tests.files(change.path, change.scopes, through=through), results.seconds()
         seconds, red = {}, None
         for file in sorted(distance, key=lambda file: (min(distance[file], 1), cost.get(file, tests.size(file)), file)):
             show_progress(number, len(changes), f"{change.path}:{change.line}  {file}")

@@ -37,21 +37,21 @@ class NearTests:
                 modules = frozenset().union(*(self._named_in(file) for file in _with_helpers(path, helpers)))
                 self._files[path.relative_to(root).as_posix()] = _File(modules, path.read_text(encoding="utf-8"))
 
-    def files(self, path: str, scopes: tuple[str, ...], through: int = 1) -> dict[str, int]:
+    def files(self, path: str, scopes: tuple[str, ...], *, through: int = 1, fewest: int = 10) -> dict[str, int]:
         """Test files that may see a change, with their distance.
 
         Args:
             path: The file that changes.
             scopes: The classes and functions around the change. A file that names one of them is nearer by a step.
-            through: A file is near if it names the module (0), one that imports it (1), and so on. Where no file is,
-                the next step decides.
+            through: A file is near if it names the module (0), one that imports it (1), and so on.
+            fewest: Where the near ones are fewer files, one step more counts.
         """
         near, distance = {module_of(Path(path))}, {}
         for step in range(len(self._path_of)):
             for file, test in self._files.items():
                 if test.modules & near:
                     distance.setdefault(file, step)
-            if step >= through and distance:
+            if step >= through and len(distance) >= fewest:
                 break
             near = set().union(*(self._importers[module] for module in near))
         # Short names are words of everything.

@@ -203,9 +203,10 @@ def test_a_file_is_near_by_what_it_imports_and_by_the_names_that_it_calls(tmp_pa
         (tmp_path / name).write_text(text)
     near = {"tests/test_a.py": 0, "tests/test_b.py": 1, "tests/test_helper.py": 0, "tests/test_skip.py": 0}
     tests = NearTests(tmp_path, "p")
-    assert tests.files("p/a.py", ()) == near
-    assert tests.files("p/a.py", (), through=2) == near | {"tests/test_c.py": 2}
-    assert tests.files("p/a.py", ("some_name",)) == near | {"tests/test_name.py": 0}
+    assert tests.files("p/a.py", (), fewest=4) == near
+    assert tests.files("p/a.py", (), fewest=5) == near | {"tests/test_c.py": 2}
+    assert tests.files("p/a.py", (), through=2, fewest=0) == near | {"tests/test_c.py": 2}
+    assert tests.files("p/a.py", ("some_name",), fewest=0) == near | {"tests/test_name.py": 0}
     assert tests.files("p/c.py", ()) == {"tests/test_c.py": 0}
 
 
