@@ -1,0 +1,226 @@
+"""The pictures of the report show the numbers of the tokens: what is drawn is read back from the axes."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from mis_ext.explain.law import GaussianLaw
+from mis_ext.report import Collector, Part
+from mis_ext.report.recommendation import no_correction, recommend
+from mis_ext.report.sequences import BANDS
+from mis_ext.report.whole_report import Report, Unexplained, preset_candidates
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
+from mis_ext.report.plots import Picture, drawn, pictures
+
+POSITIONS = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
+"""First and last position, from 1, of the groups that a report makes."""
+
+
+def made(*, spread: float = 0.3) -> tuple[Report, dict[str, list[tuple[float, float]]]]:
+    """A report of 40 responses in two steps, with the log-probs of trainer and engine; first tokens are equal."""
+    rng, tokens = random.Random(5), {}
+    candidates = [no_correction(), *preset_candidates(["mis", "token_tis"])]
+    collector = Collector({each.name: each.config for each in candidates})
+    for step, size in (("3", spread), ("4", 2 * spread)):
+        behavior = [
+            torch.tensor([-6.0 * rng.random() ** 2 - 0.01 for _ in range(rng.choice((2, 9, 20)))]) for _ in range(20)
+        ]
+        proximal = [
+            each + torch.tensor([0.0, *(rng.gauss(0.0, size) for _ in range(len(each) - 1))]) for each in behavior
+        ]
+        collector.add(Part.of_lists(proximal=proximal, behavior=behavior, step=step))
+        pairs = zip(proximal, behavior, strict=True)
+        tokens[step] = [[*zip(ours.tolist(), theirs.tolist(), strict=True)] for ours, theirs in pairs]
+    summary = collector.summary()
+    recommendation = recommend(candidates, collector.outcomes(), summary, [])
+    return Report((), summary, (), Unexplained(1.0, 0.0), recommendation, (), ()), tokens
+
+
+@pytest.fixture(scope="module")
+def report():
+    return made()
+
+
+def axes_of(report: Report, name: str) -> list:
+    """What a picture draws on, the main axes first."""
+    (picture,) = [each for each in pictures(report) if each.name == name]
+    figure = Figure()
+    picture.draw(figure.add_subplot())
+    return figure.axes
+
+
+def lines_of(axes) -> dict[str, tuple[list[float], list[float]]]:
+    return {line.get_label(): ([*line.get_xdata()], [*line.get_ydata()]) for line in axes.lines}
+
+
+def all_tokens(tokens) -> list[tuple[float, float]]:
+    return [pair for step in tokens.values() for response in step for pair in response]
+
+
+def k3(d: float) -> float:
+    return math.expm1(d) - d
+
+
+def means(pairs) -> tuple[float, float]:
+    """Of |log ratio| and k3; NaN for 0, which a logarithmic axis cannot show."""
+    differences = [ours - theirs for ours, theirs in pairs]
+    both = (sum(map(abs, differences)) / len(pairs), sum(map(k3, differences)) / len(pairs))
+    return tuple(each or math.nan for each in both)
+
+
+def test_the_histogram_counts_tokens_by_size_and_sign(report) -> None:
+    (axes,) = axes_of(report[0], "log_ratio")
+    differences = [ours - theirs for ours, theirs in all_tokens(report[1])]
+    lower, higher = (
+        # Ten bins for each power of ten.
+        Counter(math.floor(10 * math.log10(abs(d))) for d in differences if sign * d > 0.0)
+        for sign in (-1, 1)
+    )
+    for patch, expected, label in zip(axes.patches, (lower, higher), ("trainer lower", "trainer higher"), strict=True):
+        values, edges, _ = patch.get_data()
+        assert patch.get_label() == label
+        shown = {
+            round(10 * math.log10(edge)): count
+            for edge, count in zip(edges, values, strict=False)
+            if not math.isnan(count)
+        }
+        assert shown == expected
+    used = {*lower, *higher}
+    assert axes.get_xlim() == pytest.approx((10 ** (min(used) / 10), 10 ** ((max(used) + 1) / 10)))
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_the_density_has_the_engine_to_the_right_and_the_trainer_upwards(report) -> None:
+    axes, _ = axes_of(report[0], "density")
+    (mesh,) = [each for each in axes.collections if each.get_array() is not None]
+    # Bins of a quarter of a nat, from e^-14 on, those of the trainer upwards; empty ones are not shown.
+    cells = Counter(
+        # What is above probability 1 by rounding is in the last one.
+        tuple(min(55, math.floor(4 * log_prob) + 56) for log_prob in pair)
+        for pair in all_tokens(report[1])
+    )
+    first = min(min(cell) for cell in cells)
+    array = mesh.get_array()
+    shown = {
+        (row + first, column + first): float(array[row][column])
+        for row in range(array.shape[0])
+        for column in range(array.shape[1])
+        if not array.mask[row][column]
+    }
+    assert shown == cells
+    edges = mesh.get_coordinates()
+    assert edges[0, 0].tolist() == [first / 4 - 14.0] * 2
+    assert edges[-1, -1].tolist() == [0.0, 0.0]
+    (diagonal,) = axes.lines
+    assert [*diagonal.get_xdata()] == [*diagonal.get_ydata()]
+    for axis in (axes.xaxis, axes.yaxis):
+        for tick, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True):
+            assert float(label.get_text()) == pytest.approx(math.exp(tick), rel=0.3)
+
+
+def test_probability_shows_deciles_of_the_engine_with_their_share_of_k3(report) -> None:
+    axes, other = axes_of(report[0], "probability")
+    deciles = [
+        [(ours, theirs) for ours, theirs in all_tokens(report[1]) if math.floor(10 * math.exp(theirs)) == decile]
+        for decile in range(10)
+    ]
+    total = sum(k3(ours - theirs) for ours, theirs in all_tokens(report[1]))
+    places = [decile / 10 + 0.05 for decile in range(10)]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in axes.patches] == pytest.approx(places)
+    shares = [sum(k3(ours - theirs) for ours, theirs in pairs) / total for pairs in deciles]
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx(shares, rel=1e-3)
+    (found,) = lines_of(other).items()
+    assert found == (
+        "mean |log ratio|",
+        (pytest.approx(places), pytest.approx([means(d)[0] for d in deciles], rel=1e-3)),
+    )
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["share of k3", "mean |log ratio|"]
+
+
+def test_position_shows_both_means_in_the_middle_of_each_octave(report) -> None:
+    (axes,) = axes_of(report[0], "position")
+    places = [math.sqrt(low * high) for low, high in POSITIONS]
+    expected = [
+        means([pair for step in report[1].values() for response in step for pair in response[low - 1 : high]])
+        for low, high in POSITIONS
+    ]
+    assert math.isnan(expected[0][0])
+    sizes, k3s = zip(*expected, strict=True)
+    lines = lines_of(axes)
+    assert [*lines] == ["mean |log ratio|", "k3"]
+    for label, values in (("mean |log ratio|", sizes), ("k3", k3s)):
+        assert lines[label] == (pytest.approx(places), pytest.approx(values, rel=1e-3, nan_ok=True))
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_acceptance_shows_what_bands_accept_and_what_the_law_says_far_beyond(report) -> None:
+    (axes,) = axes_of(report[0], "acceptance")
+    rows = report[0].summary.by_length
+    lengths = [row.mean_length for row in rows]
+    overall = report[0].summary.overall.k3
+    assert len(axes.lines) == 2 * len(BANDS)
+    for (name, band), shown, law in zip(BANDS.items(), axes.lines[::2], axes.lines[1::2], strict=True):
+        assert shown.get_label() == name
+        assert ([*shown.get_xdata()], [*shown.get_ydata()]) == (lengths, [row.accepted[name] for row in rows])
+        places = [*law.get_xdata()]
+        assert (places[0], places[-1]) == pytest.approx((max(1.0, min(lengths) / 3), 3 * max(lengths)))
+        assert [*law.get_ydata()] == [GaussianLaw(overall, place).acceptance(band) for place in places]
+    assert axes.get_xscale() == "log"
+
+
+def test_what_if_shows_the_best_on_top_with_three_numbers_each(report) -> None:
+    (axes,) = axes_of(report[0], "what_if")
+    ranking = report[0].recommendation.ranking
+    assert len(ranking) == 3
+    *curves, one = axes.lines
+    assert [*one.get_xdata()] == [1.0, 1.0]
+    for curve, label, key, shift in zip(
+        curves,
+        ("tokens kept", "effective sample size", "effective learning rate"),
+        ("kept_tokens", "ess", "learning_rate"),
+        (0.2, 0.0, -0.2),
+        strict=True,
+    ):
+        assert curve.get_label() == label
+        assert [*curve.get_xdata()] == [getattr(row.outcome, key) for row in reversed(ranking)]
+        assert [*curve.get_ydata()] == [place + shift for place in range(3)]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [row.name for row in reversed(ranking)]
+
+
+def test_steps_shows_both_means_of_each_step(report) -> None:
+    (axes,) = axes_of(report[0], "steps")
+    expected = [means([pair for response in step for pair in response]) for step in report[1].values()]
+    sizes, k3s = zip(*expected, strict=True)
+    lines = lines_of(axes)
+    assert [*lines] == ["k3", "mean |log ratio|"]
+    assert lines["k3"] == ([0, 1], pytest.approx(k3s, rel=1e-3))
+    assert lines["mean |log ratio|"] == ([0, 1], pytest.approx(sizes, rel=1e-3))
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["3", "4"]
+    assert axes.get_yscale() == "log"
+
+
+def test_equal_engines_have_linear_axes_and_no_tail() -> None:
+    report, _ = made(spread=0.0)
+    assert [axes_of(report, name)[0].get_yscale() for name in ("log_ratio", "position", "steps")] == ["linear"] * 3
+
+
+def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
+    collector = Collector()
+    collector.add(Part.of_lists(proximal=[torch.tensor([-1.0, -2.0])], behavior=[torch.tensor([-1.1, -2.0])], step="0"))
+    report = Report((), collector.summary(), (), Unexplained(1.0, 0.0), made()[0].recommendation, (), ())
+    assert "steps" not in [picture.name for picture in pictures(report)]
+    assert "steps" in [picture.name for picture in pictures(made()[0])]
+
+
+def test_a_picture_of_the_same_numbers_is_the_same_file(report) -> None:
+    picture = next(each for each in pictures(report[0]) if each.name == "steps")
+    assert isinstance(picture, Picture)
+    svg = drawn(picture, file_format="svg")
+    assert svg == drawn(picture, file_format="svg")
+    assert b"Over steps" in svg
