@@ -153,6 +153,17 @@ def test_the_seam_of_a_turn_of_two_calls_is_no_end_of_a_turn(first, second) -> N
     assert kinds_and_actions(calls) == [("contiguous", "continued"), ("retemplated", "spliced")]
 
 
+def test_a_later_turn_of_two_calls_is_found_behind_a_turn_that_was_written_anew() -> None:
+    prompt = ids(HEAD + "yes \n<|im_end|>" + TAIL)
+    calls = [
+        call("first", ids(HEAD), ids("yes \n<|im_end|>")),
+        call("second", prompt, ids("It "), finish_reason="length"),
+        call("third", prompt + ids("It "), ids("rains<|im_end|>")),
+        call("fourth", ids(HEAD + "yes<|im_end|>" + TAIL + "It rains<|im_end|>" + TAIL), ids("ok")),
+    ]
+    assert kinds_and_actions(calls) == [("contiguous", "continued")] * 2 + [("retemplated", "spliced")]
+
+
 def test_a_character_across_the_seam_of_a_turn_of_two_calls_is_one_character() -> None:
     tokenizer = multibyte_tokenizer()
     first, *others = encode_bytewise(tokenizer, "🙂")

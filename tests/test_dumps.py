@@ -181,6 +181,13 @@ def test_a_file_without_samples_is_stated(tmp_path) -> None:
     assert dumps.skipped == [Skipped(str(empty), None, "holds no sample")]
 
 
+def test_lines_without_a_sample_are_an_error_beside_other_files_too(tmp_path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.jsonl: holds no sample"):
+        list(Dumps([one_file_of_all_ranks(tmp_path / "7.pt"), empty]))
+
+
 def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch) -> None:
     paths = [one_file_of_all_ranks(tmp_path / f"{number}.pt", rollout_id=number) for number in range(3)]
     opened: list[Path] = []

@@ -335,7 +335,8 @@ def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
         assert ("normalise" in steps) == (config.normalize_over is not None)
         assert main(["explain", name]) == 0
         shown = " ".join(capsys.readouterr().out.split())
-        for words in (found["gradient"][0][:40], found["denominator"][0][:40], "Expected at k3 0.001"):
+        said = (found["gradient"][0], found["denominator"][0], found["limits"])
+        for words in (*(each[:40] for each in said), "Expected at k3 0.001"):
             assert words in shown
 
 

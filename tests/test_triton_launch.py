@@ -84,3 +84,20 @@ def test_few_rows_get_other_tiles_on_hopper_only(monkeypatch, capability, dtype)
         assert tile.BLOCK_K == usual.BLOCK_K, "the order of a sum"
         assert (tile == usual) == (rows > 64 or capability != (9, 0))
         assert tile.BLOCK_N in (16, 32, 64) or tile == usual
+
+
+def test_a_kernel_with_the_names_of_a_plan_keeps_its_compile_time_arguments() -> None:
+    """The interpreter, which runs the other tests without a GPU, takes any argument for a number."""
+    from triton.runtime.jit import JITFunction
+
+    from mis_ext.correction.triton import kernels
+    from mis_ext.correction.triton.generate import specialised
+
+    def compile_time(function) -> list[str]:
+        return [parameter.name for parameter in JITFunction(function).params if parameter.is_constexpr]
+
+    found = [value for name, value in vars(kernels).items() if name.endswith("_kernel")]
+    assert len(found) >= 6
+    for function in found:
+        assert compile_time(function)
+        assert compile_time(specialised(function, vars(kernels))) == compile_time(function)
