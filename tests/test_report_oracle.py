@@ -77,7 +77,11 @@ def draw(seed: int) -> list[Sample]:
                 rng.choice((proximal, behavior))[index] = rng.choice((math.nan, -math.inf))
         advantage = rng.choice((-1.5, 0.0, 0.5, math.nan))
         reward = rng.choice((0.0, 0.25, 1.0, math.nan))
-        origin = Origin(reward=reward, versions_behind=rng.choice((0.0, 1.0, 3.0, math.nan)), group=number // 4)
+        origin = Origin(
+            reward=reward,
+            versions_behind=rng.choice((0.0, 1.0, 3.0, math.nan)),
+            group=None if number % 10 == 9 else number // 4,
+        )
         tokens, turn = [], -1
         for index in range(length):
             if mask[index] and not (index and mask[index - 1]):
@@ -165,7 +169,37 @@ def oracle_of_mismatch(samples: list[Sample]) -> dict[str, object]:
         "perplexity_ratio": math.exp(behavior - proximal),
         "zero_share": mean(token.d == 0 for token in tokens),
         "reward": mean(sample.origin.reward for sample in samples if not math.isnan(sample.origin.reward)),
+        "num_prompts": len({prompt(sample) for sample in measured}),
+        "k1_error": error(measured, lambda sample: math.fsum(token.d for token in sample.tokens), num_tokens),
+        "k3_error": error(measured, lambda sample: math.fsum(t.ratio - 1 - t.d for t in sample.tokens), num_tokens),
+        "abs_mean_error": error(measured, lambda sample: math.fsum(abs(t.d) for t in sample.tokens), num_tokens),
+        "mean_length_error": error(measured, num_tokens, lambda sample: 1),
+        "reward_error": error(
+            [sample for sample in samples if not math.isnan(sample.origin.reward)],
+            lambda sample: sample.origin.reward,
+            lambda sample: 1,
+        ),
     }
+
+
+def num_tokens(sample: Sample) -> int:
+    return len(sample.tokens)
+
+
+def prompt(sample: Sample) -> tuple[str, object]:
+    # Its own, where it is not known. A group is one of a step.
+    return sample.step, id(sample) if sample.origin.group is None else sample.origin.group
+
+
+def error(samples: list[Sample], total, count) -> float:
+    """The standard error of the ratio of two sums over prompts: of the residuals, as of a mean."""
+    totals, counts = defaultdict(float), defaultdict(float)
+    for sample in samples:
+        totals[prompt(sample)] += total(sample)
+        counts[prompt(sample)] += count(sample)
+    ratio = math.fsum(totals.values()) / math.fsum(counts.values())
+    residuals = [totals[key] - ratio * counts[key] for key in totals]
+    return statistics.stdev(residuals) * math.sqrt(len(residuals)) / math.fsum(counts.values())
 
 
 def octave(number: int) -> int:
@@ -276,7 +310,7 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
     def num_groups(chosen) -> int:
         groups = defaultdict(set)
         for index in chosen:
-            if not math.isnan(advantages[index]):
+            if not math.isnan(advantages[index]) and samples[index].origin.group is not None:
                 # A group is one of a step.
                 groups[samples[index].step, samples[index].origin.group].add(advantages[index])
         return sum(len(values) > 1 for values in groups.values())

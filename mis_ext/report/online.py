@@ -13,9 +13,13 @@ from mis_ext.hosts.groups import Groups, device_of, global_rank, initialized_meg
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.rollout import pack_rollout
 from mis_ext.report.share import Share, mismatch_of_share, of_other_sequences, of_same_sequences
+from mis_ext.report.summary import OF_PROMPTS
 
 PREFIX = "mismatch/"
 STEP = f"{PREFIX}rollout_id"
+_LEFT_OUT = ("reward", *OF_PROMPTS)
+"""The host logs its reward itself, and does not say here which samples have one prompt."""
+
 _HOOK = "--rollout-data-postprocess-path mis_ext.log_mismatch"
 _REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave this function out"
 _logger = logging.getLogger(__name__)
@@ -60,7 +64,8 @@ def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[st
 def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None = None) -> dict[str, float]:
     """The numbers of :class:`~mis_ext.report.Mismatch` by name, the same on every rank of ``groups``.
 
-    Without the reward, which the host logs itself. The arguments and errors are those of :func:`log_mismatch`.
+    Without the reward, which the host logs itself, and without what needs the prompts. The arguments and errors are
+    those of :func:`log_mismatch`.
     """
     device = device_of(*rollout_data.get("loss_masks") or ())
     try:
@@ -73,7 +78,7 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     if isinstance(found, _Failure):
         raise RuntimeError(f"{_HOOK} failed on rank {found.rank}; its own error says why")
     numbers = vars(mismatch_of_share(found))
-    return {f"{PREFIX}{name}": float(value) for name, value in numbers.items() if name != "reward"}
+    return {f"{PREFIX}{name}": float(value) for name, value in numbers.items() if name not in _LEFT_OUT}
 
 
 def _over_ranks(share: Share | _Failure, groups: Groups) -> Share | _Failure:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,8 +67,8 @@ class Sequences:
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
         columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)
-        # Only the name and the number: of tokens the worst are kept elsewhere.
-        origins = [origin._replace(token_ids=None, group=None) for origin in part.origins]
+        # Of tokens the worst are kept elsewhere.
+        origins = [origin._replace(token_ids=None) for origin in part.origins]
         return cls(columns, origins, [part.step] * len(origins))
 
     @classmethod
@@ -98,6 +99,17 @@ class Sequences:
     def measured(self) -> Tensor:
         """``[S]`` bool: sequences with a valid token."""
         return self["num_valid"] > 0
+
+    @cached_property
+    def prompt_S(self) -> Tensor:
+        """``[S]`` int64, a number for each prompt: of its own for a response whose group is not known."""
+        numbers: dict[Hashable, int] = {}
+        # A group is one of a step.
+        keys = [
+            place if origin.group is None else (step, origin.group)
+            for place, (step, origin) in enumerate(zip(self.steps, self.origins, strict=True))
+        ]
+        return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
     @property
     def log_ratio_mean(self) -> Tensor:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from mis_ext.report.bins import NUM_OCTAVES, NUM_PROBABILITIES, octave_range, quantile
+from mis_ext.report.noise import standard_error
 from mis_ext.report.offenders import WorstSample, WorstToken, worst_samples
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.sequences import Acceptance, Sequences, acceptance_by_length, effective_share
 from mis_ext.report.tally import SUMS, TokenTally
+
+OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
+"""Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
 
 _MAX_EXPONENT = 700.0
 
@@ -37,6 +41,8 @@ class Mismatch:
         ess_token: Kish's effective share of token ratios; of products and of geometric means of sequences.
         k_hat: Of the products of ratios of sequences: above 0.7 an average over them says little.
         zero_share: Tokens with ``d`` exactly 0.
+        num_prompts: Prompts of the responses with a valid token; a response of unknown prompt has one of its own.
+        k1_error: The standard error over prompts (:func:`~mis_ext.report.noise.standard_error`), as of what follows.
     """
 
     num_sequences: int
@@ -70,6 +76,12 @@ class Mismatch:
     perplexity_ratio: float
     zero_share: float
     reward: float
+    num_prompts: int
+    k1_error: float
+    k3_error: float
+    abs_mean_error: float
+    mean_length_error: float
+    reward_error: float
 
 
 @dataclass(frozen=True)
@@ -134,13 +146,15 @@ def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
     total = {side: float(measured[side].sum()) for side in ("proximal", "behavior")}
     sizes = tally.sizes.sum(0)
     lowest, highest = float(tally.extremes[0]), -float(tally.extremes[1])
-    rewards = sequences["reward"]
+    rewarded = sequences.where(~sequences["reward"].isnan())
+    length = measured["num_valid"]
+    known_reward = rewarded["reward"]
     return Mismatch(
         num_sequences=len(sequences),
         num_tokens=int(count),
         num_masked=int(tally["num_masked"]),
         num_without_ratio=int(tally["num_response"] - count),
-        mean_length=float(measured["num_valid"].mean()) if len(measured) else math.nan,
+        mean_length=float(length.mean()) if len(measured) else math.nan,
         k1=-mean("difference"),
         k3=mean("k3"),
         reverse_k1=mean("reverse_k1"),
@@ -166,7 +180,13 @@ def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
         perplexity_behavior=_exp(-total["behavior"] / count) if count else math.nan,
         perplexity_ratio=_exp(-mean("difference")),
         zero_share=mean("zeros"),
-        reward=float(rewards.nanmean()) if len(rewards) else math.nan,
+        reward=float(known_reward.mean()) if len(rewarded) else math.nan,
+        num_prompts=len({*measured.prompt_S.tolist()}),
+        k1_error=standard_error(product, length, measured.prompt_S),
+        k3_error=standard_error(measured["k3"], length, measured.prompt_S),
+        abs_mean_error=standard_error(measured["gap"], length, measured.prompt_S),
+        mean_length_error=standard_error(length, torch.ones_like(length), measured.prompt_S),
+        reward_error=standard_error(known_reward, torch.ones_like(known_reward), rewarded.prompt_S),
     )
 
 

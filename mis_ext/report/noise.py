@@ -1,0 +1,116 @@
+"""How much of a number is chance: standard errors over prompts, and intervals of what two runs differ by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_PROMPTS = 4
+"""Fewer say nothing of how far they scatter."""
+
+_TWO_SIDED = 1.959963984540054
+"""The quantile 0.975 of the normal distribution."""
+
+
+class Estimate(NamedTuple):
+    """A number with its standard error and the number of prompts that it is of; NaN where it is not known."""
+
+    value: float
+    error: float
+    num_prompts: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a number is with a confidence of 95 %; NaN where that is not known."""
+
+    low: float
+    high: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is one."""
+        return not (math.isnan(self.low) or math.isnan(self.high))
+
+    def __str__(self) -> str:
+        return f"{digits(self.low)} to {digits(self.high)}" if self.is_known else "-"
+
+
+UNKNOWN = Interval(math.nan, math.nan)
+
+
+def standard_error(total_S: Tensor, count_S: Tensor, prompt_S: Tensor) -> float:
+    """The standard error of ``sum(total_S) / sum(count_S)`` over prompts; NaN for fewer than 4.
+
+    Responses to one prompt are alike, so that the prompts are what is drawn independently. With the residual of a
+    prompt, ``e = total - ratio * count``, and ``n`` prompts it is ``sqrt(n / (n - 1) * sum(e^2)) / sum(count)``:
+    Cochran, Sampling Techniques, 1977, chapter 6 (ratio of two sums); over clusters as in Miller, Adding Error Bars to
+    Evals, arXiv:2411.00640.
+
+    Args:
+        total_S: ``[S]`` sums of each response.
+        count_S: ``[S]`` what they are sums over: tokens, or 1.
+        prompt_S: ``[S]`` int64, a number for each prompt.
+    """
+    _, index = torch.unique(prompt_S, return_inverse=True)
+    num_prompts = int(index.max()) + 1 if len(index) else 0
+    if num_prompts < MIN_PROMPTS:
+        return math.nan
+    total, count = (torch.bincount(index, each.double(), minlength=num_prompts) for each in (total_S, count_S))
+    residual = total - total.sum() / count.sum() * count
+    return math.sqrt(num_prompts / (num_prompts - 1) * float(residual.square().sum())) / float(count.sum())
+
+
+def interval_of_difference(first: Estimate, second: Estimate) -> Interval:
+    """Of ``first - second``, two independent numbers: by Welch's t."""
+    return _around(first.value - second.value, (first.error, first), (second.error, second))
+
+
+def interval_of_ratio(first: Estimate, second: Estimate) -> Interval:
+    """Of ``first / second``, two independent numbers, which must be above 0: by Welch's t of their logs."""
+    relative = [(each.error / each.value, each) for each in (first, second)]
+    return _exp(_around(math.log(first.value / second.value), *relative))
+
+
+def interval_of(estimate: Estimate) -> Interval:
+    """Of one number, on a logarithmic scale: it must be above 0."""
+    return _exp(_around(math.log(estimate.value), (estimate.error / estimate.value, estimate)))
+
+
+def _around(middle: float, *parts: tuple[float, Estimate]) -> Interval:
+    """The interval of a sum of independent numbers, each with its standard error."""
+    variances = [error**2 for error, _ in parts]
+    variance = math.fsum(variances)
+    if math.isnan(variance):
+        return UNKNOWN
+    # Welch and Satterthwaite: as many degrees of freedom as the larger of the variances has.
+    spread = math.fsum(each**2 / max(part.num_prompts - 1, 1) for each, (_, part) in zip(variances, parts, strict=True))
+    reach = (t_quantile(variance**2 / spread) if spread > 0.0 else _TWO_SIDED) * math.sqrt(variance)
+    return Interval(middle - reach, middle + reach)
+
+
+def t_quantile(degrees: float) -> float:
+    """The quantile 0.975 of Student's t: Abramowitz and Stegun, 26.7.5, to 0.2 % from 3 degrees of freedom on."""
+    z = _TWO_SIDED
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / degrees ** (power + 1) for power, term in enumerate(terms))
+
+
+def digits(value: float) -> str:
+    """Three digits, or the whole number where it has more; a dash for what is not known."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _exp(interval: Interval) -> Interval:
+    return Interval(*(math.exp(min(each, 700.0)) for each in (interval.low, interval.high)))
