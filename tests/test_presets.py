@@ -33,7 +33,8 @@ def test_every_preset_loads_and_says_what_when_and_where_from(path: Path) -> Non
 
 def test_the_command_lists_what_each_preset_says_of_itself(capsys) -> None:
     assert main(["presets"]) == 0
-    listed = capsys.readouterr().out
+    # In lines of 80 columns; here, in one.
+    listed = re.sub(r"\n {8}", " ", capsys.readouterr().out)
     for path in METHODS:
         what, when, source = (line.removeprefix("# ") for line in path.read_text().splitlines()[:3])
         assert f"{path.stem}\n  {what}\n  {when}\n" in listed

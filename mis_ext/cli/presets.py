@@ -18,6 +18,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one file as it is; the exit code."""
+    from mis_ext.columns import hanging
     from mis_ext.preset_files import list_presets, preset_remarks, preset_text
 
     if arguments.name is not None:
@@ -25,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for name in list_presets():
         remarks = preset_remarks(name)
-        print(f"{name}\n  What: {remarks.what}\n  When: {remarks.when}")
-    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME says what to expect of it.")
+        print(name)
+        print(hanging("  What: ", remarks.what))
+        print(hanging("  When: ", remarks.when))
+    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME what to expect of it.")
     return 0
