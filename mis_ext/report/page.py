@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.files import printable
+from mis_ext.report.comparison_page import comparison_section
+from mis_ext.report.markup import breakable, escape, figure, number, percent, table
 from mis_ext.report.offenders import WorstToken
-from mis_ext.report.plots import Picture, drawn, pictures
+from mis_ext.report.plots import pictures
 from mis_ext.report.recommendation import Recommendation
 from mis_ext.report.references import MEANING, REFERENCES
+from mis_ext.report.run import Run
 from mis_ext.report.summary import Group, Mismatch
 from mis_ext.report.whole_report import Report
-
-_LONG = 20
-"""Characters from which on a cell of a table is wrapped."""
-
-
-def _escape(text: str) -> str:
-    """What a browser shows as it is; names and tokens may hold bytes that a terminal would obey."""
-    return html.escape(printable(text))
 
 
 def page_of(report: Report) -> str:
@@ -32,9 +24,10 @@ def page_of(report: Report) -> str:
     style = files("mis_ext.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = [
         ("what-to-do", "What to do", _recommendation(report.recommendation)),
+        *comparison_section(report),
         ("why", "Why the engines disagree", _diagnoses(report)),
         ("numbers", "The numbers", _numbers(overall) + _references()),
-        ("pictures", "Pictures", "".join(f'<div class="pictures">{"".join(map(_picture, pictures(report)))}</div>')),
+        ("pictures", "Pictures", "".join(f'<div class="pictures">{"".join(map(figure, pictures(report)))}</div>')),
         ("what-if", "What each configuration would have done", _what_if(report.recommendation)),
         ("groups", "Where the mismatch is", _groups(report)),
         ("steps", "Steps", _steps(report.summary.steps) + _indicators(report)),
@@ -42,9 +35,9 @@ def page_of(report: Report) -> str:
         ("samples", "Worst samples", _worst_samples(report)),
         ("input", "What was read", _input(report)),
     ]
-    links = "".join(f'<li><a href="#{name}">{_escape(title)}</a></li>' for name, title, _ in sections)
+    links = "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title, _ in sections)
     body = "".join(
-        f'<section id="{name}"><h2>{_escape(title)}</h2>{content}</section>' for name, title, content in sections
+        f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>' for name, title, content in sections
     )
     subtitle = (
         f"{overall.num_tokens:,} tokens of {overall.num_sequences:,} responses, {len(report.summary.steps)} steps"
@@ -55,16 +48,16 @@ def page_of(report: Report) -> str:
         '<link rel="icon" href="data:,">'
         f"<title>Mismatch report</title><style>{style}</style></head><body>"
         '<a class="skip" href="#what-to-do">Skip to the recommendation</a>'
-        f"<header><h1>Mismatch report</h1><p>{_escape(subtitle)}. d is the trainer's log-prob minus the engine's, in "
+        f"<header><h1>Mismatch report</h1><p>{escape(subtitle)}. d is the trainer's log-prob minus the engine's, in "
         "nats.</p>"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>{body}</main></body></html>\n'
     )
 
 
 def _recommendation(found: Recommendation) -> str:
-    reasons = "".join(f"<li>{_escape(reason)}</li>" for reason in found.reasons)
-    paste = f'<p>To paste:</p><pre tabindex="0">{_escape(found.yaml)}</pre>' if found.yaml else ""
-    return f'<p class="headline">{_escape(found.headline)}</p><ul>{reasons}</ul>{paste}'
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in found.reasons)
+    paste = f'<p>To paste:</p><pre tabindex="0">{escape(found.yaml)}</pre>' if found.yaml else ""
+    return f'<p class="headline">{escape(found.headline)}</p><ul>{reasons}</ul>{paste}'
 
 
 def _diagnoses(report: Report) -> str:
@@ -72,17 +65,17 @@ def _diagnoses(report: Report) -> str:
         return "<p>Too few tokens to say.</p>"
     return (
         "".join(
-            f'<div class="card"><h3>{_escape(each.title)} <span class="tag">{_escape(each.confidence)}</span></h3>'
-            f"<p>{_escape(each.evidence)}.</p>{_extra(each)}<p>{_escape(each.advice)}</p></div>"
+            f'<div class="card"><h3>{escape(each.title)} <span class="tag">{escape(each.confidence)}</span></h3>'
+            f"<p>{escape(each.evidence)}.</p>{_extra(each)}<p>{escape(each.advice)}</p></div>"
             for each in report.diagnoses
         )
-        + f"<p>{_escape(report.unexplained.in_words)}</p>"
+        + f"<p>{escape(report.unexplained.in_words)}</p>"
     )
 
 
 def _extra(found: Diagnosis) -> str:
     said = filter(None, (found.share_in_words, found.doubt_in_words))
-    return "".join(f"<p>{_escape(each[0].upper() + each[1:])}.</p>" for each in said)
+    return "".join(f"<p>{escape(each[0].upper() + each[1:])}.</p>" for each in said)
 
 
 def _numbers(overall: Mismatch) -> str:
@@ -93,15 +86,6 @@ def _numbers(overall: Mismatch) -> str:
 def _references() -> str:
     rows = [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES]
     return table("What k3 is normal", ("k3", "with", "source"), rows)
-
-
-def _picture(picture: Picture) -> str:
-    content = base64.b64encode(drawn(picture, file_format="svg")).decode()
-    text = _escape(picture.text)
-    return (
-        f'<figure><img alt="{_escape(picture.title)}. {text}" src="data:image/svg+xml;base64,{content}">'
-        f"<figcaption>{text}</figcaption></figure>"
-    )
 
 
 def _what_if(found: Recommendation) -> str:
@@ -144,7 +128,7 @@ def _remarks(found: Recommendation) -> str:
         ranked.name: [*ranked.warnings, *(f"Good to know: {note}" for note in ranked.notes)] for ranked in found.ranking
     }
     rows = "".join(
-        f"<dt>{_breakable(name)}</dt>{''.join(f'<dd>{_escape(text)}</dd>' for text in texts)}"
+        f"<dt>{breakable(name)}</dt>{''.join(f'<dd>{escape(text)}</dd>' for text in texts)}"
         for name, texts in remarks.items()
         if texts
     )
@@ -161,7 +145,7 @@ def _groups(report: Report) -> str:
         ("By weight versions", summary.by_version),
     )
     absent = [name for name, rows in groups if not rows]
-    said = f"<p>Not recorded: {_escape(', '.join(absent).lower())}.</p>" if absent else ""
+    said = f"<p>Not recorded: {escape(', '.join(absent).lower())}.</p>" if absent else ""
     return "".join(_group(name, rows) for name, rows in groups if rows) + said
 
 
@@ -173,7 +157,7 @@ def _group(name: str, rows: Sequence[Group]) -> str:
         )
         for row in rows
     ]
-    return f"<h3>{_escape(name)}</h3>" + table(name, ("", "tokens", "mean |d|", "mean d", "k3", "share of k3"), cells)
+    return f"<h3>{escape(name)}</h3>" + table(name, ("", "tokens", "mean |d|", "mean d", "k3", "share of k3"), cells)
 
 
 def _steps(steps: dict[str, Mismatch]) -> str:
@@ -237,36 +221,11 @@ def _input(report: Report) -> str:
         f"<p>{overall.num_tokens:,} tokens were used. {overall.num_masked:,} were masked, "
         f"{overall.num_without_ratio:,} trained tokens had no finite log-prob of both sides.</p>"
     )
-    read = "".join(f"<li>{_escape(source)}</li>" for source in report.sources)
-    skipped = "".join(f"<li>{_escape(each)}</li>" for each in report.skipped) or "<li>nothing</li>"
-    return f"{counts}<h3>Read</h3><ul>{read}</ul><h3>Skipped</h3><ul>{skipped}</ul>"
+    other = "" if report.against is None else _files(report.against.other, " of B")
+    return f"{counts}{_files(report)}{other}"
 
 
-def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in a box that scrolls by itself, also with the keyboard."""
-    head = "".join(f'<th scope="col">{_escape(each)}</th>' for each in titles)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_escape(title)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _cell(content: object) -> str:
-    text = _breakable(str(content))
-    return f'<td class="long">{text}</td>' if len(str(content)) > _LONG else f"<td>{text}</td>"
-
-
-def _breakable(name: str) -> str:
-    """With places where a long name may go on in the next line."""
-    return _escape(name).replace("_", "_<wbr>").replace("/", "/<wbr>")
-
-
-def number(value: float) -> str:
-    """Three digits; a dash for what was not measured."""
-    return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def percent(value: float) -> str:
-    """A share in percent, with one digit; a dash for what was not measured."""
-    return "-" if math.isnan(value) else f"{value:.1%}"
+def _files(run: Run, whose: str = "") -> str:
+    read = "".join(f"<li>{escape(source)}</li>" for source in run.sources)
+    skipped = "".join(f"<li>{escape(each)}</li>" for each in run.skipped) or "<li>nothing</li>"
+    return f"<h3>Read{whose}</h3><ul>{read}</ul><h3>Skipped{whose}</h3><ul>{skipped}</ul>"

@@ -1,34 +1,21 @@
-"""Pictures of a report, for print and for colour-blind readers: every line has its own dashes and marker too."""
+"""Pictures of a run: where the engines differ, and what each configuration would do."""
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
+from mis_ext.report.comparison_plot import comparison_pictures
+from mis_ext.report.drawing import BLUE, FEWEST_STEPS, GREEN, GREY, ORANGE, Picture, drawn, logarithmic
 from mis_ext.report.sequences import BANDS
-from mis_ext.report.summary import Group, Mismatch
 from mis_ext.report.whole_report import Report
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
-SIZE = 5.2, 3.4
 _COARSE = PER_DECADE // 10
-_FEWEST_STEPS = 2
 _BEYOND, _NUM_POINTS = 3.0, 60
 """How far the law is drawn beyond the lengths of the data, and with how many points."""
-
-
-class Picture(NamedTuple):
-    """A picture: the stem of its file, a title, what it says in words, and how to draw it."""
-
-    name: str
-    title: str
-    text: str
-    draw: Callable[[Any], None]
 
 
 def pictures(report: Report) -> list[Picture]:
@@ -72,44 +59,17 @@ def pictures(report: Report) -> list[Picture]:
             lambda axes: _what_if(axes, report),
         ),
     ]
-    if len(summary.steps) >= _FEWEST_STEPS:
+    if len(summary.steps) >= FEWEST_STEPS:
         found.append(
             Picture("steps", "Over steps", "k3 and mean |log ratio| of each step.", lambda axes: _steps(axes, report))
         )
     return found
 
 
-def drawn(picture: Picture, *, file_format: str) -> bytes:
-    """A picture drawn, as the bytes of a file of this format."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    style: dict[str, Any] = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#dddddd",
-        "axes.axisbelow": True,
-        "svg.hashsalt": picture.name,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_title(picture.title, loc="left", fontsize=10, fontweight="bold")
-        picture.draw(axes)
-        content = io.BytesIO()
-        metadata = {"Date": None} if file_format == "svg" else None
-        figure.savefig(content, format=file_format, dpi=150, metadata=metadata)
-    return content.getvalue()
-
-
 def write_pictures(report: Report, folder: Path) -> list[Path]:
-    """Write a PNG of each picture; the paths."""
+    """Write a PNG of each picture, that of a comparison too; the paths."""
     paths = []
-    for picture in pictures(report):
+    for picture in (*pictures(report), *comparison_pictures(report)):
         paths.append(folder / f"{picture.name}.png")
         paths[-1].write_bytes(drawn(picture, file_format="png"))
     return paths
@@ -171,7 +131,7 @@ def _position(axes: Any, report: Report) -> None:
     )
     axes.plot(places, [row.k3 or math.nan for row in rows], color=ORANGE, marker="s", linestyle="--", label="k3")
     axes.set(xscale="log", xlabel="position in the response", ylabel="nats")
-    _scale(axes, rows)
+    logarithmic(axes, rows)
     axes.legend(frameon=False)
 
 
@@ -219,15 +179,5 @@ def _steps(axes: Any, report: Report) -> None:
     stride = max(1, len(steps) // 10)
     axes.set_xticks([*places][::stride], [*steps][::stride])
     axes.set(xlabel="step", ylabel="nats")
-    _scale(axes, steps.values())
+    logarithmic(axes, steps.values())
     axes.legend(frameon=False)
-
-
-def _scale(axes: Any, rows: Iterable[Group | Mismatch]) -> None:
-    """A logarithmic axis, but not for equal engines, which have nothing that it could show."""
-    from matplotlib.ticker import LogFormatterSciNotation
-
-    if any(row.k3 > 0.0 for row in rows):
-        axes.set_yscale("log")
-        # Within two decades the ticks between powers of ten need numbers too.
-        axes.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(2.0, 0.6)))

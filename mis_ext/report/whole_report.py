@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mis_ext.diagnosis.cause import Diagnosis, percent
-from mis_ext.diagnosis.limits import KERNEL_K3
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
 from mis_ext.loss.objective import objective_of
@@ -20,56 +17,33 @@ from mis_ext.methods.first_update import equivalent_correction
 from mis_ext.preset_files import list_presets, preset_path
 from mis_ext.presets import Spelt, method_yaml, read_file, read_method
 from mis_ext.report.collector import NUM_WORST, Collector
+from mis_ext.report.comparison import Comparison, compared
 from mis_ext.report.indicators import Indicator, indicators
-from mis_ext.report.parts import Parts
 from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
+from mis_ext.report.run import Run, run_of
 from mis_ext.report.summary import Summary
 
 FORMAT = 1
 """Version of the format of ``summary.json``."""
 
 
-@dataclass(frozen=True)
-class Unexplained:
-    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token."""
-
-    k3_share: float
-    k3: float
-
-    @property
-    def in_words(self) -> str:
-        """A sentence for the page."""
-        if math.isnan(self.k3):
-            return "No token is left to explain."
-        small = f", of the size of kernels in bfloat16 (up to {KERNEL_K3:g})" if self.k3 < KERNEL_K3 else ""
-        return f"Left unexplained: {percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
-
-
 @dataclass(frozen=True, eq=False)
-class Report:
-    """Everything that is shown; ``skipped`` says what of the input is not in it as it was written, and why."""
+class Report(Run):
+    """Everything that is shown of a run: what to do, and where it stands beside another one."""
 
-    sources: tuple[str, ...]
-    summary: Summary
-    diagnoses: tuple[Diagnosis, ...]
-    unexplained: Unexplained
     recommendation: Recommendation
     indicators: tuple[Indicator, ...]
-    skipped: tuple[str, ...]
+    against: Comparison | None
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, for JSON: NaN is None, a number beyond all bounds a string."""
-        content = {
+        return {
             "format": FORMAT,
-            "sources": self.sources,
-            "skipped": self.skipped,
+            **super().to_dict(),
             "recommendation": to_jsonable(self.recommendation),
-            "diagnoses": to_jsonable(self.diagnoses),
-            "unexplained": to_jsonable(self.unexplained),
             "indicators": to_jsonable(self.indicators),
-            "summary": to_jsonable(self.summary),
+            "against": None if self.against is None else self.against.to_dict(),
         }
-        return content
 
 
 def report_of(
@@ -80,6 +54,7 @@ def report_of(
     num_worst: int = NUM_WORST,
     pool: Executor | None = None,
     logged: Mapping[str, Mapping[str, float]] | None = None,
+    against: Run | None = None,
 ) -> Report:
     """The report of dumps.
 
@@ -90,6 +65,7 @@ def report_of(
         num_worst: How many tokens and samples are listed.
         pool: See :class:`~mis_ext.report.collector.Collector`.
         logged: Numbers that the run logged, by name and step, to hold against k3.
+        against: Another run, to stand beside this one.
 
     Raises:
         OSError: A file cannot be opened.
@@ -102,22 +78,12 @@ def report_of(
         num_worst=num_worst,
         pool=pool,
     )
-    parts = Parts(dumps)
-    for part in parts:
-        collector.add(part)
-    summary = collector.summary()
-    diagnoses, left = collector.search(summary)
-    skipped = [str(each) for each in dumps.skipped]
-    skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
-    skipped += parts.merged
+    run = run_of(dumps, collector, sources=sources)
     return Report(
-        sources=tuple(sources),
-        summary=summary,
-        diagnoses=tuple(diagnoses),
-        unexplained=Unexplained(1.0 - left.explained, left.k3_left),
-        recommendation=recommend(candidates, collector.outcomes(), summary, diagnoses),
-        indicators=tuple(_indicators(summary, logged or {})),
-        skipped=tuple(skipped),
+        **vars(run),
+        recommendation=recommend(candidates, collector.outcomes(), run.summary, run.diagnoses),
+        indicators=tuple(_indicators(run.summary, logged or {})),
+        against=None if against is None else compared(run, against),
     )
 
 

@@ -1,0 +1,307 @@
+"""Two runs side by side: numbers against their definitions, what is noise, what appeared and what went."""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from engines import engines
+
+from mis_ext.dumps import Dumps
+from mis_ext.jsonable import to_jsonable
+from mis_ext.report.comparison import Comparison, compared
+from mis_ext.report.comparison_page import cause_cells, comparison_section
+from mis_ext.report.comparison_plot import comparison_pictures
+from mis_ext.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
+from mis_ext.report.run import Run, run_of
+from mis_ext.report.whole_report import Report, preset_candidates, report_of
+
+RATIOS = ("k3", "abs_mean", "mean_length", "reverse_k3", "abs_p99", "abs_max", "total_variation")
+DIFFERENCES = ("k1", "reward", "ratio_mean", "ess_token", "ess_sequence", "k_hat", "zero_share")
+WITH_ERROR = ("k3", "abs_mean", "k1", "reward", "mean_length")
+
+
+def rows_of(seed: int, *, spread: float, prompts: int = 10, steps: int = 3, first_step: int = 0) -> list[dict]:
+    """Samples, four of a prompt, whose log-probs differ by a normal number of this deviation."""
+    rng = random.Random(seed)
+    rows = []
+    for step in range(first_step, first_step + steps):
+        for prompt in range(prompts):
+            for _ in range(4):
+                behavior = [-2.0 * rng.random() - 2.0 for _ in range(rng.randint(20, 60))]
+                row = {"log_probs": [each + rng.gauss(0.0, spread) for each in behavior], "rollout_log_probs": behavior}
+                rows.append(row | {"rollout_id": step, "group_id": prompt, "reward": float(rng.random() < 0.3)})
+    return rows
+
+
+def written(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_in(path: Path, rows: list[dict]) -> Run:
+    return run_of(Dumps([written(path, rows)]), sources=[str(path)])
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[list[dict], list[dict]]:
+    return rows_of(0, spread=0.2), rows_of(1, spread=0.1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, drawn) -> tuple[Run, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    return run_in(folder / "a.jsonl", drawn[0]), run_in(folder / "b.jsonl", drawn[1])
+
+
+def numbers(found: Comparison) -> dict:
+    return {each.name: each for each in found.numbers}
+
+
+def k3_of(rows: list[dict]) -> tuple[float, float, int]:
+    """k3 per token, its standard error over prompts relative to it, and the number of prompts."""
+    sums, counts = defaultdict(float), defaultdict(int)
+    for row in rows:
+        prompt = row["rollout_id"], row["group_id"]
+        for ours, theirs in zip(row["log_probs"], row["rollout_log_probs"], strict=True):
+            sums[prompt] += math.exp(ours - theirs) - 1 - (ours - theirs)
+            counts[prompt] += 1
+    k3 = math.fsum(sums.values()) / sum(counts.values())
+    residuals = [sums[prompt] - k3 * counts[prompt] for prompt in sums]
+    return k3, statistics.stdev(residuals) * math.sqrt(len(residuals)) / sum(counts.values()) / k3, len(residuals)
+
+
+def test_the_ratio_of_k3_and_its_interval_are_those_of_the_tokens(runs, drawn) -> None:
+    (first, error, count), (second, other, number) = map(k3_of, drawn)
+    variance = error**2 + other**2
+    degrees = variance**2 / (error**4 / (count - 1) + other**4 / (number - 1))
+    factor = math.exp(t_quantile(degrees) * math.sqrt(variance))
+    found = numbers(compared(*runs))["k3"]
+    # Log-probs are subtracted in float32.
+    assert (found.first, found.second, found.change) == pytest.approx((first, second, first / second), rel=1e-4)
+    assert (found.interval.low, found.interval.high) == pytest.approx(
+        (first / second / factor, first / second * factor), rel=1e-4
+    )
+    assert (found.kind, found.verdict) == ("ratio", "higher")
+    # Variances of 0.04 and 0.01: k3 is half of them.
+    assert 3.5 < found.change < 4.5
+
+
+def test_every_number_is_that_of_each_run_and_their_ratio_or_difference(runs, drawn) -> None:
+    found = numbers(compared(*runs))
+    assert {*found} == {*RATIOS, *DIFFERENCES}
+    for name, each in found.items():
+        first, second = (getattr(run.summary.overall, name) for run in runs)
+        assert (each.first, each.second) == (first, second)
+        assert each.kind == ("ratio" if name in RATIOS else "difference")
+        assert each.change == (first / second if name in RATIOS else first - second)
+        assert each.interval.is_known is (name in WITH_ERROR)
+        if name in WITH_ERROR:
+            errors = (getattr(run.summary.overall, f"{name}_error") for run in runs)
+            ours, theirs = (Estimate(*pair, 30) for pair in zip((first, second), errors, strict=True))
+            of = interval_of_ratio if name in RATIOS else interval_of_difference
+            assert each.interval == of(ours, theirs)
+    means = [statistics.mean(row["reward"] for row in rows) for rows in drawn]
+    assert found["reward"].change == pytest.approx(means[0] - means[1])
+
+
+def test_a_run_against_itself_differs_in_nothing(runs) -> None:
+    run, _ = runs
+    found = compared(run, run)
+    for each in found.numbers:
+        assert (each.verdict, each.change) == ("equal", 1.0 if each.name in RATIOS else 0.0)
+        if each.name in WITH_ERROR:
+            assert each.interval.low < each.change < each.interval.high
+    assert all(cause.first == cause.second is not None for cause in found.causes)
+    assert found.headline == f"k3 of A is that of B: {run.summary.overall.k3:.3g} per token."
+    assert found.notes == ()
+
+
+def test_swapped_runs_give_the_reciprocal_ratio_and_the_opposite_difference(runs) -> None:
+    first, second = runs
+    swapped = numbers(compared(second, first))
+    opposite = {"higher": "lower", "lower": "higher"}
+    for name, each in numbers(compared(first, second)).items():
+        other = swapped[name]
+        assert other.verdict == opposite.get(each.verdict, each.verdict)
+        bounds = (other.interval.high, other.interval.low)
+        if each.kind == "ratio":
+            assert each.change * other.change == pytest.approx(1.0)
+            expected = tuple(1.0 / bound for bound in bounds)
+        else:
+            assert each.change == -other.change
+            expected = tuple(-bound for bound in bounds)
+        assert (each.interval.low, each.interval.high) == pytest.approx(expected, nan_ok=True)
+
+
+def test_two_draws_of_one_law_are_not_more_than_noise(tmp_path) -> None:
+    found = compared(
+        *(run_in(tmp_path / f"{seed}.jsonl", rows_of(seed, spread=0.2)) for seed in (2, 3)),
+    )
+    k3 = numbers(found)["k3"]
+    assert k3.verdict == "noise"
+    assert k3.interval.low < 1.0 < k3.interval.high
+    assert "times that of B: not more than noise (95 % interval of the ratio: " in found.headline
+    assert f"{k3.interval.low:.3g} to {k3.interval.high:.3g}" in found.headline
+    shifted = run_in(tmp_path / "4.jsonl", rows_of(4, spread=0.4))
+    assert "times that of B: more than noise" in compared(found.other, shifted).headline
+    assert numbers(compared(found.other, shifted))["k3"].verdict == "lower"
+
+
+def test_of_three_prompts_nothing_is_said(tmp_path, runs) -> None:
+    few = run_in(tmp_path / "few.jsonl", rows_of(5, spread=0.2, prompts=3, steps=1))
+    found = compared(runs[1], few)
+    assert {each.verdict for each in found.numbers if each.first != each.second} == {"unknown"}
+    assert "Whether that is more than noise is not known: it takes 4 prompts of either run." in found.headline
+
+
+def test_without_a_mismatch_in_a_run_its_k3_is_compared_by_its_difference(tmp_path, runs) -> None:
+    exact = run_in(tmp_path / "exact.jsonl", rows_of(6, spread=0.0))
+    found = numbers(compared(runs[0], exact))["k3"]
+    assert (found.second, found.kind, found.change, found.verdict) == (0.0, "difference", found.first, "higher")
+    assert compared(runs[0], exact).headline.startswith(f"k3 of A is {found.first:.3g} per token, that of B 0: more")
+    assert compared(exact, exact).headline == "k3 of A is that of B: 0 per token."
+    # One token of 2,400 samples' tokens may be chance.
+    rows = rows_of(6, spread=0.0)
+    rows[0]["log_probs"][0] -= 3.0
+    single = numbers(compared(run_in(tmp_path / "single.jsonl", rows), exact))["k3"]
+    assert single.verdict == "noise"
+    assert single.interval.low < 0.0 < single.first < single.interval.high
+
+
+def test_what_makes_a_comparison_unfair_is_said(tmp_path, runs) -> None:
+    later = run_in(tmp_path / "later.jsonl", rows_of(7, spread=0.1, first_step=1))
+    (note,) = compared(runs[0], later).notes
+    assert note.startswith("A has 1 step that B has not, B 1 step that A has not.")
+    alone = [{**row, "group_id": None} for row in rows_of(8, spread=0.1)]
+    (note,) = compared(runs[0], run_in(tmp_path / "alone.jsonl", alone)).notes
+    assert note.startswith("No two responses of B are known to share a prompt.")
+    tiny = [
+        {**row, "log_probs": row["log_probs"][:1], "rollout_log_probs": row["rollout_log_probs"][:1]} for row in alone
+    ]
+    notes = compared(run_in(tmp_path / "tiny.jsonl", tiny[::40]), runs[1]).notes
+    assert [note.split(".")[0] for note in notes] == [
+        "No two responses of A are known to share a prompt",
+        "A has too few tokens to name a cause",
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Report:
+    """Low precision, against kernels alone."""
+    folder = tmp_path_factory.mktemp("report")
+    paths = {
+        name: [written(folder / f"{name}{step}.jsonl", engine_rows(step, kernels)) for step in range(2)]
+        for name, kernels in (("a", 0.12), ("b", 0.01))
+    }
+    other = run_of(Dumps(paths["b"]), sources=map(str, paths["b"]))
+    return report_of(Dumps(paths["a"]), preset_candidates(["mis"]), sources=map(str, paths["a"]), against=other)
+
+
+def engine_rows(step: int, kernels: float) -> list[dict]:
+    sampled = zip(*engines(step, kernels=kernels).sampled(), strict=True)
+    return [
+        {"log_probs": ours.tolist(), "rollout_log_probs": theirs.tolist(), "rollout_id": step, "group_id": place // 8}
+        for place, (ours, theirs) in enumerate(sampled)
+    ]
+
+
+def test_causes_that_appeared_and_went_are_named(report) -> None:
+    causes = {each.cause: each for each in report.against.causes}
+    assert [*causes] == ["low_precision", "bf16_kernels"]
+    appeared, went = causes.values()
+    assert (appeared.second, went.first) == (None, None)
+    assert (appeared.first.confidence, appeared.first.k3_share) == ("possible", 1.0)
+    assert cause_cells(appeared) == (report.diagnoses[0].title, "possible, 100.0% of k3", "-", "A alone")
+    assert cause_cells(went)[1::2] == ("-", "B alone")
+    (same,) = compared(report, report).causes
+    assert cause_cells(same)[1:] == ("possible, 100.0% of k3", "possible, 100.0% of k3", "both")
+    assert went.second.confidence == report.against.other.diagnoses[0].confidence
+
+
+def test_the_json_has_the_second_run_in_full(report) -> None:
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    other = report.against.other
+    assert found["against"]["summary"] == json.loads(json.dumps(to_jsonable(other.summary)))
+    assert found["against"]["summary"] != found["summary"]
+    assert found["against"]["sources"] == [*other.sources]
+    assert [each["cause"] for each in found["against"]["diagnoses"]] == ["bf16_kernels"]
+    k3 = found["against"]["numbers"][0]
+    assert k3["change"] == found["summary"]["overall"]["k3"] / found["against"]["summary"]["overall"]["k3"]
+    assert [k3["interval"]["low"] < k3["change"] < k3["interval"]["high"], k3["verdict"]] == [True, "higher"]
+    assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none"]
+
+
+def test_the_section_says_which_is_which_and_shows_both(report) -> None:
+    ((name, title, section),) = comparison_section(report)
+    assert (name, title) == ("against", "Two runs side by side")
+    for letter, run in (("A", report), ("B", report.against.other)):
+        name = f"{run.sources[0]} to {run.sources[-1]}, 2 files"
+        assert f"<dt>{letter}: {name}</dt>" in section
+    k3 = numbers(report.against)["k3"]
+    cells = (f"{k3.first:.3g}", f"{k3.second:.3g}", f"x {k3.change:.3g}", str(k3.interval), "yes, A is higher")
+    assert "<tr><td>k3</td>" + "".join(f"<td>{cell}</td>" for cell in cells) in section
+    assert report.against.headline in section
+    assert "A alone</td>" in section
+    assert "B alone</td>" in section
+    assert section.count("<img") == 1
+    alone = dataclasses.replace(report, against=None)
+    assert (comparison_section(alone), comparison_pictures(alone)) == ([], [])
+
+
+class Axes:
+    """What was drawn: of a bar the middle, and how far it reaches below and above."""
+
+    def __init__(self, picture) -> None:
+        from matplotlib.figure import Figure
+
+        self.axes = Figure().add_subplot()
+        picture.draw(self.axes)
+
+    def line(self, name: str) -> tuple[list[float], list[float]]:
+        handles, labels = self.axes.get_legend_handles_labels()
+        handle = handles[labels.index(name)]
+        line = handle.lines[0] if hasattr(handle, "lines") else handle
+        return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
+
+    def bars(self, name: str) -> list[tuple[float, float]]:
+        handles, labels = self.axes.get_legend_handles_labels()
+        (bars,) = handles[labels.index(name)].lines[2]
+        return [(float(segment[0][1]), float(segment[1][1])) for segment in bars.get_segments()]
+
+
+def picture_of(first: Run, second: Run) -> Axes:
+    against = compared(first, second)
+    report = Report(**vars(first), recommendation=None, indicators=(), against=against)
+    (picture,) = comparison_pictures(report)
+    return Axes(picture)
+
+
+def test_the_picture_shows_k3_of_each_step_with_its_interval(tmp_path, runs) -> None:
+    later = run_in(tmp_path / "later.jsonl", rows_of(10, spread=0.1, steps=12, first_step=2))
+    drawn = picture_of(runs[0], later)
+    for name, run, places, shift in (("A", runs[0], range(3), -0.08), ("B", later, range(2, 14), 0.08)):
+        at, values = drawn.line(name)
+        assert at == pytest.approx([place + shift for place in places])
+        assert values == [step.k3 for step in run.summary.steps.values()]
+        for (low, high), step in zip(drawn.bars(name), run.summary.steps.values(), strict=True):
+            factor = math.exp(t_quantile(step.num_prompts - 1) * step.k3_error / step.k3)
+            assert (low, high) == pytest.approx((step.k3 / factor, step.k3 * factor))
+    # Steps in the order of their numbers, not of their letters.
+    assert [label.get_text() for label in drawn.axes.get_xticklabels()] == [str(step) for step in range(14)]
+    assert drawn.axes.get_yscale() == "log"
+
+
+def test_of_single_steps_the_picture_is_by_position(tmp_path, runs) -> None:
+    single = run_in(tmp_path / "single.jsonl", rows_of(11, spread=0.1, steps=1))
+    for pair in ((single, runs[0]), (runs[0], single)):
+        drawn = picture_of(*pair)
+        for name, run in zip("AB", pair, strict=True):
+            rows = run.summary.by_position
+            middles = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
+            assert drawn.line(name) == (pytest.approx(middles), [row.k3 for row in rows])
+        assert drawn.axes.get_xscale() == "log"
