@@ -9,14 +9,17 @@ import torch
 
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report import Collector, Part
-from mis_ext.report.recommendation import no_correction, recommend
+from mis_ext.report.recommendation import Recommendation, no_correction, recommend
+from mis_ext.report.run import Unexplained
 from mis_ext.report.sequences import BANDS
-from mis_ext.report.whole_report import Report, Unexplained, preset_candidates
+from mis_ext.report.summary import Summary
+from mis_ext.report.whole_report import Report, preset_candidates
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
-from mis_ext.report.plots import Picture, drawn, pictures
+from mis_ext.report.drawing import Picture, drawn
+from mis_ext.report.plots import pictures
 
 POSITIONS = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
 """First and last position, from 1, of the groups that a report makes."""
@@ -39,7 +42,12 @@ def made(*, spread: float = 0.3) -> tuple[Report, dict[str, list[tuple[float, fl
         tokens[step] = [[*zip(ours.tolist(), theirs.tolist(), strict=True)] for ours, theirs in pairs]
     summary = collector.summary()
     recommendation = recommend(candidates, collector.outcomes(), summary, [])
-    return Report((), summary, (), Unexplained(1.0, 0.0), recommendation, (), ()), tokens
+    return report_with(summary, recommendation), tokens
+
+
+def report_with(summary: Summary, recommendation: Recommendation) -> Report:
+    run = {"sources": (), "summary": summary, "diagnoses": (), "unexplained": Unexplained(1.0, 0.0), "skipped": ()}
+    return Report(**run, recommendation=recommendation, indicators=(), against=None)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +221,7 @@ def test_equal_engines_have_linear_axes_and_no_tail() -> None:
 def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
     collector = Collector()
     collector.add(Part.of_lists(proximal=[torch.tensor([-1.0, -2.0])], behavior=[torch.tensor([-1.1, -2.0])], step="0"))
-    report = Report((), collector.summary(), (), Unexplained(1.0, 0.0), made()[0].recommendation, (), ())
+    report = report_with(collector.summary(), made()[0].recommendation)
     assert "steps" not in [picture.name for picture in pictures(report)]
     assert "steps" in [picture.name for picture in pictures(made()[0])]
 
