@@ -128,6 +128,9 @@ def test_the_density_has_the_engine_to_the_right_and_the_trainer_upwards(report)
     (diagonal,) = axes.lines
     assert [*diagonal.get_xdata()] == [*diagonal.get_ydata()]
     for axis in (axes.xaxis, axes.yaxis):
+        # Every second power of e.
+        assert [*axis.get_ticklocs()] == [*range(-12, 1, 2)][-len(axis.get_ticklocs()) :]
+        assert -2.0 <= first / 4 - 14.0 - axis.get_ticklocs()[0] <= 0.0
         for tick, label in zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True):
             assert float(label.get_text()) == pytest.approx(math.exp(tick), rel=0.3)
 
@@ -211,6 +214,30 @@ def test_steps_shows_both_means_of_each_step(report) -> None:
     assert lines["mean |log ratio|"] == ([0, 1], pytest.approx(sizes, rel=1e-3))
     assert [text.get_text() for text in axes.get_xticklabels()] == ["3", "4"]
     assert axes.get_yscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("log_ratio", [("|log ratio| (nats)", "tokens")]),
+        ("density", [("probability of the engine (behavior)", "of the trainer (proximal)"), ("", "tokens")]),
+        ("probability", [("probability of the engine", "share of k3"), ("", "mean |log ratio| (nats)")]),
+        ("position", [("position in the response", "nats")]),
+        ("acceptance", [("tokens of the response", "share accepted")]),
+        ("what_if", [("share, or factor", "")]),
+        ("steps", [("step", "nats")]),
+    ],
+)
+def test_every_axis_says_what_it_shows(report, name, labels) -> None:
+    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in axes_of(report[0], name)] == labels
+
+
+def test_shares_are_shown_from_0_on(report) -> None:
+    for axes in (*axes_of(report[0], "probability"), *axes_of(report[0], "acceptance")):
+        assert axes.get_ylim()[0] == pytest.approx(0.0, abs=0.05)
+    assert axes_of(report[0], "acceptance")[0].get_ylim()[1] > 1.0
+    (what_if,) = axes_of(report[0], "what_if")
+    assert what_if.get_xlim()[0] == pytest.approx(0.0, abs=0.05)
 
 
 def test_equal_engines_have_linear_axes_and_no_tail() -> None:
