@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import json_of
 from conversations import CASES, Case
 from responses import recorded
 from tiny_tokenizers import english_tokenizer
@@ -25,9 +26,7 @@ def error_of(capsys, *arguments: object) -> str:
 
 
 def report_of(path: Path, *arguments: object) -> dict[str, Any]:
-    report = path.parent / "report.json"
-    code = main(path, *arguments, "--json", report)
-    found = json.loads(report.read_text())
+    code, found = json_of("check-rollouts", path, *arguments)
     assert code == (0 if found["passed"] else 1)
     return found
 

@@ -39,6 +39,7 @@ def test_genuine_responses_pass_and_their_formats_are_told(tmp_path, capsys) -> 
         for name in GENUINE
     )
     assert sum(found["count"] for found in report["texts"].values()) == 6
+    assert main(path, "--tokenizer", FOLDER / "tokenizer.json") == 0
     assert "PASSED" in capsys.readouterr().out
 
 

@@ -36,6 +36,7 @@ def test_refused_responses_are_counted_by_class_with_place_and_message(tmp_path,
     }
     assert "prompt_ids[3]" in report["refused"]["MalformedResponse"]["first"]["message"]
     assert report["reasons"] == ["5 lines or responses were refused"]
+    assert main(path) == 1
     assert "prompt_ids[3]" in capsys.readouterr().out
 
 
@@ -104,8 +105,7 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     assert "strict" in error_of(capsys, path, "--policy", "loose")
     assert "Is a directory" in error_of(capsys, tmp_path)
     before = path.read_bytes()
-    for options in (["--json", path], ["--policy", "strict", "--samples", path]):
-        assert "is one of the logs" in error_of(capsys, path, *options)
+    assert "is one of the logs" in error_of(capsys, path, "--policy", "strict", "--samples", path)
     assert path.read_bytes() == before
 
 

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("wide_terminal")
 def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) -> None:
     rows = [*every_case(), genuine("generate_abort"), "{", logged("kept", call("kept", [3], [7, 8]), text="?")]
     path = write(tmp_path, *rows)
-    report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", "split")
+    arguments = (path, "--tokenizer", tokenizer_folder, "--policy", "split")
+    report = report_of(*arguments)
+    assert main(*arguments) == 1
     shown = capsys.readouterr().out
     assert "FAILED" in shown
     for reason in report["reasons"]:

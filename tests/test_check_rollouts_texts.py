@@ -7,7 +7,7 @@ pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip 
 pytest.importorskip("transformers")
 
 from conversations import QUESTION, call
-from rollout_logs import genuine, logged, report_of, write
+from rollout_logs import genuine, logged, main, report_of, write
 from tiny_tokenizers import TURN_END, encode, english_tokenizer, render
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
@@ -36,6 +36,7 @@ def test_the_text_that_an_agent_kept_is_compared_with_what_was_sampled(
     assert report["passed"] is passes
     cure = report["texts"][kind]["first"]["cure"]
     assert bool(cure) is (kind != "exact")
+    main(path, "--tokenizer", tokenizer_folder)
     assert cure in capsys.readouterr().out
     unchecked = report_of(path)
     assert unchecked["reasons"] == ["1 texts were not compared with the sampled ids: give --tokenizer"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import json_of
 
-from mis_ext.cli import main
 from mis_ext.dumps import DumpedSample, Dumps, Skipped, reading, stream
 
 
@@ -131,9 +131,7 @@ def test_a_file_given_twice_counts_once_and_is_stated(tmp_path) -> None:
         Skipped(str(path), None, reason),
         Skipped(str(lines), None, f"the same bytes as {lines}"),
     ]
-    pytest.importorskip("rich")
-    main(["audit", str(path), str(copy), "--json", str(tmp_path / "report.json")])
-    report = json.loads((tmp_path / "report.json").read_text())
+    _, report = json_of("audit", path, copy)
     assert (report["num_samples"], report["num_active_tokens"]) == (3, 7)
     assert report["skipped"] == [f"{copy}: the file: {reason}"]
 
@@ -225,10 +223,8 @@ def test_a_file_that_cannot_be_parsed_is_named_when_its_turn_comes(tmp_path, sha
 
 
 def test_the_audit_finds_a_difference_in_one_file_of_all_ranks(tmp_path) -> None:
-    pytest.importorskip("rich")
-    path = one_file_of_all_ranks(tmp_path / "7.pt")
-    assert main(["audit", str(path), "--json", str(tmp_path / "report.json")]) == 1
-    report = json.loads((tmp_path / "report.json").read_text())
+    code, report = json_of("audit", one_file_of_all_ranks(tmp_path / "7.pt"))
+    assert code == 1
     assert (report["verdict"], report["num_samples"], report["num_active_tokens"]) == ("DIFFERENT", 3, 7)
     first = report["first_divergence"]
     assert (first["sample"], first["position"], first["token_id"]) == (0, 1, 5)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from commands import json_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,11 +52,8 @@ def by_index(samples: list[DumpedSample]) -> list[DumpedSample]:
     return sorted(samples, key=lambda sample: sample.sample_index)
 
 
-def audit(tmp_path: Path, *arguments: object) -> dict:
-    pytest.importorskip("rich")
-    path = tmp_path / "report.json"
-    code = main(["audit", *map(str, arguments), "--json", str(path)])
-    report = json.loads(path.read_text())
+def audit(*arguments: object) -> dict:
+    code, report = json_of("audit", *arguments)
     assert code == (0 if report["passed"] else 1)
     return report
 
@@ -89,7 +87,7 @@ def test_files_of_ranks_may_come_in_any_order(dumps, order) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_audit_finds_the_one_different_token_of_all_ranks(dumps, host, tmp_path) -> None:
-    report = audit(tmp_path, *train_files(dumps, host))
+    report = audit(*train_files(dumps, host))
     assert (report["verdict"], report["problems"]) == ("DIFFERENT", [])
     assert (report["num_samples"], report["num_active_tokens"], report["num_nonzero"]) == (4, NUM_ACTIVE, 1)
     first = report["first_divergence"]
@@ -117,7 +115,7 @@ def test_what_was_skipped_is_stated_for_every_file_and_reason(dumps) -> None:
 @pytest.mark.parametrize("host", ["miles", "miles_bshd"])
 def test_a_context_parallel_rank_without_its_file_is_named(dumps, host, tmp_path) -> None:
     paths = [path for path in train_files(dumps, host) if torch.load(path)["cp_rank"] == 0]
-    report = audit(tmp_path, *paths)
+    report = audit(*paths)
     assert report["verdict"] == "INVALID"
     assert len(report["problems"]) == 4
     assert "the files of context-parallel ranks 1 are not given" in report["problems"][0]["reason"]
@@ -128,7 +126,7 @@ def test_a_context_parallel_rank_without_its_file_is_named(dumps, host, tmp_path
 def test_an_earlier_pipeline_stage_alone_has_no_trainer_log_probs(dumps, tmp_path) -> None:
     paths = [path for path in train_files(dumps, "miles") if "log_probs" not in torch.load(path)["rollout_data"]]
     assert len(paths) == 8
-    report = audit(tmp_path, *paths)
+    report = audit(*paths)
     assert (report["verdict"], report["num_samples"]) == ("INVALID", 4)
     assert {problem["reason"] for problem in report["problems"]} == {"train log-probs are missing"}
 
@@ -165,7 +163,7 @@ def test_one_tensor_for_both_sides_is_seen_in_the_files_of_ranks_too(dumps, host
     for other, values in zip(others, ([-0.5], [-0.1]), strict=True):
         other.write_text(json.dumps({"log_probs": values, "rollout_log_probs": values}))
     for added in ([], others):
-        report = audit(tmp_path, *paths, *added, "--provenance", "decode")
+        report = audit(*paths, *added, "--provenance", "decode")
         assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
         assert all("the same memory" in problem["reason"] for problem in report["problems"])
 
@@ -188,20 +186,20 @@ def equal_files(dumps: Path, folder: Path, host: str = "slime") -> list[Path]:
 
 def test_a_copy_is_no_pass_until_it_is_stated_or_shown_where_the_streams_came_from(dumps, tmp_path) -> None:
     (path,) = equal_files(dumps, tmp_path / "copy")
-    report = audit(tmp_path, path)
+    report = audit(path)
     assert (report["verdict"], report["passed"], report["num_nonzero"]) == ("UNPROVED", False, 0)
     rollout, train = report["cautions"]
     assert "nothing says that the rollout log-probs come from the engine" in rollout
     assert "nothing shows that the trainer computed its log-probs" in train
-    stated = audit(tmp_path, path, "--provenance", "decode")
+    stated = audit(path, "--provenance", "decode")
     assert stated["verdict"] == "EXACT"
     assert "it is stated, not shown, that" in stated["cautions"][0]
-    shown = audit(tmp_path, path, "--engine-records", rollout_file(dumps))
+    shown = audit(path, "--engine-records", rollout_file(dumps))
     assert (shown["verdict"], len(shown["cautions"])) == ("EXACT", 1)
     assert "all 4 samples" in shown["evidence"]["rollout"]
     assert shown["rollout_weight_versions"] == ["4", "5"]
     control = train_files(dumps, "slime")
-    proved = audit(tmp_path, path, "--engine-records", rollout_file(dumps), "--control", *control)
+    proved = audit(path, "--engine-records", rollout_file(dumps), "--control", *control)
     assert (proved["verdict"], proved["cautions"]) == ("EXACT", [])
     assert proved["evidence"]["train"] == f"in the control 1 of {NUM_ACTIVE} tokens differ"
     assert proved["control"] == [str(path) for path in control]
@@ -215,8 +213,8 @@ def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, t
         sample["rollout_log_probs"] = sample["log_probs"] = sample["log_probs"] - 0.5
         sample["log_probs"] = sample["log_probs"].clone()
     torch.save(content, path)
-    assert audit(tmp_path, path, "--provenance", "decode")["verdict"] == "EXACT"
-    report = audit(tmp_path, path, "--engine-records", rollout_file(dumps))
+    assert audit(path, "--provenance", "decode")["verdict"] == "EXACT"
+    report = audit(path, "--engine-records", rollout_file(dumps))
     assert (report["verdict"], len(report["problems"])) == ("INVALID", 4)
     first = report["problems"][0]
     assert (first["sample"], first["position"]) == (0, 0)
@@ -229,7 +227,7 @@ def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, t
         sample["rollout_log_probs"] = sample["log_probs"].clone()
     content["samples"][0]["rollout_log_probs"][masked] = 0.0
     torch.save(content, path)
-    assert audit(tmp_path, path, "--engine-records", rollout_file(dumps))["verdict"] == "EXACT"
+    assert audit(path, "--engine-records", rollout_file(dumps))["verdict"] == "EXACT"
 
 
 def test_a_stream_that_the_host_rounded_to_bfloat16_is_that_of_the_record(dumps, tmp_path) -> None:
@@ -238,7 +236,7 @@ def test_a_stream_that_the_host_rounded_to_bfloat16_is_that_of_the_record(dumps,
     for sample in content["samples"]:
         sample["log_probs"], sample["rollout_log_probs"] = (sample["rollout_log_probs"].bfloat16() for _ in range(2))
     torch.save(content, path)
-    report = audit(tmp_path, path, "--engine-records", rollout_file(dumps))
+    report = audit(path, "--engine-records", rollout_file(dumps))
     assert (report["verdict"], report["rollout_dtype"]) == ("EXACT", "bfloat16")
 
 
@@ -248,11 +246,11 @@ def test_records_of_other_samples_show_nothing(dumps, tmp_path) -> None:
     content = torch.load(rollout_file(dumps))
     del content["samples"][2]
     torch.save(content, record_file)
-    report = audit(tmp_path, path, "--engine-records", record_file)
+    report = audit(path, "--engine-records", record_file)
     assert (report["verdict"], report["evidence"]["rollout"]) == ("UNPROVED", None)
     content["samples"][0]["tokens"][0] += 1
     torch.save(content, record_file)
-    report = audit(tmp_path, path, "--engine-records", record_file)
+    report = audit(path, "--engine-records", record_file)
     assert "the token ids are not those" in report["problems"][0]["reason"]
 
 
@@ -263,13 +261,11 @@ def test_without_numbers_records_are_found_by_ids_of_which_several_may_be_the_sa
     records.write_text("\n".join(map(json.dumps, rows)))
     both = [row | {"log_probs": row["rollout_log_probs"]} for row in rows[::-1]]
     audited.write_text("\n".join(map(json.dumps, both)))
-    report = audit(tmp_path, audited, "--engine-records", records)
+    report = audit(audited, "--engine-records", records)
     assert (report["verdict"], report["num_active_tokens"]) == ("EXACT", 4)
     both[0]["rollout_log_probs"] = both[0]["log_probs"] = [-1.5, -0.2]
     audited.write_text("\n".join(map(json.dumps, both)))
-    assert [
-        (p["sample"], p["position"]) for p in audit(tmp_path, audited, "--engine-records", records)["problems"]
-    ] == [(0, 1)]
+    assert [(p["sample"], p["position"]) for p in audit(audited, "--engine-records", records)["problems"]] == [(0, 1)]
 
 
 def test_a_mask_that_cannot_be_read_is_a_problem_of_its_sample_with_records_too(tmp_path) -> None:
@@ -277,16 +273,16 @@ def test_a_mask_that_cannot_be_read_is_a_problem_of_its_sample_with_records_too(
     records, audited = tmp_path / "records.jsonl", tmp_path / "audited.jsonl"
     records.write_text(json.dumps(row))
     audited.write_text(json.dumps(row | {"log_probs": [-1.5, -0.1], "loss_mask": [1, None]}))
-    report = audit(tmp_path, audited, "--engine-records", records)
+    report = audit(audited, "--engine-records", records)
     assert "not comparable" in report["problems"][0]["reason"]
 
 
 def test_a_control_that_is_equal_too_is_invalid(dumps, tmp_path) -> None:
     (path,) = equal_files(dumps, tmp_path / "copy")
-    report = audit(tmp_path, path, "--control", path)
+    report = audit(path, "--control", path)
     assert report["verdict"] == "INVALID"
     assert "the control is equal too" in report["problems"][0]["reason"]
-    report = audit(tmp_path, path, "--control", rollout_file(dumps))
+    report = audit(path, "--control", rollout_file(dumps))
     assert "the control could not be compared" in report["problems"][0]["reason"]
 
 
@@ -300,11 +296,11 @@ def test_a_control_in_which_samples_were_filled_in_shows_nothing(dumps, tmp_path
         noise = 1e-3 * torch.randn(40, generator=generator) * (number > 1)
         rows.append({"log_probs": (rollout + noise).tolist(), "rollout_log_probs": rollout.tolist()})
     control.write_text("\n".join(map(json.dumps, rows)))
-    report = audit(tmp_path, path, "--control", control)
+    report = audit(path, "--control", control)
     assert (report["verdict"], len(report["problems"])) == ("INVALID", 1)
     assert "the control: 2 of 8 samples are equal on every token" in report["problems"][0]["reason"]
     control.write_text("\n".join(map(json.dumps, rows[2:])))
-    report = audit(tmp_path, path, "--control", control)
+    report = audit(path, "--control", control)
     assert (report["verdict"], report["evidence"]["train"]) == ("EXACT", "in the control 240 of 240 tokens differ")
 
 
@@ -323,5 +319,5 @@ def test_what_a_host_dumps_before_training_is_read_and_alone_says_what_it_lacks(
     assert [sample.sample_index for sample in samples] == [0, 1, 2, 3]
     assert [sample.behavior_log_probs.tolist() for sample in samples] == [x["rollout_log_probs"] for x in SAMPLES]
     assert [num_usable_tokens(sample) for sample in samples] == [0] * 4
-    report = audit(tmp_path, rollout_file(dumps, host))
+    report = audit(rollout_file(dumps, host))
     assert "what the host dumped before training" in report["problems"][0]["reason"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 
 from mis_ext import __version__
 from mis_ext.cli import audit, check_rollouts, convert, diff, explain, methods, presets, report
+from mis_ext.cli.needed import require
+from mis_ext.cli.result import Result
 from mis_ext.files import printable
+from mis_ext.jsonable import to_jsonable
 
 _MAX_MESSAGE = 2000
 
@@ -27,9 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for module in (audit, report, explain, diff, check_rollouts, presets, methods, convert):
         module.add_command(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--json", action="store_true", help="print everything as one JSON document, and nothing else"
+        )
     parsed = parser.parse_args(arguments)
     try:
-        code = int(parsed.run(parsed))
+        code = _run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whatever is still to be flushed at the end has no reader either.
@@ -41,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, MemoryError, RecursionError) as error:
         parser.exit(2, f"{parser.prog} {parsed.command}: {_one_line(error)}\n")
     return code
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run a command and print its result, for people or for programs; the exit code."""
+    if not parsed.json:
+        # Before the work: the result is shown with it.
+        require(*parsed.shown_with, install="mis_ext[cli], or take --json")
+    result: Result = parsed.run(parsed)
+    if parsed.json:
+        print(json.dumps(to_jsonable(result.content), allow_nan=False))
+    else:
+        result.show()
+    return result.code
 
 
 def _one_line(error: BaseException) -> str:

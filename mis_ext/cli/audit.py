@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.cli.needed import require
-from mis_ext.files import printable, write_whole
+from mis_ext.cli.progress import watch
+from mis_ext.cli.result import Result
+from mis_ext.files import printable
 
 if TYPE_CHECKING:
     from mis_ext.dumps import Dumps
@@ -39,7 +39,6 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         ),
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="dumps of one or more rollouts")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument(
         "--provenance",
         choices=("decode", "prefill", "unknown"),
@@ -74,13 +73,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Audit the files, show the report; 0 if it passed, else 1."""
-    # Before the work: the report is shown with it.
-    require("rich", install="mis_ext[cli]")
+def run(parsed: argparse.Namespace) -> Result:
+    """Audit the files; the exit code is 0 if they passed, else 1."""
     from mis_ext.onpolicy.audit.dumps import audit_dumps
 
     groups = {name: getattr(parsed, name) for name in ("files", "engine_records", "control")}
@@ -91,26 +88,17 @@ def run(parsed: argparse.Namespace) -> int:
         provenance=parsed.provenance,
         train_weight_version=parsed.train_weight_version,
     )
-    _show(report)
-    if parsed.json is not None:
-        files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
-        write_whole(parsed.json, json.dumps(files | report.to_dict(), indent=2, allow_nan=False) + "\n")
-    return 0 if report.passed else 1
+    files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
+    return Result(files | report.to_dict(), lambda: _show(report), 0 if report.passed else 1)
 
 
 def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
-    from rich.console import Console
-    from rich.progress import track
-
     from mis_ext.dumps import Dumps
 
-    def watch(paths: Sequence[Path]) -> Iterable[Path]:
-        console = Console(stderr=True)
-        is_quick = len(paths) < _MIN_FILES_FOR_PROGRESS
-        return track(paths, "reading", console=console, transient=True, disable=is_quick or not console.is_terminal)
-
     # What cannot be used has a verdict of its own here.
-    return Dumps(paths, trust_pickle=trust_pickle, need_tokens=False, watch=watch)
+    return Dumps(
+        paths, trust_pickle=trust_pickle, need_tokens=False, watch=partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
+    )
 
 
 def _show(report: AuditReport) -> None:

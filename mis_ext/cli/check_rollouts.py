@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mis_ext.cli.needed import require
+from mis_ext.cli.progress import bytes_bars
+from mis_ext.cli.result import Result
 from mis_ext.cli.rollout_report import show
-from mis_ext.files import write_whole
 from mis_ext.rollout.conversations.policies import BehindSplice, Policy
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from mis_ext.rollout.logs.checks import ConversationCheck
     from mis_ext.rollout.logs.lines import LoggedCall
     from mis_ext.rollout.text import Tokenizer
-
-_LARGE = 1 << 24
-"""Bytes of a log that takes seconds: worth a view of the progress."""
 
 _FORMAT = (
     'One call a line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}, and, where there is '
@@ -67,17 +63,15 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         choices=get_args(BehindSplice),
         help="with --policy correct: what becomes of tokens that the server scored behind other ids (default: mask)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report here too")
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Check the logs, show the report; 0 if they passed, else 1."""
-    # Before the work: the report is shown with it.
-    require("rich", "msgspec", install="mis_ext[cli]")
+def run(parsed: argparse.Namespace) -> Result:
+    """Check the logs; the exit code is 0 if they passed, else 1."""
+    require("msgspec", install="mis_ext[cli]")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     if parsed.behind_splice is not None and parsed.policy != "correct":
@@ -86,14 +80,11 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
     if parsed.reasoning is not None and "" in parsed.reasoning:
         raise ValueError("the markers of --reasoning must not be empty")
-    for output in (parsed.json, parsed.samples):
-        if output is not None and output.exists() and any(output.samefile(log) for log in parsed.files):
-            raise ValueError(f"{output} is one of the logs: name another file")
+    samples = parsed.samples
+    if samples is not None and samples.exists() and any(samples.samefile(log) for log in parsed.files):
+        raise ValueError(f"{samples} is one of the logs: name another file")
     report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
-    if parsed.json is not None:
-        write_whole(parsed.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
-    show(report)
-    return 0 if report["passed"] else 1
+    return Result(report, lambda: show(report), 0 if report["passed"] else 1)
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -104,20 +95,20 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
         samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
-        progress = stack.enter_context(_progress(enabled=log.size >= _LARGE))
-        task = progress.add_task("reading", total=log.size)
+        bar = stack.enter_context(bytes_bars(size=log.size))
+        advance = bar("reading", log.size)
         for num_bytes in log.scan():
-            progress.advance(task, num_bytes)
+            advance(num_bytes)
         for problem in log.problems:
             report.add_problem(problem)
         sizes = {name: sum(place.size for place in places) for name, places in log.places.items()}
-        task = progress.add_task("checking", total=sum(sizes.values()))
+        advance = bar("checking", sum(sizes.values()))
         for name, places in log.places.items():
             found = _check_one(parsed, tokenizer, log.calls(places))
             report.add(found)
             if samples is not None:
                 samples.writelines(_sample_lines(name, found))
-            progress.advance(task, sizes[name])
+            advance(sizes[name])
     return report.to_dict()
 
 
@@ -140,24 +131,6 @@ def _sample_lines(conversation: str, found: ConversationCheck) -> Iterator[str]:
     for sample in found.samples:
         values = {field.name: getattr(sample, field.name) for field in fields(sample)}
         yield json.dumps({"conversation": conversation, **values}) + "\n"
-
-
-@contextmanager
-def _progress(*, enabled: bool) -> Iterator[Progress]:
-    from rich import progress as columns
-    from rich.console import Console
-
-    with columns.Progress(
-        columns.TextColumn("{task.description}"),
-        columns.BarColumn(),
-        columns.DownloadColumn(),
-        columns.TransferSpeedColumn(),
-        columns.TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not enabled,
-    ) as progress:
-        yield progress
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

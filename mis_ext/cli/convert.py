@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from mis_ext.cli.result import Result
 
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,18 +18,23 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("framework", choices=("verl",), help="whose options they are")
     parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=())
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the file; the exit code."""
-    import yaml
-
+def run(arguments: argparse.Namespace) -> Result:
+    """Convert the file."""
     from mis_ext.hosts.keys import read_keys
     from mis_ext.hosts.verl_options import convert_verl, options_in
 
     keys, remarks = convert_verl(options_in(read_keys(arguments.file)))
-    for remark in ("From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks):
+    lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks]
+    content = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
+    return Result(content, lambda: _show(keys, lines))
+
+
+def _show(keys: dict[str, Any], remarks: list[str]) -> None:
+    import yaml
+
+    for remark in remarks:
         print(f"# {remark}")
     print(yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120), end="")
-    return 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext import onpolicy
-from mis_ext.cli.needed import require
-from mis_ext.files import printable, write_whole
+from mis_ext.cli.result import Result
+from mis_ext.files import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,15 +47,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         parser.add_argument(
             f"--request{side}", metavar="ID", action="append", help=f"{what} of sequence 0, 1, ...; repeatable"
         )
-    parser.add_argument("--json", metavar="PATH", type=Path, help="also write everything found to this file")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return the exit code: 0 equal, 1 not."""
-    require("rich", install="mis_ext[cli]")
-    from rich.console import Console
-
+def run(arguments: argparse.Namespace) -> Result:
+    """Compare the recordings; the exit code is 0 if they are equal, else 1."""
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
     if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
         raise ValueError(f"as many requests of A as of B must be given, got {requests_a} and {requests_b}")
@@ -70,21 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         allow_dtype=arguments.allow_dtype,
         allow_shape=arguments.allow_shape,
     )
-    if arguments.json:
-        write_whole(arguments.json, json.dumps(as_json(comparison), indent=2) + "\n")
-    console = Console()
-    if comparison.modules:
-        console.print(_table(comparison))
-    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
-    return 0 if comparison.passed else 1
+    return Result(_content(comparison), lambda: _show(comparison), 0 if comparison.passed else 1)
 
 
-def as_json(comparison: onpolicy.Comparison) -> dict[str, Any]:
-    """Everything in the comparison; numbers that JSON does not have are strings."""
+def _content(comparison: onpolicy.Comparison) -> dict[str, Any]:
     found = asdict(comparison)
     for module in found["modules"]:
-        if not math.isfinite(module["max_abs"]):
-            module["max_abs"] = str(module["max_abs"])
         for row in ("first", "culprit_row"):
             module[row] = module[row] and module[row]._asdict()
     first = comparison.first_divergent
@@ -98,6 +83,15 @@ def as_json(comparison: onpolicy.Comparison) -> dict[str, Any]:
 
 def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:
     return onpolicy.read_sglang_dumps(path, requests=requests) if path.is_dir() else onpolicy.Recording.load(path)
+
+
+def _show(comparison: onpolicy.Comparison) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if comparison.modules:
+        console.print(_table(comparison))
+    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(comparison: onpolicy.Comparison) -> Table:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.cli.needed import require
+from mis_ext.cli.result import Result
 
 if TYPE_CHECKING:
     from mis_ext.explain import Effect, Explanation
@@ -60,8 +59,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
     parser.add_argument("--sequences", type=int, metavar="N", help="responses over which one call normalises")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
 def _number(text: str) -> float:
@@ -71,8 +69,8 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, as 5e-3, got {text!r}") from None
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Explain the configuration on the terminal, or as JSON; the exit code."""
+def run(parsed: argparse.Namespace) -> Result:
+    """Explain the configuration."""
     from mis_ext.explain import explain_config
 
     spelt = _spelt(parsed.config)
@@ -86,11 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
         loss=spelt.loss,
         about=spelt.about,
     )
-    if parsed.json:
-        print(json.dumps({"config": parsed.config} | found.to_dict(), allow_nan=False))
-    else:
-        _show(parsed.config, found)
-    return 0
+    return Result({"config": parsed.config} | found.to_dict(), lambda: _show(parsed.config, found))
 
 
 def _spelt(name: str) -> Spelt:
@@ -111,7 +105,6 @@ def _spelt(name: str) -> Spelt:
 
 
 def _show(name: str, found: Explanation) -> None:
-    require("rich", install="mis_ext[cli], or take --json")
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mis_ext.cli.result import Result
+
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``methods`` to the subcommands of ``mis-ext``."""
@@ -18,20 +20,22 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="print a file that runs NAME: the hook's where it can do it, else a whole loss",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=())
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the list, or one method, or its file; the exit code."""
-    from mis_ext.methods import find_method
-    from mis_ext.methods.table import describe_method, list_methods
+def run(arguments: argparse.Namespace) -> Result:
+    """The list, or one method with the file that runs it."""
+    from mis_ext.methods import METHODS, find_method
+    from mis_ext.methods.published import SYMBOLS
+    from mis_ext.methods.table import describe_method, list_methods, method_facts
+    from mis_ext.presets import method_yaml
 
-    if arguments.yaml:
-        from mis_ext.presets import method_yaml
-
-        if arguments.name is None:
+    if arguments.name is None:
+        if arguments.yaml:
             raise ValueError("--yaml needs the NAME of a method")
-        print(method_yaml(find_method(arguments.name)), end="")
-    else:
-        print(list_methods() if arguments.name is None else describe_method(find_method(arguments.name)))
-    return 0
+        methods = [method_facts(row) for row in METHODS.values()]
+        return Result({"methods": methods, "symbols": SYMBOLS}, lambda: print(list_methods()))
+    row = find_method(arguments.name)
+    file = method_yaml(row)
+    content = method_facts(row) | {"yaml": file, "symbols": SYMBOLS}
+    return Result(content, lambda: print(file, end="") if arguments.yaml else print(describe_method(row)))

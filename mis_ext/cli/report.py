@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mis_ext.cli.mismatch_report import show
 from mis_ext.cli.needed import require
-from mis_ext.files import printable, write_whole
+from mis_ext.cli.progress import watch
+from mis_ext.cli.result import Result
+from mis_ext.files import write_whole
 
 if TYPE_CHECKING:
     from mis_ext.report.whole_report import Report
 
 _SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
-_NUMBERS = ("k3", "reverse_k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "ratio_mean")
+_OUT = Path("mismatch_report")
 
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +54,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="try this published method with its defaults, at the first update; repeatable",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("mismatch_report"), metavar="DIR", help="where to write; default %(default)s"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"where to write; default {_OUT}. With --json nothing is written unless it is given",
     )
     parser.add_argument(
         "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
@@ -67,12 +73,23 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Make the report of the files and write it; 0, the exit code."""
-    require("rich", "matplotlib", install="mis_ext[report]")
+def run(parsed: argparse.Namespace) -> Result:
+    """Make the report of the files, and write it."""
+    out = _OUT if parsed.out is None and not parsed.json else parsed.out
+    if out is not None:
+        require("matplotlib", install="mis_ext[report]")
+    report = _report(parsed)
+    if parsed.tokenizer is not None:
+        report = _with_text(report, parsed.tokenizer)
+    if out is not None:
+        _write(report, out)
+    return Result(report.to_dict(), lambda: show(report, out or _OUT))
+
+
+def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series
     from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates, report_of
@@ -84,14 +101,9 @@ def run(parsed: argparse.Namespace) -> int:
     candidates += [method_candidate(name) for name in parsed.method]
     candidates += preset_candidates(parsed.preset) if parsed.preset or not candidates else []
     logged = None if parsed.log is None else read_series(parsed.log)
-    dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=_watch)
+    dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=watch)
     with _pool() as pool:
-        report = report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool, logged=logged)
-    if parsed.tokenizer is not None:
-        report = _with_text(report, parsed.tokenizer)
-    _write(report, parsed.out)
-    _show(report, parsed.out)
-    return 0
+        return report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool, logged=logged)
 
 
 @contextmanager
@@ -120,14 +132,6 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
         if not found:
             raise ValueError(f"{path}: the folder has no file that ends in {', '.join(_SUFFIXES)}")
         yield from found
-
-
-def _watch(paths: Sequence[Path]) -> Iterable[Path]:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(paths, "reading", console=console, transient=True, disable=not console.is_terminal)
 
 
 def _with_text(report: Report, path: Path) -> Report:
@@ -159,63 +163,3 @@ def _write(report: Report, folder: Path) -> None:
     write_whole(folder / "summary.json", f"{summary}\n")
     write_whole(folder / "report.html", page)
     write_pictures(report, folder)
-
-
-def _show(report: Report, folder: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from mis_ext.report.page import number, percent
-
-    console = Console()
-    overall, found = report.summary.overall, report.recommendation
-    console.print(Text(found.headline, style="bold"))
-    for reason in found.reasons:
-        console.print(Text(f"  {reason}"))
-    for diagnosis in report.diagnoses:
-        console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
-        for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
-            console.print(Text(f"  {printable(said)}"))
-    if report.diagnoses:
-        console.print(Text(report.unexplained.in_words, style="dim"))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(Text("tokens", style="dim"), f"{overall.num_tokens:,} of {overall.num_sequences:,} responses")
-    for name in _NUMBERS:
-        grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
-    console.print(grid)
-    console.print(Text("  What each number means, and when to worry: report.html", style="dim"))
-    table = Table(title="what each configuration would do, the best first")
-    table.add_column("configuration", overflow="fold")
-    for column in ("kept", "ESS", "lr", "left"):
-        table.add_column(column, no_wrap=True)
-    # As wide as their longest name.
-    table.add_column("traps", no_wrap=True)
-    for ranked in found.ranking:
-        outcome = ranked.outcome
-        cells = [
-            Path(ranked.name).name,
-            percent(outcome.kept_tokens),
-            number(outcome.ess),
-            number(outcome.learning_rate),
-        ]
-        cells += [number(outcome.residual), "\n".join(ranked.traps)]
-        table.add_row(
-            *(Text(printable(cell)) for cell in cells),
-            style="yellow" if ranked.warnings else "",
-        )
-    console.print(table)
-    console.print(
-        Text(
-            "  kept: tokens. ESS, lr (effective learning rate): of what multiplies the loss, 1 without a correction. "
-            "left: its mean distance from the ratio",
-            style="dim",
-        )
-    )
-    if any(ranked.traps for ranked in found.ranking):
-        console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))
-    for skipped in report.skipped[:10]:
-        console.print(Text(f"skipped: {printable(str(skipped))}", style="yellow"))
-    if len(report.skipped) > 10:
-        console.print(Text(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", style="yellow"))
-    console.print(Text(f"written: {folder / 'report.html'}, summary.json, pictures"))

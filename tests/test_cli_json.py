@@ -1,0 +1,229 @@
+"""`--json`: every command prints one document, with the numbers that it shows people, and needs nothing to show."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import json_of
+from rollout_logs import genuine, good, write
+from tiny_decoder import TinyDecoder, packed, planted, recording_of
+
+from mis_ext.cli import main
+from mis_ext.methods import METHODS
+from mis_ext.preset_files import list_presets
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What to run in a folder, the exit code, and whether a text says what the document does."""
+
+    arguments: Callable[[Path], list[object]]
+    code: int
+    says: Callable[[dict[str, Any], str], bool]
+    modules: tuple[str, ...] = ()
+
+
+def dump(folder: Path) -> Path:
+    rows = [
+        {"log_probs": [-0.5, -1.0, -2.0], "rollout_log_probs": [-0.5, -1.25, -2.0], "rollout_id": step, "group_id": 0}
+        for step in range(2)
+    ]
+    path = folder / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recordings(folder: Path) -> list[object]:
+    model = TinyDecoder()
+    recording_of(model, packed()).save(folder / "a.pt")
+    with planted(model.layers[1].attention.core, (0, 6, 2)):
+        recording_of(model, packed()).save(folder / "b.pt")
+    return ["diff", folder / "a.pt", folder / "b.pt"]
+
+
+def verl(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text("rollout_is: token\nrollout_is_threshold: 3.0\n")
+    return path
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def says_report(found: dict[str, Any], text: str) -> bool:
+    overall = found["summary"]["overall"]
+    names = ("k3", "reverse_k3", "abs_mean", "ess_token", "ratio_mean")
+    return all(f"{overall[name]:.3g}" in text for name in names) and found["recommendation"]["headline"] in text
+
+
+def says_explain(found: dict[str, Any], text: str) -> bool:
+    numbers = [each[name] for each in found["at_lengths"] for name in ("ess_token", "kept_tokens", "learning_rate")]
+    return all(f"{number:.3f}" in text for number in numbers) and all(step["name"] in text for step in found["steps"])
+
+
+def says_diff(found: dict[str, Any], text: str) -> bool:
+    (core,) = (module for module in found["modules"] if module["name"] == found["first_divergent"])
+    place = f"sequence {core['first']['sequence']}, position {core['first']['position']}"
+    return f"first divergence: {core['name']} ({place})" in text and found["verdict"] in text
+
+
+def says_check(found: dict[str, Any], text: str) -> bool:
+    numbers = (f" {name.replace('_', ' ')} {found[name]} " for name in ("conversations", "calls", "sampled_tokens"))
+    return all(number in one_line(text) for number in numbers) and found["reasons"][0] in text
+
+
+def says_convert(found: dict[str, Any], text: str) -> bool:
+    return yaml.safe_load(text) == found["keys"] and all(f"# {remark}\n" in text for remark in found["remarks"])
+
+
+def says_methods(found: dict[str, Any], text: str) -> bool:
+    words = one_line(text)
+    return [each["name"] for each in found["methods"]] == [*METHODS] and all(
+        f"{each['name']} {one_line(each['objective'])}" in words for each in found["methods"]
+    )
+
+
+def says_method(found: dict[str, Any], text: str) -> bool:
+    words = one_line(text)
+    facts = (found["objective"], found["text"], found["source"], found["why_not"], ", ".join(found["log_probs"]))
+    numbers = all(f"{name}={value:g}" in words for name, value in found["parameters"].items())
+    return numbers and not found["hook_alone"] and all(one_line(fact) in words for fact in facts)
+
+
+def says_presets(found: dict[str, Any], text: str) -> bool:
+    words = one_line(text)
+    return [each["name"] for each in found["presets"]] == [*list_presets()] and all(
+        f"{each['name']} What: {each['what']} When: {each['when']}" in words for each in found["presets"]
+    )
+
+
+COMMANDS = {
+    "audit": Command(
+        lambda folder: ["audit", dump(folder), "--provenance", "decode"],
+        1,
+        lambda found, text: found["verdict"] in text and f" different tokens {found['num_nonzero']} " in one_line(text),
+    ),
+    "report": Command(
+        lambda folder: ["report", dump(folder), "--out", folder / "out", "--preset", "mis"],
+        0,
+        says_report,
+    ),
+    "explain": Command(lambda folder: ["explain", "mis"], 0, says_explain),
+    "diff": Command(recordings, 1, says_diff),
+    "check-rollouts": Command(
+        lambda folder: ["check-rollouts", write(folder, *good(), genuine("generate_abort"))],
+        1,
+        says_check,
+        modules=("msgspec",),
+    ),
+    "presets": Command(lambda folder: ["presets"], 0, says_presets),
+    "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),
+    "methods": Command(lambda folder: ["methods"], 0, says_methods),
+    "methods NAME": Command(lambda folder: ["methods", "vaco"], 0, says_method),
+    "methods NAME --yaml": Command(
+        lambda folder: ["methods", "vaco", "--yaml"], 0, lambda found, text: found["yaml"] == text
+    ),
+    "convert": Command(lambda folder: ["convert", "verl", verl(folder)], 0, says_convert),
+}
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request) -> Command:
+    found = COMMANDS[request.param]
+    for module in found.modules:
+        pytest.importorskip(module)
+    return found
+
+
+def without_folder(arguments: list[object]) -> list[object]:
+    """Without --out, so that no picture is drawn."""
+    if "--out" not in arguments:
+        return arguments
+    place = arguments.index("--out")
+    return arguments[:place] + arguments[place + 2 :]
+
+
+def test_every_command_is_here(monkeypatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda self, *_: parsers.append(self) or parse(self, ["x"])
+    )
+    with pytest.raises(SystemExit):
+        main([])
+    (commands,) = (action for action in parsers[0]._actions if action.dest == "command")
+    assert {*commands.choices} == {name.split()[0] for name in COMMANDS}
+
+
+def test_the_document_says_what_the_text_says_with_the_same_exit_code(command, tmp_path, capsys, monkeypatch) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = command.arguments(tmp_path)
+    code, found = json_of(*without_folder(arguments))
+    assert code == command.code
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == command.code
+    assert command.says(found, capsys.readouterr().out)
+    for path in tmp_path.glob("out/summary.json"):
+        assert json.loads(path.read_text()) == found
+
+
+def test_a_document_needs_neither_rich_nor_pictures(command, tmp_path, monkeypatch) -> None:
+    arguments = without_folder(command.arguments(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = {*tmp_path.iterdir()}
+    for module in ["rich", "matplotlib", *sys.modules]:
+        if module.split(".")[0] in ("rich", "matplotlib"):
+            monkeypatch.setitem(sys.modules, module, None)
+    assert json_of(*arguments)[0] == command.code
+    # Without --out a document is all that is asked for.
+    assert {*tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["audit", "report", "diff", "check-rollouts", "explain"])
+def test_without_rich_the_error_says_that_a_document_does_not_need_it(name, tmp_path, capsys, monkeypatch) -> None:
+    arguments = COMMANDS[name].arguments(tmp_path)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(SystemExit, match="2"):
+        main([*map(str, arguments)])
+    assert capsys.readouterr().err == f"mis-ext {name}: needs rich: pip install mis_ext[cli], or take --json\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["audit", "none.pt"],
+        ["report", "none.pt"],
+        ["explain", "none"],
+        ["diff", "none.pt", "none.pt"],
+        ["check-rollouts", "none.jsonl"],
+        ["presets", "none"],
+        ["methods", "none"],
+        ["methods", "--yaml"],
+        ["convert", "verl", "none.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_one_line_on_standard_error_and_nothing_on_standard_output(arguments, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--json"])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"mis-ext {arguments[0]}: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_what_was_not_measured_is_null(tmp_path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"log_probs": [-1.0], "rollout_log_probs": [-2000.0]}\n')
+    overall = json_of("report", path)[1]["summary"]["overall"]
+    assert (overall["reward"], overall["k3_error"], overall["num_prompts"]) == (None, None, 1)
+    assert overall["abs_max"] == 1999.0
