@@ -5,11 +5,11 @@
 Prints a Markdown table: seconds to build all conversations, per mix of boundaries, the median of repeats. The mixes:
 
 - ``contiguous``: every prompt repeats all known ids. Policy ``strict``, no tokenizer.
-- ``retokenized``: the client renders every turn anew from its text, so that each boundary but the last is spliced.
+- ``retokenized``: the client renders every turn anew from its text, so that each call is its own sample.
 - ``reasoning stripped``: every prompt lost the reasoning of the turn before it, so that each call is its own sample.
 - ``mixed``: a boundary in four is one of re-tokenized, retry, duplicate, fork; the others are contiguous.
 
-All but the first have policy ``correct``, ``behind_splice="flag"`` and a tokenizer. Ids are made as a JSON parser makes
+All but the first have policy ``split`` and a tokenizer. Ids are made as a JSON parser makes
 them: each prompt has integers of its own, so that comparing two lists reads both. Making them is not timed. With two
 processes each takes half of the conversations; the time is that of the slower one. On a busy machine CPU seconds tell
 more than seconds.
@@ -103,13 +103,13 @@ def _run(name: str, shape: Shape, seed: int, processes: int, process: int) -> tu
     seconds, cpu_seconds, counts = 0.0, 0.0, Counter[str]()
     make = MIXES[name]
     tokenizer = None if make is _contiguous else _tokenizer()
-    policy: Policy = "correct" if tokenizer else "strict"
+    policy: Policy = "split" if tokenizer else "strict"
     vocab_size = len(_tokenizer())
     for number in range(process, shape.conversations, processes):
         calls = [*make(random.Random(seed * 1_000_003 + number), shape)]
         start = time.perf_counter()
         cpu_start = time.process_time()
-        built = build_samples(calls, policy=policy, behind_splice="flag", tokenizer=tokenizer, vocab_size=vocab_size)
+        built = build_samples(calls, policy=policy, tokenizer=tokenizer, vocab_size=vocab_size)
         metrics = built.metrics()
         seconds += time.perf_counter() - start
         cpu_seconds += time.process_time() - cpu_start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tiny_tokenizers import KEEP_REASONING, PLAIN, STRIP_REASONING, TURN_END, encode, encode_bytewise, render
@@ -130,32 +130,21 @@ CASES: dict[str, Callable[[Any], Case]] = {
 }
 
 
-def sample_of(
-    *pieces: list[int] | Generation, flagged: Sequence[Generation] = (), mask: bool = False
-) -> TrainingSample:
-    """The sample of a prompt and what follows it: ids that were not sampled, and calls.
-
-    Args:
-        pieces: In order.
-        flagged: The calls that stand behind other ids than the server was given.
-        mask: These are not trained.
-    """
+def sample_of(*pieces: list[int] | Generation) -> TrainingSample:
+    """The sample of a prompt and what follows it: ids that were not sampled, and calls, in order."""
     tokens, loss_mask, log_probs, versions = list[int](), list[int](), list[float](), list[str | None]()
-    names, flags = [], list[int]()
+    names = []
     for piece in pieces:
         if isinstance(piece, Generation):
-            size, is_flagged = len(piece.sampled_ids), any(piece is each for each in flagged)
-            is_trained = not (mask and is_flagged)
+            size = len(piece.sampled_ids)
             tokens += piece.sampled_ids
-            loss_mask += [int(is_trained)] * size
-            flags += [int(is_flagged)] * size
-            log_probs += piece.log_probs if is_trained else [0.0] * size
+            loss_mask += [1] * size
+            log_probs += piece.log_probs
             versions += [piece.weight_version] * size
-            names += [piece.request_id] if piece.sampled_ids and is_trained else []
+            names += [piece.request_id] if piece.sampled_ids else []
         else:
             tokens += piece
             loss_mask += [0] * len(piece)
-            flags += [0] * len(piece)
             log_probs += [0.0] * len(piece)
             versions += [None] * len(piece)
     start = loss_mask.index(1)
@@ -164,7 +153,6 @@ def sample_of(
         response_length=len(tokens) - start,
         loss_mask=loss_mask[start:],
         rollout_log_probs=log_probs[start:],
-        behind_other_ids=flags[start:],
         weight_versions=versions[start:],
         request_ids=names,
     )

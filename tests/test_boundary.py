@@ -184,7 +184,7 @@ def test_a_template_that_strips_in_a_later_turn_is_found_there(tokenizer) -> Non
     prompts = [QUESTION, [*QUESTION, answer, tool], [*QUESTION, answer, tool, answer, *MORE]]
     sampled = encode(tokenizer, answer["content"] + TURN_END)
     calls = [call(str(n), render(tokenizer, prompt), sampled) for n, prompt in enumerate(prompts)]
-    boundaries = build_samples(calls, policy="correct", tokenizer=tokenizer).boundaries
+    boundaries = build_samples(calls, policy="split", tokenizer=tokenizer).boundaries
     assert [each.kind for each in boundaries] == ["contiguous", "reasoning_stripped"]
     # The first of the two turns that lost it.
     assert boundaries[1].position == len(calls[0].prompt_ids)
@@ -216,7 +216,7 @@ def test_a_change_before_the_truncated_turn_keeps_its_own_class(tokenizer) -> No
         ),
         call("2", encode(tokenizer, "user: hello there\n\nuser: It is<|im_end|>"), [5]),
     ]
-    kinds = [each.kind for each in build_samples(calls, policy="correct", tokenizer=tokenizer).boundaries]
+    kinds = [each.kind for each in build_samples(calls, policy="split", tokenizer=tokenizer).boundaries]
     assert kinds == ["contiguous", "retokenized"]
 
 
@@ -245,7 +245,7 @@ def test_other_broken_bytes_are_not_the_same_text(tokenizer) -> None:
     sampled, other = encode_bytewise(tokenizer, "🙂")[:2], encode_bytewise(tokenizer, "天")[:2]
     assert tokenizer.decode(sampled) == tokenizer.decode(other)
     calls = [call("first", prompt, sampled, finish_reason="length"), call("second", prompt + other + end, [5])]
-    (boundary,) = build_samples(calls, policy="correct", tokenizer=tokenizer).boundaries
+    (boundary,) = build_samples(calls, policy="split", tokenizer=tokenizer).boundaries
     assert (boundary.kind, boundary.action) == ("history_edited", "split")
 
 
@@ -255,10 +255,10 @@ def test_a_character_in_other_tokens_is_the_same_text() -> None:
     assert kind_of(tokenizer, encode_bytewise(tokenizer, "天気"), "天気<|im_end|>") == "retokenized"
 
 
-def test_a_token_across_the_end_of_a_turn_is_retokenized_and_not_spliced() -> None:
+def test_a_token_across_the_end_of_a_turn_is_retokenized() -> None:
     tokenizer = TOKENIZERS["english"](PLAIN)
     case = merged_across_the_end(tokenizer)
-    built = build_samples(case.calls, policy="correct", tokenizer=tokenizer)
+    built = build_samples(case.calls, policy="split", tokenizer=tokenizer)
     (boundary,) = built.boundaries
     assert (boundary.kind, boundary.action) == ("retokenized", "split")
     assert [sample.tokens for sample in built.samples] == [[*each.prompt_ids, *each.sampled_ids] for each in case.calls]
@@ -276,14 +276,14 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_history_is_never_spliced(tokenizer, name) -> None:
+def test_an_edited_history_is_named_so(tokenizer, name) -> None:
     answers = [{"role": "assistant", "content": text} for text in (ANSWER, "It is 17 degrees.")]
     tool = {"role": "tool", "content": "17"}
     messages = [*QUESTION, answers[0], tool, answers[1], *MORE]
     prompts = [render(tokenizer, part) for part in (messages[:2], messages[:4], EDITS[name](messages))]
     samples = [encode(tokenizer, each["content"] + TURN_END) for each in [*answers, answers[0]]]
     calls = [call(str(n), *pair) for n, pair in enumerate(zip(prompts, samples, strict=True))]
-    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    built = build_samples(calls, policy="split", tokenizer=tokenizer)
     # An edit behind the first answer leaves that: its ids are those of a fork.
     kind = "fork" if name in ("tool result", "shorter") else "history_edited"
     assert [(each.kind, each.action) for each in built.boundaries] == [("contiguous", "continued"), (kind, "split")]

@@ -26,7 +26,7 @@ def ids(text: str) -> list[int]:
     return encode(TOKENIZER, text)
 
 
-def kinds_and_actions(calls, policy="correct", tokenizer=TOKENIZER) -> list[tuple[str, str]]:
+def kinds_and_actions(calls, policy="split", tokenizer=TOKENIZER) -> list[tuple[str, str]]:
     built = build_samples(calls, policy=policy, tokenizer=tokenizer)
     return [(each.kind.value, each.action.value) for each in built.boundaries]
 
@@ -35,12 +35,11 @@ FIRST, SECOND = call("first", [7], [8, 9]), call("second", [7, 8, 9, 1], [10])
 RETRY, OTHER = call("retry", [7], [5]), call("other", [20], [21])
 
 
-@pytest.mark.parametrize("policy", ["correct", "split"])
 @pytest.mark.parametrize(
     "calls", [[FIRST, SECOND, FIRST], [FIRST, RETRY, FIRST], [FIRST, OTHER, FIRST, OTHER], [FIRST, SECOND, SECOND]]
 )
-def test_a_copy_of_any_earlier_call_is_dropped_and_never_trained_twice(calls, policy) -> None:
-    built = build_samples(calls, policy=policy, tokenizer=TOKENIZER)
+def test_a_copy_of_any_earlier_call_is_dropped_and_never_trained_twice(calls) -> None:
+    built = build_samples(calls, policy="split", tokenizer=TOKENIZER)
     trained = [name for sample in built.samples for name in sample.request_ids]
     assert len(trained) == len(set(trained))
     assert (built.boundaries[-1].kind.value, built.boundaries[-1].action.value) == ("duplicate", "dropped")
@@ -100,7 +99,7 @@ IN_A_TURN = {
 
 @pytest.mark.parametrize(("given", "sampled", "history"), IN_A_TURN.values(), ids=IN_A_TURN)
 @pytest.mark.parametrize("finish_reason", ["length", "stop"])
-def test_white_space_inside_a_turn_is_never_spliced(given, sampled, history, finish_reason) -> None:
+def test_white_space_inside_a_turn_is_an_edit(given, sampled, history, finish_reason) -> None:
     calls = [
         call("first", ids(HEAD + given), ids(sampled), finish_reason=finish_reason),
         call("second", ids(HEAD + history), [5]),
@@ -132,7 +131,7 @@ def test_of_a_turn_that_goes_on_every_white_space_counts(data) -> None:
     assume(text(spaces)[:size])
     calls = [call("first", ids(given), ids(text(spaces)[:size])), call("second", ids(given + text(other)), [5])]
     kinds = kinds_and_actions(calls)
-    assert kinds in ([("history_edited", "split")], [("contiguous", "continued")], [("retokenized", "spliced")])
+    assert kinds in ([("history_edited", "split")], [("contiguous", "continued")], [("retokenized", "split")])
     if kinds != [("history_edited", "split")]:
         assert text(other).startswith(text(spaces)[:size])
 
@@ -150,7 +149,7 @@ def test_the_seam_of_a_turn_of_two_calls_is_no_end_of_a_turn(first, second) -> N
     kind = "fork" if first == "if x:\n" else "history_edited"
     assert kinds_and_actions(calls) == [("contiguous", "continued"), (kind, "split")]
     calls[2] = call("third", ids(HEAD + "if x:\n        y = 1\n<|im_end|>" + TAIL), ids("ok"))
-    assert kinds_and_actions(calls) == [("contiguous", "continued"), ("retemplated", "spliced")]
+    assert kinds_and_actions(calls) == [("contiguous", "continued"), ("retemplated", "split")]
 
 
 def test_a_later_turn_of_two_calls_is_found_behind_a_turn_that_was_written_anew() -> None:
@@ -173,7 +172,7 @@ def test_a_character_across_the_seam_of_a_turn_of_two_calls_is_one_character() -
         call("second", [*head, first], [*others, *end]),
         call("third", encode(tokenizer, HEAD + " 🙂<|im_end|>" + TAIL), encode(tokenizer, "ok")),
     ]
-    assert kinds_and_actions(calls, tokenizer=tokenizer)[-1] == ("retemplated", "spliced")
+    assert kinds_and_actions(calls, tokenizer=tokenizer)[-1] == ("retemplated", "split")
 
 
 def test_a_special_token_and_the_same_characters_in_plain_tokens_are_different_conversations() -> None:
@@ -205,7 +204,7 @@ def test_stripped_reasoning_may_leave_an_empty_block_or_its_end(left) -> None:
     assert kinds_and_actions(calls) == [("reasoning_stripped", "split")]
 
 
-def test_the_class_does_not_depend_on_the_policy() -> None:
+def test_a_turn_that_is_written_anew_twice_keeps_its_class() -> None:
     def turn(number: int) -> str:
         return f"<think>\n{number}\n</think>\n\nyes {number}<|im_end|>"
 
@@ -215,15 +214,14 @@ def test_the_class_does_not_depend_on_the_policy() -> None:
         # What was the second turn's context is now written another way, too.
         call("third", ids(HEAD + "yes 1\n<|im_end|>" + TAIL + "yes 2<|im_end|>" + TAIL), ids("ok")),
     ]
-    found = {policy: [kind for kind, _ in kinds_and_actions(calls, policy)] for policy in ("correct", "split")}
-    assert found["split"] == found["correct"] == ["reasoning_stripped", "reasoning_stripped"]
+    assert kinds_and_actions(calls) == [("reasoning_stripped", "split")] * 2
 
 
 @pytest.mark.parametrize("depth", [400, 990, 3000])
 def test_deep_json_is_compared_and_never_an_error(depth) -> None:
     text = "[" * depth + "]" * depth
     calls = [call("first", ids(HEAD), ids(text + " <|im_end|>")), call("second", ids(HEAD + text + "<|im_end|>"), [5])]
-    assert kinds_and_actions(calls) == [("retemplated", "spliced")]
+    assert kinds_and_actions(calls) == [("retemplated", "split")]
 
 
 def test_numbers_that_json_cannot_tell_apart_are_an_edit() -> None:

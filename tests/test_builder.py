@@ -21,21 +21,19 @@ from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedRespon
 from mis_ext.rollout.training_sample import TrainingSample
 
 ACTIONS = {
-    # class: strict, correct, split
-    "contiguous": ("continued", "continued", "continued"),
-    "retokenized": ("raised", "spliced", "split"),
-    "retemplated": ("raised", "spliced", "split"),
-    "reasoning_stripped": ("raised", "split", "split"),
-    "truncated_and_closed": ("continued", "continued", "continued"),
-    "truncated_in_a_character": ("raised", "spliced", "split"),
-    "retry": ("raised", "split", "split"),
-    "duplicate": ("raised", "dropped", "dropped"),
-    "empty_generation": ("continued", "continued", "continued"),
-    "history_edited": ("raised", "split", "split"),
+    # class: strict, split
+    "contiguous": ("continued", "continued"),
+    "retokenized": ("raised", "split"),
+    "retemplated": ("raised", "split"),
+    "reasoning_stripped": ("raised", "split"),
+    "truncated_and_closed": ("continued", "continued"),
+    "truncated_in_a_character": ("raised", "split"),
+    "retry": ("raised", "split"),
+    "duplicate": ("raised", "dropped"),
+    "empty_generation": ("continued", "continued"),
+    "history_edited": ("raised", "split"),
 }
-# The sample has the text that was sampled; the client's rendering is another.
-OTHER_TEXT = ("retemplated", "truncated_in_a_character")
-POLICIES = ("strict", "correct", "split")
+POLICIES = ("strict", "split")
 TABLE = [(name, policy, action) for name, row in ACTIONS.items() for policy, action in zip(POLICIES, row, strict=True)]
 
 
@@ -49,8 +47,6 @@ def expected_samples(case: Case, policy: str, action: str) -> tuple[TrainingSamp
     known = first.prompt_ids + first.sampled_ids
     if action == "continued":
         return (sample_of(first.prompt_ids, first, second.prompt_ids[len(known) :], second),)
-    if action == "spliced":
-        return (sample_of(first.prompt_ids, first, case.observation, second, flagged=[second], mask=True),)
     alone = [sample_of(each.prompt_ids, each) for each in case.calls]
     return tuple(alone if action == "split" else alone[:1])
 
@@ -67,9 +63,6 @@ def test_every_policy_does_to_every_class_what_it_says(tokenizer, name, policy, 
         built = build_samples(case.calls, policy=policy, tokenizer=tokenizer)
         (boundary,) = built.boundaries
         assert built.samples == expected_samples(case, policy, action)
-        if name not in OTHER_TEXT:
-            whole, last = built.samples[-1].tokens, case.calls[-1]
-            assert tokenizer.decode(whole) == tokenizer.decode([*last.prompt_ids, *last.sampled_ids])
     assert (boundary.kind, boundary.action) == (case.kind, action)
     assert (boundary.earlier, boundary.later) == tuple(each.request_id for each in case.calls)
 
@@ -114,7 +107,6 @@ def test_a_call_of_one_turn_is_its_prompt_and_what_was_sampled() -> None:
         response_length=3,
         loss_mask=[1, 1, 1],
         rollout_log_probs=first.log_probs,
-        behind_other_ids=[0, 0, 0],
         weight_versions=["version of first"] * 3,
         request_ids=["first"],
     )
@@ -127,7 +119,6 @@ def test_tokens_of_tools_and_template_are_masked() -> None:
         response_length=5,
         loss_mask=[1, 0, 0, 1, 1],
         rollout_log_probs=[*first.log_probs, 0.0, 0.0, *second.log_probs],
-        behind_other_ids=[0, 0, 0, 0, 0],
         weight_versions=["version of first", None, None, "version of second", "version of second"],
         request_ids=["first", "second"],
     )
@@ -187,10 +178,9 @@ def test_an_empty_turn_that_the_client_took_out_again_breaks_nothing() -> None:
     assert built.samples == (sample_of([7], calls[0], [1, 2, 5], calls[2]),)
 
 
-@pytest.mark.parametrize("policy", ["correct", "split"])
-def test_an_empty_generation_after_an_edit_ends_nothing(tokenizer, policy) -> None:
+def test_an_empty_generation_after_an_edit_ends_nothing(tokenizer) -> None:
     calls = [call("0", [7], [8]), call("1", [6, 8, 1], []), call("2", [7, 8, 1], [9])]
-    built = build_samples(calls, policy=policy, tokenizer=tokenizer)
+    built = build_samples(calls, policy="split", tokenizer=tokenizer)
     assert [(each.kind, each.action) for each in built.boundaries] == [
         ("history_edited", "dropped"),
         ("empty_generation", "continued"),
@@ -220,7 +210,7 @@ def test_a_retry_of_the_first_turn_leaves_one_sample_each() -> None:
 
 def test_going_back_to_the_turn_that_was_retried_goes_on_from_there() -> None:
     calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7, 8, 5], [9])]
-    built = build_samples(calls, policy="correct")
+    built = build_samples(calls, policy="split")
     assert [(each.kind, each.earlier) for each in built.boundaries] == [("retry", "0"), ("contiguous", "0")]
     assert built.samples == (sample_of([7], calls[1]), sample_of([7], calls[0], [5], calls[2]))
 
@@ -239,63 +229,44 @@ def test_a_conversation_goes_on_after_a_duplicate() -> None:
     assert built.samples == (sample_of([7], first, [1], second),)
 
 
-def test_a_client_that_renders_everything_anew_is_spliced_at_every_turn(tokenizer) -> None:
-    """What was spliced once is not counted again: the server was given it, and the next prompt repeats it."""
-    messages, calls, pieces, observation = [*QUESTION], [], [], render(tokenizer, QUESTION)
+def test_a_client_that_renders_everything_anew_is_split_at_every_turn(tokenizer) -> None:
+    """Each prompt is compared with the turns as they were sampled, and with the prompts in between."""
+    messages, calls = [*QUESTION], []
     for turn in range(4):
-        prompt = render(tokenizer, messages)
         sampled = [*encode_bytewise(tokenizer, f"turn {turn}: {ANSWER}"), *encode(tokenizer, TURN_END)]
-        calls.append(call(str(turn), prompt, sampled))
-        pieces += [observation, calls[-1]]
+        calls.append(call(str(turn), render(tokenizer, messages), sampled))
         messages += [
             {"role": "assistant", "content": f"turn {turn}: {ANSWER}"},
             {"role": "user", "content": f"more {turn}"},
         ]
-        observation = encode(tokenizer, "\n") + render(tokenizer, messages[-1:])
-    built = build_samples(calls, policy="correct", behind_splice="flag", tokenizer=tokenizer)
-    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 3
-    assert built.samples == (sample_of(*pieces, flagged=calls[1:]),)
-    assert tokenizer.decode(built.samples[0].tokens) == tokenizer.decode(calls[-1].prompt_ids + calls[-1].sampled_ids)
+    built = build_samples(calls, policy="split", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "split")] * 3
+    assert built.samples == tuple(sample_of(each.prompt_ids, each) for each in calls)
     for boundary, earlier in zip(built.boundaries, calls, strict=False):
         assert 0 <= boundary.position - len(earlier.prompt_ids) < len(earlier.sampled_ids)
 
 
-def test_a_client_that_goes_on_from_its_own_prompt_after_a_splice_is_contiguous(tokenizer) -> None:
-    case = CASES["retokenized"](tokenizer)
-    first, second = case.calls
+def test_a_client_that_goes_on_from_its_own_prompt_after_a_split_is_contiguous(tokenizer) -> None:
+    first, second = CASES["retokenized"](tokenizer).calls
     third = call("third", second.prompt_ids + second.sampled_ids + [5, 6], [7])
-    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
+    built = build_samples([first, second, third], policy="split", tokenizer=tokenizer)
     assert [each.kind for each in built.boundaries] == ["retokenized", "contiguous"]
-    pieces = [first.prompt_ids, first, case.observation, second, [5, 6], third]
-    assert built.samples == (sample_of(*pieces, flagged=[second, third], mask=True),)
+    assert built.samples == (sample_of(first.prompt_ids, first), sample_of(second.prompt_ids, second, [5, 6], third))
 
 
-def test_a_retry_after_a_splice_stands_alone_with_the_prompt_that_the_server_was_given(tokenizer) -> None:
-    case = CASES["retokenized"](tokenizer)
-    first, second = case.calls
-    again = call("again", [*second.prompt_ids], [7])
-    built = build_samples([first, second, again], policy="correct", tokenizer=tokenizer)
-    assert [each.kind for each in built.boundaries] == ["retokenized", "retry"]
-    assert built.samples == (
-        sample_of(first.prompt_ids, first, case.observation, second, flagged=[second], mask=True),
-        sample_of(second.prompt_ids, again),
-    )
-
-
-def test_an_early_turn_that_is_split_anew_after_a_splice_is_still_the_same_conversation(tokenizer) -> None:
+def test_an_early_turn_that_is_written_as_sampled_again_goes_on_from_there(tokenizer) -> None:
     """The third prompt has the first answer in bytes, as it was sampled; the second prompt had it in words."""
     case = CASES["retokenized"](tokenizer)
     first, second = case.calls
-    third = call("third", first.prompt_ids + first.sampled_ids + case.observation + second.sampled_ids + [5], [7])
-    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
-    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "spliced")] * 2
-    pieces = [first.prompt_ids, first, case.observation, second, [5], third]
-    # The server was given the third prompt as it stands in the sample.
-    assert built.samples == (sample_of(*pieces, flagged=[second], mask=True),)
+    behind = case.observation + second.sampled_ids + [5]
+    third = call("third", first.prompt_ids + first.sampled_ids + behind, [7])
+    built = build_samples([first, second, third], policy="split", tokenizer=tokenizer)
+    assert [(each.kind, each.action) for each in built.boundaries] == [("retokenized", "split")] * 2
+    assert built.samples == (sample_of(second.prompt_ids, second), sample_of(first.prompt_ids, first, behind, third))
 
 
-def test_an_earlier_turn_that_changes_after_a_splice_is_still_known_as_sampled(tokenizer) -> None:
-    """The first answer loses its white space only in the fourth prompt, when the third was spliced."""
+def test_an_earlier_turn_that_changes_later_is_still_known_as_sampled(tokenizer) -> None:
+    """The first answer loses its white space only in the fourth prompt, behind a turn in other tokens."""
     ids = [
         encode(tokenizer, "yes \n<|im_end|>"),
         encode_bytewise(tokenizer, "It rains."),
@@ -307,15 +278,12 @@ def test_an_earlier_turn_that_changes_after_a_splice_is_still_known_as_sampled(t
         call(str(n), encode(tokenizer, text), [*each])
         for n, (text, each) in enumerate(zip(prompts, [*ids, [5]], strict=True))
     ]
-    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    built = build_samples(calls, policy="split", tokenizer=tokenizer)
     assert [(each.kind, each.action) for each in built.boundaries] == [
         ("contiguous", "continued"),
-        ("retokenized", "spliced"),
-        ("retemplated", "spliced"),
+        ("retokenized", "split"),
+        ("retemplated", "split"),
     ]
-    more, closed = encode(tokenizer, "more: "), encode(tokenizer, "<|im_end|>more: ")
-    pieces = [calls[0].prompt_ids, calls[0], more, calls[1], closed, calls[2], more, calls[3]]
-    assert built.samples == (sample_of(*pieces, flagged=calls[2:], mask=True),)
 
 
 def test_broken_bytes_that_are_repeated_as_ids_are_no_change(tokenizer) -> None:
@@ -324,32 +292,20 @@ def test_broken_bytes_that_are_repeated_as_ids_are_no_change(tokenizer) -> None:
     more = encode(tokenizer, "more: ")
     prompts = [more, [*more, *ids[0], *more], [*encode(tokenizer, "more: yes<|im_end|>more: "), *broken, *more]]
     calls = [call(str(n), *each) for n, each in enumerate(zip(prompts, ids, strict=True))]
-    built = build_samples(calls, policy="correct", tokenizer=tokenizer)
+    built = build_samples(calls, policy="split", tokenizer=tokenizer)
     assert [each.kind for each in built.boundaries] == ["contiguous", "retemplated"]
-    expected = sample_of(more, calls[0], more, calls[1], more, calls[2], flagged=calls[2:], mask=True)
-    assert built.samples == (expected,)
 
 
-def test_white_space_that_is_still_there_is_not_repeated(tokenizer) -> None:
-    first = call("first", encode(tokenizer, "hi:<|im_start|>"), encode(tokenizer, "\n\nyes\n"))
-    second = call("second", encode(tokenizer, "hi:<|im_start|>yes\n<|im_end|>"), [5])
-    built = build_samples([first, second], policy="correct", tokenizer=tokenizer)
-    assert built.boundaries[0].kind == "retemplated"
-    pieces = [first.prompt_ids, first, encode(tokenizer, "<|im_end|>"), second]
-    assert built.samples == (sample_of(*pieces, flagged=[second], mask=True),)
-
-
-def test_an_edit_before_a_splice_is_found(tokenizer) -> None:
-    case = CASES["retokenized"](tokenizer)
-    first, second = case.calls
+def test_an_edit_before_a_turn_in_other_tokens_is_found(tokenizer) -> None:
+    first, second = CASES["retokenized"](tokenizer).calls
     third = call("third", [5, *second.prompt_ids[1:], *second.sampled_ids], [7])
-    built = build_samples([first, second, third], policy="correct", tokenizer=tokenizer)
+    built = build_samples([first, second, third], policy="split", tokenizer=tokenizer)
     assert [(each.kind, each.action) for each in built.boundaries][1] == ("history_edited", "split")
 
 
 class TestWithoutTokenizer:
     def test_ids_that_continue_need_none(self) -> None:
-        assert single([call("0", [7], [8]), call("1", [7, 8], [9])], policy="correct").tokens == [7, 8, 9]
+        assert single([call("0", [7], [8]), call("1", [7, 8], [9])]).tokens == [7, 8, 9]
 
     def test_the_class_is_not_guessed(self) -> None:
         built = build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy="split")
@@ -361,11 +317,6 @@ class TestWithoutTokenizer:
             None,
         )
         assert built.metrics()["boundaries/unclassified"] == 1
-
-    def test_correct_asks_for_one_where_it_needs_it(self) -> None:
-        message = "policy 'correct' needs a tokenizer: .* request '1' differs .* at position 1, and tokenizer is None"
-        with pytest.raises(ValueError, match=message):
-            build_samples([call("0", [7], [8]), call("1", [7, 6], [9])], policy="correct")
 
 
 class TestMetrics:
@@ -434,9 +385,6 @@ class TestIllegal:
             build_samples([bad])
 
     def test_an_unknown_policy_is_named(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"policy must be one of strict \| correct \| split.* 'corect' \(did you mean 'correct'"
-        ):
-            build_samples([], policy="corect")
-        with pytest.raises(ValueError, match=r"behind_splice must be one of mask \| flag, got 'keep'"):
-            build_samples([], behind_splice="keep")
+        message = r"policy must be one of strict \| split.* 'splt' \(did you mean 'split'"
+        with pytest.raises(ValueError, match=message):
+            build_samples([], policy="splt")

@@ -17,10 +17,8 @@ from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.errors import BoundaryError
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.token_bytes import TokenBytes
 
 MADE = {name: make() for name, make in TOKENIZERS.items()}
-BYTES = {name: TokenBytes(tokenizer) for name, tokenizer in MADE.items()}
 WORDS = [
     "It rains. ",
     "天気",
@@ -35,8 +33,7 @@ WORDS = [
     "x",
     "[",
 ]
-SAME = ("append", "render")
-CLIENTS = (*SAME, "strip", "drop reasoning", "retry", "duplicate", "edit", "remove", "nothing")
+CLIENTS = ("append", "render", "strip", "drop reasoning", "retry", "duplicate", "edit", "remove", "nothing")
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map("".join)
 
@@ -117,11 +114,9 @@ def encode_mixed(tokenizer, text: str, pieces: list[bool]) -> list[int]:
     return ids + encode(tokenizer, TURN_END) * text.endswith(TURN_END)
 
 
-def build(talk: Talk, policy: str, behind_splice: str = "mask") -> Built:
+def build(talk: Talk, policy: str) -> Built:
     tokenizer = MADE[talk.name]
-    return build_samples(
-        talk.calls, policy=policy, behind_splice=behind_splice, tokenizer=tokenizer, vocab_size=len(tokenizer)
-    )
+    return build_samples(talk.calls, policy=policy, tokenizer=tokenizer, vocab_size=len(tokenizer))
 
 
 def trained_positions(talk: Talk, built: Built):
@@ -143,14 +138,14 @@ def check_samples(talk: Talk, built: Built) -> None:
     }
     trained = list[float]()
     for sample in built.samples:
-        columns = (sample.loss_mask, sample.rollout_log_probs, sample.behind_other_ids, sample.weight_versions)
+        columns = (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions)
         response = sample.tokens[len(sample.tokens) - sample.response_length :]
-        for token, mask, value, flag, version in zip(response, *columns, strict=True):
+        for token, mask, value, version in zip(response, *columns, strict=True):
             if mask:
                 assert captured[value] == (token, version)
                 trained.append(value)
             else:
-                assert (mask, value, version is not None) == (0, 0.0, bool(flag))
+                assert (mask, value, version) == (0, 0.0, None)
     assert len(trained) == len(set(trained)) == built.metrics()["sampled_tokens/trained"]
     assert built.metrics()["sampled_tokens"] == sum(len(call.sampled_ids) for call in talk.calls)
 
@@ -176,45 +171,15 @@ def check_nothing_is_lost(talk: Talk, built: Built) -> None:
 
 def check_prompts(talk: Talk, built: Built) -> None:
     """Every call stands behind exactly the ids that its server was given."""
-    check_flags(talk, built)
-    assert not any(any(sample.behind_other_ids) for sample in built.samples)
-
-
-def check_flags(talk: Talk, built: Built) -> None:
-    """Every call stands behind exactly the ids that its server was given, or all of its tokens are flagged."""
     for sample, call, start in trained_positions(talk, built):
-        begin = start + sample.response_length - len(sample.tokens)
-        flags = sample.behind_other_ids[begin : begin + len(call.sampled_ids)]
-        assert {*flags} == {int(sample.tokens[:start] != call.prompt_ids)}
+        assert sample.tokens[:start] == call.prompt_ids
 
 
-def check_masks(talk: Talk, built: Built) -> None:
-    """What is flagged is not trained; what is lost is that and copies."""
-    flagged = sum(sum(sample.behind_other_ids) for sample in built.samples)
-    copies = sum(len(call.sampled_ids) for call in talk.calls) - sum(
-        len(sampled) for sampled in {call.request_id: call.sampled_ids for call in talk.calls}.values()
-    )
-    metrics = built.metrics()
-    assert metrics["sampled_tokens/behind_other_ids"] == flagged
-    assert metrics["sampled_tokens/dropped"] == flagged + copies
-    for sample in built.samples:
-        assert not any(a and b for a, b in zip(sample.loss_mask, sample.behind_other_ids, strict=True))
-
-
-def check_bytes(talk: Talk, built: Built) -> None:
-    """Every call stands behind the text that its server was given, unless a boundary says that it was written anew."""
-    if not {each.kind for each in built.boundaries} & {"retemplated", "truncated_generation"}:
-        table = BYTES[talk.name]
-        for sample, call, start in trained_positions(talk, built):
-            known, prompt = (b"".join(map(table.__getitem__, ids)) for ids in (sample.tokens[:start], call.prompt_ids))
-            assert known == prompt
-
-
-def check_strict(talk: Talk, corrected: Built) -> None:
-    """The same as what is corrected where nothing is, else an error at the first boundary that is not clean."""
-    unclean = [each for each in corrected.boundaries if each.action != "continued"]
+def check_strict(talk: Talk, split: Built) -> None:
+    """The same as what is split where nothing is, else an error at the first boundary that is not clean."""
+    unclean = [each for each in split.boundaries if each.action != "continued"]
     if not unclean:
-        assert build(talk, "strict") == corrected
+        assert build(talk, "strict") == split
         return
     with pytest.raises(BoundaryError) as raised:
         build(talk, "strict")
@@ -222,28 +187,19 @@ def check_strict(talk: Talk, corrected: Built) -> None:
     assert (found.kind, found.position, found.later) == (unclean[0].kind, unclean[0].position, unclean[0].later)
 
 
-CHECKS = {
-    ("correct", "mask"): (check_samples, check_calls, check_flags, check_masks, check_strict),
-    ("correct", "flag"): (check_samples, check_calls, check_flags, check_nothing_is_lost, check_bytes),
-    ("split", "flag"): (check_samples, check_calls, check_prompts, check_nothing_is_lost),
-}
-
-
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(talks())
 def test_whatever_the_client_does_every_policy_keeps_its_word(talk: Talk) -> None:
-    for choices, checks in CHECKS.items():
-        built = build(talk, *choices)
-        for check in checks:
-            check(talk, built)
+    built = build(talk, "split")
+    for check in (check_samples, check_calls, check_prompts, check_nothing_is_lost, check_strict):
+        check(talk, built)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(talks(SAME))
-def test_a_faithful_client_gets_one_sample_that_decodes_to_the_conversation(talk: Talk) -> None:
-    built = build(talk, "correct", "flag")
+@given(talks(("append",)))
+def test_a_client_that_keeps_ids_gets_one_sample_of_the_whole_conversation(talk: Talk) -> None:
+    built = build(talk, "strict")
     sampling = [call for call in talk.calls if call.sampled_ids]
     assert [sample.request_ids for sample in built.samples] == [[call.request_id for call in sampling]] * bool(sampling)
     for sample in built.samples:
-        conversation = [*sampling[-1].prompt_ids, *sampling[-1].sampled_ids]
-        assert MADE[talk.name].decode(sample.tokens) == MADE[talk.name].decode(conversation)
+        assert sample.tokens == [*sampling[-1].prompt_ids, *sampling[-1].sampled_ids]

@@ -124,7 +124,7 @@ def test_without_a_tokenizer_a_mismatch_is_unclassified_and_fails(tmp_path) -> N
     assert (found[0], found[1]["failing"], found[1]["first"]["expected_text"]) == ("unclassified", 1, None)
 
 
-def test_earlier_turns_stay_known_behind_a_spliced_one(tmp_path, tokenizer_folder) -> None:
+def test_earlier_turns_stay_known_behind_one_in_other_tokens(tmp_path, tokenizer_folder) -> None:
     """Reasoning of the first turn that is taken away in the third call is that of the first turn, not an edit."""
     tokenizer = english_tokenizer()
     thought, plain = "<think>\nI know.\n</think>\n\nmild", "mild"
@@ -182,32 +182,27 @@ def test_choices_of_one_response_are_read_one_by_one(tmp_path) -> None:
 def trained(case: str) -> dict[str, tuple[int, int]]:
     """By policy: samples, and which of the two calls' tokens are trained."""
     kinds = {
-        "contiguous": dict.fromkeys(("strict", "correct", "correct flag", "split"), (1, 3)),
-        "retokenized": {"strict": (0, 0), "correct": (1, 1), "correct flag": (1, 3), "split": (2, 3)},
+        "contiguous": dict.fromkeys(("strict", "split"), (1, 3)),
+        "retokenized": {"strict": (0, 0), "split": (2, 3)},
     }
     return kinds[case]
 
 
-@pytest.mark.parametrize("policy", ["strict", "correct", "correct flag", "split"])
+@pytest.mark.parametrize("policy", ["strict", "split"])
 @pytest.mark.parametrize("name", ["contiguous", "retokenized"])
 def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokenizer_folder, name, policy) -> None:
     case = CASES[name](english_tokenizer())
     path, samples = write(tmp_path, *case_rows(name, case)), tmp_path / "samples.jsonl"
     number, which = trained(name)[policy]
-    policy, *how = policy.split()
-    options = ["--policy", policy, *(["--behind-splice", *how] if how else [])]
-    report = report_of(path, "--tokenizer", tokenizer_folder, *options, "--samples", samples)
+    report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", policy, "--samples", samples)
     lengths = [len(each.sampled_ids) for each in case.calls]
     tokens = sum(length for i, length in enumerate(lengths) if which >> i & 1)
     found = report["policy"]
     assert (found["name"], found["samples"]) == (policy, number)
     assert (found["trained_tokens"], found["dropped_tokens"]) == (tokens, sum(lengths) - tokens)
-    is_behind = name == "retokenized" and policy == "correct"
-    assert found["tokens_behind_other_ids"] == lengths[1] * is_behind
     written = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [each["conversation"] for each in written] == [name] * number
     assert sum(sum(each["loss_mask"]) for each in written) == tokens
-    assert sum(sum(each["behind_other_ids"]) for each in written) == lengths[1] * is_behind
     assert list(report["boundaries"]) == [name]
 
 

@@ -45,7 +45,6 @@ def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) 
     assert re.search(rf"policy split +{policy['samples']} samples", shown)
     assert re.search(rf"trained tokens +{policy['trained_tokens']} ", shown)
     assert re.search(rf"dropped tokens +{policy['dropped_tokens']} ", shown)
-    assert re.search(rf"tokens behind other ids +{policy['tokens_behind_other_ids']} ", shown)
     assert re.search(f"actions +.*split {policy['actions']['split']}", shown)
 
 

@@ -19,14 +19,12 @@ from mis_ext.rollout.conversations.prefix_tree import Run, find_mismatch
 from mis_ext.rollout.errors import BoundaryError
 
 TOKENIZER = english_tokenizer()
-exact_policies = pytest.mark.parametrize("policy", ["split", "correct"])
 
 
-@exact_policies
-def test_of_the_best_of_n_the_one_that_was_chosen_goes_on(policy) -> None:
+def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
     answers = [call(str(n), [7], [8 + n]) for n in range(4)]
     later = call("later", [7, 9, 1], [20])
-    built = build_samples([*answers, later], policy=policy)
+    built = build_samples([*answers, later], policy="split")
     assert [each.kind for each in built.boundaries] == ["retry"] * 3 + ["contiguous"]
     assert (built.boundaries[-1].earlier, built.boundaries[-1].continues) == ("1", "1")
     alone = [sample_of([7], each) for each in (answers[0], answers[2], answers[3])]
@@ -45,18 +43,17 @@ def test_the_one_that_was_chosen_goes_on_in_other_tokens_too(tokenizer) -> None:
         chosen = world.random.choice(answers)
         last = world.ask(*rewrite(world, chosen))
         if chosen.call.sampled_ids and last.call.sampled_ids:
-            built = build_samples(world.calls, policy="correct", tokenizer=world.tokenizer)
+            built = build_samples(world.calls, policy="split", tokenizer=world.tokenizer)
             texts = {each.call.request_id: each.messages for each in answers}
-            assert texts.get(built.boundaries[-1].continues) == chosen.messages
+            assert texts.get(built.boundaries[-1].earlier) == chosen.messages
             kinds[built.boundaries[-1].kind.value] += 1
     assert min(kinds["contiguous"], kinds["retokenized"]) > 10
 
 
-@exact_policies
-def test_samples_that_begin_alike_are_told_apart(policy) -> None:
+def test_samples_that_begin_alike_are_told_apart() -> None:
     answers = [call("a", [7], [8, 9]), call("b", [7], [8, 9, 5]), call("c", [7], [8])]
     later = call("later", [7, 8, 9, 5, 1], [20])
-    built = build_samples([*answers, later], policy=policy)
+    built = build_samples([*answers, later], policy="split")
     assert built.boundaries[-1].continues == "b"
     assert built.samples == (
         sample_of([7], answers[0]),
@@ -65,21 +62,19 @@ def test_samples_that_begin_alike_are_told_apart(policy) -> None:
     )
 
 
-@exact_policies
-def test_answers_of_the_same_ids_go_on_each(policy) -> None:
+def test_answers_of_the_same_ids_go_on_each() -> None:
     answers = [call("a0", [7], [8]), call("b0", [7], [8])]
     later = [call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
-    built = build_samples([*answers, *later], policy=policy)
+    built = build_samples([*answers, *later], policy="split")
     assert [each.kind for each in built.boundaries] == ["retry", "contiguous", "contiguous"]
     assert built.samples == (sample_of([7], answers[1], [1], later[0]), sample_of([7], answers[0], [2], later[1]))
 
 
-@exact_policies
-def test_conversations_under_one_id_are_a_sample_each(policy) -> None:
+def test_conversations_under_one_id_are_a_sample_each() -> None:
     first = [call("a0", [7, 1], [8]), call("a1", [7, 1, 8, 2], [9]), call("a2", [7, 1, 8, 2, 9, 3], [10])]
     second = [call("b0", [7, 4], [8]), call("b1", [7, 4, 8, 2], [9])]
     calls = [first[0], second[0], first[1], second[1], first[2]]
-    built = build_samples(calls, policy=policy, tokenizer=TOKENIZER)
+    built = build_samples(calls, policy="split", tokenizer=TOKENIZER)
     assert [each.kind for each in built.boundaries] == ["history_edited", *["contiguous"] * 3]
     assert built.samples == (
         sample_of([7, 4], second[0], [2], second[1]),
@@ -87,11 +82,10 @@ def test_conversations_under_one_id_are_a_sample_each(policy) -> None:
     )
 
 
-@exact_policies
-def test_a_sub_agent_does_not_break_the_conversation_that_goes_on(policy) -> None:
+def test_a_sub_agent_does_not_break_the_conversation_that_goes_on() -> None:
     main = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 1, 9, 1], [10])]
     sub = [call("s0", [7, 8, 5], [11]), call("s1", [7, 8, 5, 11, 6], [12])]
-    built = build_samples([*main[:2], *sub, main[2]], policy=policy, tokenizer=TOKENIZER)
+    built = build_samples([*main[:2], *sub, main[2]], policy="split", tokenizer=TOKENIZER)
     assert [(each.kind, each.continues) for each in built.boundaries] == [
         ("contiguous", "0"),
         ("fork", "0"),
@@ -130,28 +124,10 @@ def test_strict_refuses_a_fork() -> None:
         build_samples(calls, tokenizer=TOKENIZER)
 
 
-def test_a_fork_behind_a_splice_begins_with_its_own_prompt() -> None:
-    case = CASES["retokenized"](english_tokenizer())
-    first, second = case.calls
-    third, other = (call(name, second.prompt_ids + second.sampled_ids + [n], [n]) for name, n in (("3", 5), ("4", 6)))
-    for how in ("mask", "flag"):
-        built = build_samples(
-            [first, second, third, other], policy="correct", behind_splice=how, tokenizer=english_tokenizer()
-        )
-        assert [each.action for each in built.boundaries] == ["spliced", "continued", "split"]
-        pieces = [first.prompt_ids, first, case.observation, second, [5], third]
-        assert built.samples == (
-            sample_of(*pieces, flagged=[second, third], mask=how == "mask"),
-            sample_of(other.prompt_ids, other),
-        )
-
-
-def test_the_call_before_a_splice_may_go_on_in_its_own_ids() -> None:
-    """Then the spliced call begins a sample of its own, where its log-probs are exact."""
-    case = CASES["retokenized"](english_tokenizer())
-    first, second = case.calls
+def test_the_call_before_a_turn_in_other_tokens_may_go_on_in_its_own_ids() -> None:
+    first, second = CASES["retokenized"](english_tokenizer()).calls
     third = call("3", first.prompt_ids + first.sampled_ids + [5], [6])
-    built = build_samples([first, second, third], policy="correct", tokenizer=english_tokenizer())
+    built = build_samples([first, second, third], policy="split", tokenizer=english_tokenizer())
     assert built.boundaries[1].continues == "first"
     assert built.samples == (sample_of(second.prompt_ids, second), sample_of(first.prompt_ids, first, [5], third))
 
@@ -211,29 +187,28 @@ def test_calls_that_part_anywhere_are_found_again(size) -> None:
 
 # A call that sampled nothing is not known.
 @pytest.mark.parametrize("name", sorted({*CASES} - {"empty_generation"}))
-@exact_policies
-def test_equal_numbers_of_other_types_are_taken_for_the_known_ids(name, policy) -> None:
+def test_equal_numbers_of_other_types_are_taken_for_the_known_ids(name) -> None:
     """A client may send the ids it knows as 7.0."""
     first, second = CASES[name](english_tokenizer()).calls
     known = first.prompt_ids + first.sampled_ids
     depth = find_mismatch(known, second.prompt_ids)
     depth = len(known) if depth is None else depth
     other = replace(second, prompt_ids=[*map(float, second.prompt_ids[:depth]), *second.prompt_ids[depth:]])
-    built, expected = (build_samples([first, each], policy=policy, tokenizer=TOKENIZER) for each in (other, second))
+    built, expected = (build_samples([first, each], policy="split", tokenizer=TOKENIZER) for each in (other, second))
     assert built == expected
     assert {type(each) for sample in built.samples for each in sample.tokens} == {int}
 
 
-def test_ids_that_another_call_has_too_are_known_behind_a_splice() -> None:
+def test_ids_that_another_call_has_too_are_known_where_the_text_goes_on_from_a_third() -> None:
     """The prompt goes on from the second call in other tokens, and shares more of its ids with the first."""
     begin, end, behind = (encode(TOKENIZER, text) for text in ("Where?", "<|im_end|>", " Next"))
     apart, whole = encode_bytewise(TOKENIZER, " London"), encode(TOKENIZER, " London")
     first = call("first", begin, [*apart, *end, *encode(TOKENIZER, " Other")])
     second = call("second", begin, whole)
     later = call("later", [*begin, *map(float, apart), *map(float, end), *behind], [9])
-    built = build_samples([first, second, later], policy="correct", behind_splice="flag", tokenizer=TOKENIZER)
-    assert (built.boundaries[-1].kind, built.boundaries[-1].continues) == ("retokenized", "second")
-    assert built.samples[-1] == sample_of(begin, second, [*end, *behind], later, flagged=[later])
+    built = build_samples([first, second, later], policy="split", tokenizer=TOKENIZER)
+    assert (built.boundaries[-1].kind, built.boundaries[-1].earlier) == ("retokenized", "second")
+    assert built.samples[-1] == sample_of([*begin, *apart, *end, *behind], later)
     assert {type(each) for each in built.samples[-1].tokens} == {int}
 
 

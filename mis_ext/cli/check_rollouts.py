@@ -14,7 +14,7 @@ from mis_ext.cli.needed import require
 from mis_ext.cli.progress import bytes_bars
 from mis_ext.cli.result import Result
 from mis_ext.cli.rollout_report import show
-from mis_ext.rollout.conversations.policies import BehindSplice, Policy
+from mis_ext.rollout.conversations.policies import Policy
 
 if TYPE_CHECKING:
     from mis_ext.rollout.logs.checks import ConversationCheck
@@ -59,11 +59,6 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--policy", choices=get_args(Policy), help="also report what would be trained under this one")
     parser.add_argument(
-        "--behind-splice",
-        choices=get_args(BehindSplice),
-        help="with --policy correct: what becomes of tokens that the server scored behind other ids (default: mask)",
-    )
-    parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
     parser.set_defaults(run=run, shown_with=("rich",))
@@ -74,10 +69,6 @@ def run(parsed: argparse.Namespace) -> Result:
     require("msgspec", install="mis_ext[cli]")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
-    if parsed.behind_splice is not None and parsed.policy != "correct":
-        raise ValueError(f"--behind-splice {parsed.behind_splice} needs --policy correct: nothing else splices")
-    if parsed.policy == "correct" and parsed.tokenizer is None:
-        raise ValueError("--policy correct needs --tokenizer: where ids differ, only it tells whether the text does")
     if parsed.reasoning is not None and "" in parsed.reasoning:
         raise ValueError("the markers of --reasoning must not be empty")
     samples = parsed.samples
@@ -122,7 +113,6 @@ def _check_one(
         calls,
         tokenizer=tokenizer,
         policy=parsed.policy,
-        behind_splice=parsed.behind_splice or "mask",
         reasoning=(opening, closing),
     )
 

@@ -37,7 +37,6 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             (f"policy {policy['name']}", f"{policy['samples']} samples"),
             ("trained tokens", str(policy["trained_tokens"])),
             ("dropped tokens", str(policy["dropped_tokens"])),
-            ("tokens behind other ids", str(policy["tokens_behind_other_ids"])),
             ("actions", ", ".join(f"{action} {count}" for action, count in policy["actions"].items() if count) or "-"),
         ]
     return rows

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
     from mis_ext.rollout.conversations.builder import build_samples
     from mis_ext.rollout.conversations.built import Built
-    from mis_ext.rollout.conversations.policies import BehindSplice, Policy
+    from mis_ext.rollout.conversations.policies import Policy
     from mis_ext.rollout.custom_generate.function import generate
     from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
     from mis_ext.rollout.definitions.distribution import Distribution, Truncation
@@ -52,7 +52,7 @@ else:
             "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind"),
             "conversations.builder": ("build_samples",),
             "conversations.built": ("Built",),
-            "conversations.policies": ("BehindSplice", "Policy"),
+            "conversations.policies": ("Policy",),
             "custom_generate.function": ("generate",),
             "definitions.definition": ("LogProbDefinition", "define_log_probs"),
             "definitions.distribution": ("Distribution", "Truncation"),
@@ -85,7 +85,6 @@ else:
 __all__ = [
     "AbortedRequest",
     "BehaviorLogProbs",
-    "BehindSplice",
     "Boundary",
     "BoundaryAction",
     "BoundaryError",

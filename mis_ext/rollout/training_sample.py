@@ -15,10 +15,7 @@ class TrainingSample:
         tokens: Token ids of prompt and response.
         response_length: Tokens of the response: sampled ones and, between turns, those of tools and of the template.
         loss_mask: 1 where the token was sampled and is trained, else 0.
-        rollout_log_probs: The server's natural log-prob where ``loss_mask`` is 1, else 0.0.
-        behind_other_ids: 1 where the token was sampled, but the server was given other ids than those before it here:
-            its log-prob is of another context. Else 0: whatever is trained there has the log-prob of exactly this
-            context.
+        rollout_log_probs: The server's natural log-prob, of exactly this context, where ``loss_mask`` is 1, else 0.0.
         weight_versions: Version of the weights that sampled the token; None where nothing was sampled or the server did
             not say.
         request_ids: The calls whose tokens are trained in this sample, in order.
@@ -28,6 +25,5 @@ class TrainingSample:
     response_length: int
     loss_mask: list[int]
     rollout_log_probs: list[float]
-    behind_other_ids: list[int]
     weight_versions: list[str | None]
     request_ids: list[str]

@@ -39,9 +39,6 @@ class BoundaryAction(str, Enum):
 
     CONTINUED = "continued"
     """The call goes on from the earlier one, in the same sample."""
-    SPLICED = "spliced"
-    """The call goes on from the earlier one, in the same sample, in which the ids that were sampled stand instead of
-    those of the prompt: its log-probs are of another context."""
     SPLIT = "split"
     """Another sample, behind exactly the call's own prompt. Of the calls that several samples have before them, that
     which ends last has the tokens."""

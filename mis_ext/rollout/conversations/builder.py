@@ -12,7 +12,7 @@ from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, Bou
 from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.conversations.comparison import Finding, compare
 from mis_ext.rollout.conversations.known_call import KnownCall
-from mis_ext.rollout.conversations.policies import BehindSplice, Policy, choose_action
+from mis_ext.rollout.conversations.policies import Policy, choose_action
 from mis_ext.rollout.conversations.prefix_tree import PrefixTree
 from mis_ext.rollout.conversations.samples import collect_samples
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
@@ -26,7 +26,6 @@ def build_samples(
     generations: Iterable[Generation],
     *,
     policy: Policy = "strict",
-    behind_splice: BehindSplice = "mask",
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
     reasoning: tuple[str, str] = ("<think>", "</think>"),
@@ -43,13 +42,8 @@ def build_samples(
         generations: The calls of one conversation, in order.
         policy: What to do with a prompt that does not go on from a call with exactly the ids that are known.
             ``"strict"`` raises. ``"split"`` makes another sample, behind the call's own prompt: exact, and nothing is
-            lost. ``"correct"`` puts the sampled ids in the place of the prompt's where it is the same conversation
-            (re-tokenized, re-templated, a truncated generation), and splits where it is not.
-        behind_splice: What to do with sampled tokens that stand behind other ids than the server was given, as those
-            behind a splice do: their log-probs are of another context. ``"mask"`` trains none of them. ``"flag"``
-            trains them; the trainer knows them by ``behind_other_ids``.
-        tokenizer: What the ids mean. ``"correct"`` needs it at a boundary where ids differ; the other policies use it
-            to tell the class.
+            lost.
+        tokenizer: What the ids mean: tells the class of a boundary where ids differ. The samples do not depend on it.
         vocab_size: Ids must be below it; None: they are not bounded.
         reasoning: The markers before and behind a reasoning block.
 
@@ -57,16 +51,15 @@ def build_samples(
         BoundaryError: A boundary under ``"strict"``.
         MalformedResponse: A token id is no ``int``, negative, or not below ``vocab_size``.
         CountMismatch: Not one log-prob per sampled id.
-        ValueError: An unknown choice; or a tokenizer is needed, or of unknown form.
+        ValueError: An unknown policy, or the tokenizer is of unknown form.
     """
     check_choice("policy", policy, get_args(Policy))
-    check_choice("behind_splice", behind_splice, get_args(BehindSplice))
     calls = tuple(generations)
     builder = _Builder(policy=policy, tokenizer=tokenizer, vocab_size=vocab_size, reasoning=reasoning)
     for call in calls:
         builder.add(call)
     return Built(
-        samples=collect_samples(builder.calls, mask_other_context=behind_splice == "mask"),
+        samples=collect_samples(builder.calls),
         boundaries=tuple(builder.boundaries),
         generations=len(calls),
         empty_generations=sum(not call.sampled_ids for call in calls),
@@ -95,13 +88,13 @@ class _Builder:
         last = self.calls[-1] if self.calls else None
         finding = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
         action = choose_action(self._policy, call, finding)
-        if not _goes_on_behind(place.depth, finding, action):
+        # Known ids were checked; what equals them in the prompt may be True or 1.0.
+        if finding.position is not None or place.depth != (place.ancestor.end if place.ancestor else 0):
             prompt = place.with_known_ids(prompt)
         known = KnownCall(
             number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans], ancestor=place.ancestor
         )
         known.spans.append((len(prompt), known.end))
-        self._attach(known, finding, action)
         if self._previous is not None:
             self._record(self._previous, known, finding, action)
         self._previous = call
@@ -112,16 +105,6 @@ class _Builder:
                 each.continued = True
         self._tree.add(known, place)
         self.calls.append(known)
-
-    def _attach(self, call: KnownCall, finding: Finding, action: BoundaryAction) -> None:
-        """Say which call a sample goes on from with this one."""
-        ancestor = call.ancestor
-        if action is BoundaryAction.SPLICED:
-            call.parent, call.rest = finding.compared, finding.rest
-        # Another sample had better begin with the call's own prompt than with a splice.
-        elif ancestor is not None and (ancestor.exact or action is BoundaryAction.CONTINUED):
-            call.parent, call.rest = ancestor, ancestor.end
-        call.exact = call.parent is None or (call.parent.exact and call.continues)
 
     def _check(self, call: Generation, prompt: list[int], *, first_new: int) -> None:
         if len(call.log_probs) != len(call.sampled_ids):
@@ -149,7 +132,7 @@ class _Builder:
             action=action,
             earlier=earlier.request_id,
             later=call.generation.request_id,
-            continues=call.parent.generation.request_id if call.parent is not None and is_used else None,
+            continues=call.ancestor.generation.request_id if call.ancestor is not None and is_used else None,
         )
         if position is not None and compared is not None:
             expected_id, found_id = compared.known(position, position + 1), call.prompt[position : position + 1]
@@ -168,17 +151,6 @@ class _Builder:
 
     def _decode(self, ids: list[int]) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
-
-
-def _goes_on_behind(depth: int, finding: Finding, action: BoundaryAction) -> bool:
-    """Whether nobody takes the first ``depth`` ids, which are known, from the prompt.
-
-    Known ids were checked; what equals them in the prompt may be True or 1.0.
-    """
-    if finding.position is None:
-        return finding.rest == depth
-    # What is spliced ends behind the mismatch.
-    return finding.position >= depth and action is BoundaryAction.SPLICED
 
 
 def _find_illegal_id(ids: list[int], largest: int) -> int | None:

@@ -30,7 +30,6 @@ class Built:
     def metrics(self) -> dict[str, int]:
         """Counts, which add up over conversations; each share's denominator is the count its name begins with."""
         trained = sum(sum(sample.loss_mask) for sample in self.samples)
-        behind_other_ids = sum(sum(sample.behind_other_ids) for sample in self.samples)
         kinds = Counter("unclassified" if each.kind is None else each.kind.value for each in self.boundaries)
         actions = Counter(each.action.value for each in self.boundaries)
         names = [kind.value for kind in BoundaryKind] + ["unclassified"]
@@ -41,7 +40,6 @@ class Built:
             "sampled_tokens": self.sampled_tokens,
             "sampled_tokens/trained": trained,
             "sampled_tokens/dropped": self.sampled_tokens - trained,
-            "sampled_tokens/behind_other_ids": behind_other_ids,
             "boundaries": len(self.boundaries),
             **{f"boundaries/{name}": kinds[name] for name in names},
             **{f"boundaries/{action.value}": actions[action.value] for action in BoundaryAction},

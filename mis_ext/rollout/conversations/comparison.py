@@ -22,14 +22,12 @@ class Finding(NamedTuple):
         kind: The class; None where only a tokenizer could tell and none was given.
         compared: The call that it was compared with; None where none sampled before it.
         position: The first mismatch; None where the ids continue.
-        rest: The prompt's ids from here on are new; None where no token boundary, or nothing at all, separates them.
         spans: The prompt's ids that hold what was sampled.
     """
 
     kind: BoundaryKind | None
     compared: KnownCall | None
     position: int | None
-    rest: int | None
     spans: list[tuple[int, int]]
 
     @property
@@ -70,15 +68,15 @@ def compare(
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
     for each in same:
         if call.sampled_ids and _sample(each.generation) == _sample(call):
-            return Finding(BoundaryKind.DUPLICATE, each, len(prompt), None, [])
+            return Finding(BoundaryKind.DUPLICATE, each, len(prompt), [])
     if last is None:
-        return Finding(BoundaryKind.CONTIGUOUS, None, None, 0, [])
+        return Finding(BoundaryKind.CONTIGUOUS, None, None, [])
     if ancestor is not None and not ancestor.continued:
         closed = ancestor.was_cut and len(prompt) > ancestor.end
         kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
-        return Finding(kind, ancestor, None, ancestor.end, ancestor.spans)
+        return Finding(kind, ancestor, None, ancestor.spans)
     if same:
-        return Finding(BoundaryKind.RETRY, same[-1], len(prompt), None, same[-1].spans[:-1])
+        return Finding(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
     return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
 
 
@@ -101,17 +99,17 @@ def _compare_text(
         if position is not None and position < each.end:
             differing.append((each, position))
             if tokenizer is None:
-                return Finding(None, each, position, None, spans)
+                return Finding(None, each, position, spans)
             found += _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
             if found and found[-1].kind is BoundaryKind.RETOKENIZED:
                 return found[-1]
     if found:
         return min(found, key=lambda each: _BEST_FIRST.index(each.kind))
     if ancestor is None:
-        return Finding(BoundaryKind.HISTORY_EDITED, *differing[0], None, [])
+        return Finding(BoundaryKind.HISTORY_EDITED, *differing[0], [])
     # What is known of the latest calls may be all there, and they were continued in other tokens only.
     compared, position = differing[0] if differing else (ancestor, ancestor.end)
-    return Finding(BoundaryKind.FORK, compared, position, ancestor.end, spans)
+    return Finding(BoundaryKind.FORK, compared, position, spans)
 
 
 def _candidates(prompt: list[int], place: Place, last: KnownCall, tokenizer: Tokenizer | None) -> Iterator[KnownCall]:
@@ -168,6 +166,5 @@ def _align(
         before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
         if found.end is not None and before != now:
             return []
-    rest = None if found.end is None else origin + found.end
     moved = [(origin + start, origin + stop) for start, stop in found.spans]
-    return [Finding(kind, known_call, position, rest, spans[:first] + moved)]
+    return [Finding(kind, known_call, position, spans[:first] + moved)]

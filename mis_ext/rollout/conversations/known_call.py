@@ -16,11 +16,9 @@ class KnownCall:
         generation: The call.
         prompt: Its prompt; ids that an earlier call has too may be equal numbers of another type.
         spans: ``[start, end)`` of what was sampled in ``known()``, by call, this one's last.
-        ancestor: The call of the most known ids with which its prompt begins; None: there is none.
+        ancestor: The call of the most known ids with which its prompt begins, from which a sample goes on with this
+            one; None: a sample begins with it.
         siblings: The calls of exactly this prompt so far.
-        parent: The call that a sample goes on from with this one; None: a sample begins with it.
-        rest: The prompt's ids from here on are new behind the parent; None without one.
-        exact: In the sample, too, it stands behind its prompt.
         continued: There is a call that goes on from this one, in the same ids or in others.
     """
 
@@ -30,9 +28,6 @@ class KnownCall:
     spans: list[tuple[int, int]]
     ancestor: KnownCall | None
     siblings: list[KnownCall] = field(default_factory=list)
-    parent: KnownCall | None = None
-    rest: int | None = 0
-    exact: bool = True
     continued: bool = False
 
     def known(self, start: int = 0, stop: int | None = None) -> list[int]:
@@ -44,11 +39,6 @@ class KnownCall:
     def end(self) -> int:
         """The number of ids that are known after the call: its prompt and what it sampled."""
         return len(self.prompt) + len(self.generation.sampled_ids)
-
-    @property
-    def continues(self) -> bool:
-        """Whether the prompt begins with exactly the ids that are known of the parent."""
-        return self.parent is self.ancestor is not None
 
     @property
     def was_cut(self) -> bool:

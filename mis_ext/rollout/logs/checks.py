@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.built import Built
-from mis_ext.rollout.conversations.policies import BehindSplice, Policy
+from mis_ext.rollout.conversations.policies import Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.logs.lines import LoggedCall
@@ -76,7 +76,6 @@ def check_conversation(
     *,
     tokenizer: Tokenizer | None = None,
     policy: Policy | None = None,
-    behind_splice: BehindSplice = "mask",
     reasoning: tuple[str, str] = REASONING,
 ) -> ConversationCheck:
     """What is in a conversation; a refused call is left out, and the next one compared with the calls before it.
@@ -85,11 +84,10 @@ def check_conversation(
         calls: The conversation's, in order.
         tokenizer: Tells the class of a boundary where ids differ, and the text of ids; None leaves both open.
         policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
-        behind_splice: As for :func:`~mis_ext.rollout.build_samples`.
         reasoning: The markers before and behind a reasoning block.
 
     Raises:
-        ValueError: The policy needs a tokenizer, or the tokenizer is of unknown form.
+        ValueError: The tokenizer is of unknown form.
     """
     logged = list[LoggedCall]()
     read: list[tuple[LoggedCall, Generation]] = []
@@ -102,9 +100,9 @@ def check_conversation(
         except RolloutError as error:
             refused.append(Finding(type(error).__name__, False, _place(call) | {"message": str(error)}))
     generations = [generation for _, generation in read]
-    # Of the policies that neither raise nor stop, the one that keeps most of the earlier turns.
-    build = partial(build_samples, generations, tokenizer=tokenizer, behind_splice=behind_splice, reasoning=reasoning)
-    classified = build(policy="split" if tokenizer is None else "correct")
+    build = partial(build_samples, generations, tokenizer=tokenizer, reasoning=reasoning)
+    # The policy that never raises.
+    classified = build(policy="split")
     later = [call for call, _ in read[1:]]
     samples, metrics, policy_error = _build(build, generations, policy)
     place = {"conversation": logged[0].conversation} if logged else {}

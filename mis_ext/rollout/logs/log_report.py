@@ -70,7 +70,6 @@ class LogReport:
             "samples": metrics["samples"],
             "trained_tokens": metrics["sampled_tokens/trained"],
             "dropped_tokens": metrics["sampled_tokens/dropped"],
-            "tokens_behind_other_ids": metrics["sampled_tokens/behind_other_ids"],
             "actions": {action.value: metrics[f"boundaries/{action.value}"] for action in BoundaryAction},
             "errors": self._tables["policy_errors"].to_dict(),
         }
