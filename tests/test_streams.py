@@ -1,12 +1,10 @@
 """Streams joined into responses: the readers give what they give without streaming.
 
-The events are cut here from responses, in more ways than a server cuts them: ``test_vllm_responses.py`` and
-``test_sglang_rollout.py`` join what servers sent.
+The events are cut from responses (``streamed.py``): ``test_vllm_responses.py`` and ``test_sglang_rollout.py`` join what
+servers sent.
 """
 
 import copy
-import itertools
-import json
 import random
 
 import pytest
@@ -14,74 +12,20 @@ import pytest
 pytest.importorskip("transformers")
 
 from responses import recorded, vllm_chat, vllm_completions
+from streamed import chunked, generate_events, lines_of, of_sglang, pieces_of, with_ends
 
-from mis_ext.rollout.errors import AbortedRequest, CountMismatch, MalformedResponse, RolloutError, UnprovenTokenIds
+from mis_ext.rollout.errors import (
+    AbortedRequest,
+    CountMismatch,
+    MalformedResponse,
+    RolloutError,
+    UnprovenTokenIds,
+)
 from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_generate
 from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 from mis_ext.rollout.streams.joining import join_stream
 
 CALLS = [("call-a", "weather", '{"city": "Paris"}'), ("call-b", "time", '{"zone": "CET"}')]
-
-
-def lines_of(events, *, end=True):
-    lines = [": ping", *(f"data: {json.dumps(event)}" for event in events), ""]
-    return [*lines, "data: [DONE]"] if end else lines
-
-
-def pieces(items, cuts):
-    bounds = [0, *cuts, len(items)]
-    return [items[a:b] for a, b in itertools.pairwise(bounds)]
-
-
-def chunked(response, rng):
-    """The chunks of all choices, in a drawn order that keeps that of each choice."""
-    is_chat = response["object"] == "chat.completion"
-    common = {"id": response["id"], "object": "chat.completion.chunk" if is_chat else "text_completion"}
-    queues = []
-    for choice in response["choices"]:
-        ids = choice["token_ids"]
-        cuts = sorted(rng.sample(range(1, len(ids)), rng.randint(0, len(ids) - 1)))
-        parts = []
-        names = ["content"] if is_chat else ["tokens", "token_logprobs", "text_offset", "top_logprobs"]
-        columns = {name: pieces(choice["logprobs"][name], cuts) for name in names}
-        for number, part in enumerate(pieces(ids, cuts)):
-            log_probs = {name: column[number] for name, column in columns.items()}
-            parts.append({"index": choice["index"], "token_ids": part, "logprobs": log_probs, "finish_reason": None})
-        text = choice["message"]["content"] if is_chat else choice["text"]
-        for part, piece in zip(parts, pieces(text or "", [1] * len(cuts)), strict=True):
-            part |= {"delta": {"content": piece}} if is_chat else {"text": piece}
-        if is_chat:
-            parts[0:0] = [{"index": choice["index"], "delta": {"role": "assistant", "content": ""}}]
-            for key in ("reasoning",):
-                for piece in choice["message"][key] or "":
-                    parts.insert(1, {"index": choice["index"], "delta": {key: piece}})
-            parts += tool_parts(choice, rng)
-        parts[-1] |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
-        if not is_chat:
-            parts[0]["prompt_token_ids"] = choice["prompt_token_ids"]
-        queues.append(parts)
-    events = []
-    while any(queues):
-        queue = rng.choice([queue for queue in queues if queue])
-        events.append({**common, "choices": [queue.pop(0)]})
-    if is_chat:
-        events[0]["prompt_token_ids"] = response["prompt_token_ids"]
-    return [*events, {**common, "choices": [], "usage": response["usage"]}]
-
-
-def tool_parts(choice, rng):
-    """Names in order, then the arguments of all calls in pieces that alternate."""
-    calls = choice["message"]["tool_calls"]
-    parts = [
-        {"index": i, "id": call["id"], "type": "function", "function": {"name": call["function"]["name"]}}
-        for i, call in enumerate(calls)
-    ]
-    queues = [
-        [{"index": i, "function": {"arguments": x}} for x in c["function"]["arguments"]] for i, c in enumerate(calls)
-    ]
-    while any(queues):
-        parts.append(rng.choice([queue for queue in queues if queue]).pop(0))
-    return [{"index": choice["index"], "delta": {"tool_calls": [part]}} for part in parts]
 
 
 def two_choices(exchange):
@@ -126,31 +70,9 @@ def test_reasoning_and_parallel_tool_calls_come_back_whole(seed) -> None:
 
 def test_chunks_without_ids_prove_no_sample() -> None:
     request, response = vllm_chat()
-    events = chunked(response, random.Random(3))
-    for event in events:
-        event.pop("prompt_token_ids", None)
-        for choice in event["choices"]:
-            choice.pop("token_ids", None)
-    # SGLang ends a choice in a chunk of its own.
-    last = events[-2]["choices"][0]
-    events.insert(-1, {**events[-2], "choices": [{"index": 0, "delta": {}, "finish_reason": last["finish_reason"]}]})
-    last["finish_reason"] = None
+    events = with_ends(chunked(of_sglang(response), random.Random(3)))
     with pytest.raises(UnprovenTokenIds):
         read_sglang_chat(request, join_stream(lines_of(events)))
-
-
-def generate_events(response):
-    """Each has all that came before."""
-    events = []
-    for count in range(1, len(response["output_ids"]) + 1):
-        event = copy.deepcopy(response)
-        event["output_ids"] = event["output_ids"][:count]
-        meta = event["meta_info"]
-        meta |= {"completion_tokens": count, "output_token_logprobs": meta["output_token_logprobs"][:count]}
-        if count < len(response["output_ids"]):
-            meta["finish_reason"] = None
-        events.append(event)
-    return events
 
 
 def test_the_last_event_of_generate_is_the_response() -> None:
@@ -164,19 +86,6 @@ def test_the_last_event_of_generate_is_the_response() -> None:
         read_sglang_generate(request, join_stream(lines_of(events)))
 
 
-def pieces_of(events):
-    """As a server with --incremental-streaming-output sends them: counts of all, and what is new."""
-    cut = copy.deepcopy(events)
-    for before, event in zip(events, cut[1:], strict=False):
-        count = len(before["output_ids"])
-        event["output_ids"] = event["output_ids"][count:]
-        event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][count:]
-    text = events[-1]["text"]
-    for event, part in zip(cut, pieces(text, range(1, len(cut))), strict=True):
-        event["text"] = part
-    return cut
-
-
 def test_events_that_hold_only_what_is_new_are_added_up() -> None:
     request, response = recorded("generate_length")
     events = pieces_of(generate_events(response))
@@ -184,6 +93,42 @@ def test_events_that_hold_only_what_is_new_are_added_up() -> None:
     for lost in range(len(events)):
         with pytest.raises((CountMismatch, MalformedResponse)):
             read_sglang_generate(request, join_stream(lines_of(events[:lost] + events[lost + 1 :])))
+
+
+def test_a_short_last_event_is_not_taken_for_what_is_new() -> None:
+    """Without one of three ids, the two events hold as many together as there should be."""
+    request, response = recorded("generate_length")
+    rows = response["meta_info"]["output_token_logprobs"]
+    for count, lost in ((3, 2), (3, 1), (4, 3)):
+        known = [row[1] for row in rows]
+        short = copy.deepcopy(response)
+        short["output_ids"] = known[:lost] + known[lost + 1 : count]
+        short["meta_info"] |= {
+            "completion_tokens": count,
+            "finish_reason": {"type": "length", "length": count},
+            "output_token_logprobs": rows[:lost] + rows[lost + 1 : count],
+            "weight_versions": None,
+        }
+        # With streaming at intervals there are two events.
+        first, *_, last = generate_events(short)
+        with pytest.raises(CountMismatch):
+            read_sglang_generate(request, join_stream(lines_of([first, last])))
+
+
+def test_what_is_new_may_begin_as_what_came_before() -> None:
+    request, response = recorded("generate_length")
+    ids, rows = response["output_ids"], response["meta_info"]["output_token_logprobs"]
+    ids[1] = rows[1][1] = ids[0]
+    events = generate_events(response)
+    for chosen in ([events[0], events[-1]], events):
+        joined = join_stream(lines_of(pieces_of(chosen)))
+        assert read_sglang_generate(request, joined).sampled_ids == ids
+    # At temperature 0 the same id may come again and again with the same log-prob.
+    for row in rows:
+        row[:2] = [0.0, ids[0]]
+    response["output_ids"] = [ids[0]] * len(ids)
+    joined = join_stream(lines_of(pieces_of(generate_events(response))))
+    assert read_sglang_generate(request, joined).sampled_ids == response["output_ids"]
 
 
 def test_a_stream_that_breaks_off_anywhere_gives_no_sample() -> None:

@@ -78,8 +78,7 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
 def _join_generate(events: list[Field]) -> dict[str, Any]:
     """The last event, whose count of tokens is always that of all: where it has fewer, those of all events follow."""
     last = dict(events[-1].value)
-    ids = events[-1].get("output_ids")
-    if ids is None or len(ids.array()) >= events[-1]["meta_info"]["completion_tokens"].count():
+    if events[-1].get("output_ids") is None or _has_all(events[-1]) or _repeats_what_came(events):
         return last
     last["output_ids"] = _joined(events, "output_ids")
     if events[-1].get("text") is not None:
@@ -87,6 +86,16 @@ def _join_generate(events: list[Field]) -> dict[str, Any]:
     metas = [event["meta_info"] for event in events]
     last["meta_info"] = last["meta_info"] | {key: _joined(metas, key) for key in _PIECES if key in last["meta_info"]}
     return last
+
+
+def _has_all(event: Field) -> bool:
+    return len(event["output_ids"].array()) >= event["meta_info"]["completion_tokens"].count()
+
+
+def _repeats_what_came(events: list[Field]) -> bool:
+    """Whether every event holds all that came before, so that the last one lacks something: the readers will say so."""
+    *earlier, last = (_joined([event["meta_info"]], "output_token_logprobs") for event in events)
+    return bool(earlier and earlier[-1]) and last[: len(earlier[-1])] == earlier[-1] and all(map(_has_all, events[:-1]))
 
 
 def _joined(holders: list[Field], key: str) -> list[Any]:
