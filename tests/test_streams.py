@@ -16,12 +16,13 @@ from streamed import chunked, generate_events, lines_of, of_sglang, pieces_of, w
 
 from mis_ext.rollout.errors import (
     AbortedRequest,
+    Contradiction,
     CountMismatch,
     MalformedResponse,
     RolloutError,
     UnprovenTokenIds,
 )
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_generate
+from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
 from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
 from mis_ext.rollout.streams.joining import join_stream
 
@@ -93,6 +94,54 @@ def test_events_that_hold_only_what_is_new_are_added_up() -> None:
     for lost in range(len(events)):
         with pytest.raises((CountMismatch, MalformedResponse)):
             read_sglang_generate(request, join_stream(lines_of(events[:lost] + events[lost + 1 :])))
+
+
+def test_a_stream_of_sglangs_chat_is_read_where_its_ids_stand_beside_the_choices() -> None:
+    request, lines = recorded("chat_two_stream")
+    joined = join_stream(lines)
+    for choice in range(2):
+        found = read_sglang_chat(request, joined, choice=choice)
+        assert found.sampled_ids == joined["sglext"]["output_ids"][choice]
+        assert found.prompt_ids == joined["sglext"]["input_ids"]
+        assert len(found.log_probs) == len(found.sampled_ids) == request["max_tokens"]
+    # The header x-sglext-ids-framed gives the event a name.
+    framed = [part for line in lines for part in (["event: sglext_ids"] * ("sglext" in line) + [line])]
+    assert join_stream(framed) == joined
+    without = [line for line in lines if "sglext" not in line]
+    with pytest.raises(UnprovenTokenIds, match="return_output_ids_in_sglext"):
+        read_sglang_chat(request, join_stream(without), choice=0)
+    joined["sglext"]["output_ids"] = []
+    with pytest.raises(MalformedResponse, match="a list of ids for each choice"):
+        read_sglang_chat(request, joined, choice=0)
+
+
+def test_log_probs_that_sglangs_chat_leaves_out_of_a_stream_are_missed() -> None:
+    """Of a token that ends within a character it sends none."""
+    request, lines = recorded("chat_stream")
+    with pytest.raises(CountMismatch, match="completion_tokens is 8, but there are 6 log-probs"):
+        read_sglang_chat(request, join_stream(lines))
+
+
+def test_ids_beside_the_choices_are_one_more_witness() -> None:
+    request, response = recorded("chat_ids_beside")
+    assert read_sglang_chat(request, response).sampled_ids == response["sglext"]["output_ids"][0]
+    response["choices"][0]["response_token_ids"] = [5, *response["sglext"]["output_ids"][0][1:]]
+    with pytest.raises(Contradiction, match=r"sglext\.output_ids\[0\]\[0\] is"):
+        read_sglang_chat(request, response)
+    del response["choices"][0]["response_token_ids"]
+    response["sglext"]["input_ids"].append(5)
+    with pytest.raises(CountMismatch):
+        read_sglang_chat(request, response)
+
+
+def test_a_stream_of_sglangs_completions_is_read() -> None:
+    request, lines = recorded("completions_stream")
+    found = read_sglang_completions(request, join_stream(lines))
+    assert (len(found.sampled_ids), len(found.log_probs), found.prompt_ids) == (8, 8, [316, 284, 277])
+    # An event that is lost is never silent.
+    for lost in [line for line in lines if line.startswith("data: {")]:
+        with pytest.raises(RolloutError):
+            read_sglang_completions(request, join_stream([line for line in lines if line != lost]))
 
 
 def test_a_short_last_event_is_not_taken_for_what_is_new() -> None:

@@ -11,6 +11,8 @@ from mis_ext.rollout.readers.choices import Choice, open_choice, sent_ids
 from mis_ext.rollout.readers.evidence import agree, check_same, settle, with_kept_ids, with_versions
 from mis_ext.rollout.readers.reading import Field, open_exchange
 
+_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
+
 
 def read_sglang_generate(
     request: Mapping[str, Any], response: Mapping[str, Any], *, request_id: str | None = None
@@ -66,7 +68,8 @@ def read_sglang_chat(
 
     The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``. Instead,
     ``return_meta_info: true`` has those of the response, and ``return_prompt_token_ids: true`` or a prompt sent as
-    ``input_ids`` those of the prompt.
+    ``input_ids`` those of the prompt. A stream has them only with ``return_input_ids_in_sglext: true`` and
+    ``return_output_ids_in_sglext: true``.
 
     Args:
         request: The request as it was sent, decoded.
@@ -112,18 +115,23 @@ def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
         ending, scored = meta["finish_reason"], _scored_tokens(meta)
         check_same(body["finish_reason"], ending["type"])
         agree([scores.tokens, scored.column(2)], Field.strings)
+    extension = found.answer.get("sglext")
     generation = settle(
         body.request_id,
-        sampled_ids=[body.get(sampled_ids), scored and scored.column(1)],
+        sampled_ids=[body.get(sampled_ids), scored and scored.column(1), extension and _of_choice(extension, found)],
         sampled_counts=[meta and meta["completion_tokens"], ending and ending.get("length")],
         log_probs=[scores.log_probs, scored and scored.column(0)],
-        prompt_ids=[sent_ids(found.asked, sent_as), body.get("prompt_token_ids")],
+        prompt_ids=[
+            sent_ids(found.asked, sent_as),
+            body.get("prompt_token_ids"),
+            extension and extension.get("input_ids"),
+        ],
         prompt_counts=[found.prompt_count, meta and meta["prompt_tokens"]],
         finish_reason=found.finish_reason,
         stop_matches=[body.get("matched_stop"), ending and ending.get("matched")],
         text=found.text,
-        ids_advice="ask for them with return_token_ids: true",
-        prompt_advice="ask for them with return_token_ids: true",
+        ids_advice=_ADVICE.format("output"),
+        prompt_advice=_ADVICE.format("input"),
     )
     # The response's own versions are those of its first choice.
     first = found.answer.get("metadata") if found.position == 0 else None
@@ -136,6 +144,14 @@ def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
         return generation
     generation = with_kept_ids(generation, meta and meta.get("output_token_sampling_mask"))
     return with_versions(generation, holder.get("weight_versions"), holder.get("weight_version"))
+
+
+def _of_choice(extension: Field, found: Choice) -> Field | None:
+    """The sampled ids that stand beside the choices."""
+    lists = extension.get("output_ids")
+    if lists is not None and found.position >= len(lists.array()):
+        raise lists.malformed("a list of ids for each choice")
+    return lists and lists.entry(found.position)
 
 
 def _scored_tokens(meta: Field) -> Field:

@@ -21,7 +21,7 @@ _PIECES = (
     *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
 )
-_OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata")
+_OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata", "sglext")
 
 
 def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
@@ -57,8 +57,8 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
     events: list[Field] = []
     for number, raw in enumerate(lines):
         line = (raw.decode() if isinstance(raw, bytes) else raw).strip()
-        # A comment keeps the connection open.
-        if not line or line.startswith(":"):
+        # A comment keeps the connection open; of a named event the data says what it is.
+        if not line or line.startswith((":", "event:")):
             continue
         if not line.startswith(_DATA):
             raise MalformedResponse(request_id, f"line {number} is no event: {line[:80]!r}")
@@ -106,14 +106,16 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
     name, response = _open_response(events[0])
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event[name].value != response[name]:
-            raise event[name].malformed(f"{response[name]!r} as before: one stream is one request")
         response |= {key: found.value for key in _OF_A_RESPONSE if (found := event.get(key)) is not None}
         chunks = event["choices"]
         for position in range(len(chunks.array())):
             chunk = chunks.entry(position)
             index = chunk["index"].count()
             _add_chunk(choices.setdefault(index, {"index": index}), chunk)
+    # SGLang's chat names each choice, and the ends of all after one of them.
+    others = [event[name] for event in events if event[name].value != response[name]]
+    if len({other.string() for other in others}) >= max(len(choices), 1):
+        raise others[-1].malformed(f"{response[name]!r} as before: one stream is one request")
     return response | {"choices": [choices[index] for index in sorted(choices)]}
 
 

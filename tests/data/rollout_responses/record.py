@@ -30,6 +30,8 @@ PROMPT = "The answer is"
 MESSAGES = [{"role": "user", "content": "What is the weather in Paris?"}]
 CHAT = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "max_tokens": 8, "seed": 1}
 COMPLETION = {"model": "tiny", "logprobs": 1, "max_tokens": 8, "return_token_ids": True}
+IDS_BESIDE = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def main() -> None:
@@ -107,6 +109,10 @@ def main() -> None:
             {**CHAT, "n": 2, "max_tokens": 3, "return_meta_info": True, "return_token_ids": True},
         ),
         "chat_plain": ("/v1/chat/completions", CHAT),
+        "chat_ids_beside": ("/v1/chat/completions", {**CHAT, **IDS_BESIDE}),
+        "chat_stream": ("/v1/chat/completions", {**CHAT, **STREAM, **IDS_BESIDE}),
+        "chat_two_stream": ("/v1/chat/completions", {**CHAT, **STREAM, **IDS_BESIDE, "n": 2, "max_tokens": 3}),
+        "completions_stream": ("/v1/completions", {**COMPLETION, "prompt": PROMPT, **STREAM}),
         "completions_token_ids": ("/v1/completions", {**COMPLETION, "prompt": PROMPT}),
         "completions_stop": (
             "/v1/completions",
@@ -216,7 +222,7 @@ def post(endpoint: str, body: dict[str, Any]) -> tuple[int, Any]:
             status, content = answer.status, answer.read()
     except urllib.error.HTTPError as error:
         status, content = error.code, error.read()
-    return status, json.loads(content) if content.startswith((b"{", b"[")) else content.decode()
+    return status, json.loads(content) if content.startswith((b"{", b"[")) else content.decode().splitlines()
 
 
 def meanwhile(request: dict[str, Any], *posts: tuple[str, dict[str, Any]]) -> tuple[int, Any]:
