@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,10 +27,22 @@ WORDS = [
     "the weather",
     "Action: ",
 ]
+TOOL_CALLS = [
+    '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris"}}\n</tool_call>',
+    '<tool_call>\n{"name": "time", "arguments": {"zone": "CET"}}\n</tool_call>',
+]
 OBSERVATIONS = ["17 degrees", "晴れ", "Go on.", '{"ok": true}', "Observation: y"]
-CONTEXT_BITS, UNIQUE = 30, 2.0**-20
+# A log-prob is at most -1024: readers take -9999 for minus infinity.
+CONTEXT_BITS, UNIQUE, SCALE = 30, 2.0**-20, 2.0**-20
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+
+
+class Exchange(NamedTuple):
+    """One request, and the samples of its one prompt that came back."""
+
+    answers: list[Generation]
+    aborted: bool = False
 
 
 class Asked(NamedTuple):
@@ -49,7 +63,15 @@ def scores(ids: Iterable[int]) -> list[int]:
 
 def score_of(log_prob: float) -> int:
     """The score that is in a log-prob; the rest of it says which of all sampled tokens it is."""
-    return int(-log_prob)
+    return int(-log_prob / SCALE)
+
+
+def parsed(text: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Reasoning, the rest of the text, and the tool calls as a parser of a server writes them."""
+    reasoning, _, rest = text.rpartition("</think>")
+    calls = [json.loads(found) for found in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", rest, re.DOTALL)]
+    content = re.sub(r"<tool_call>\n.*?\n</tool_call>", "", rest, flags=re.DOTALL)
+    return reasoning.removeprefix("<think>"), content, [{"type": "function", "function": call} for call in calls]
 
 
 class Conversation:
@@ -68,35 +90,61 @@ class Conversation:
         self._closes = template != "plain"
         self._count = 0
         self.asked = list[Asked]()
+        self.exchanges = list[Exchange]()
         agents = [[self.ask(*self.start())] for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
         for _ in range(self.random.randint(1, 7)):
             agent = self.random.choice(agents)
-            agent.append(self.ask(*self.random.choice(MOVES)(self, agent[-1])))
+            move = self.random.choice(MOVES)(self, agent[-1])
+            agent.append(move if isinstance(move, Asked) else self.ask(*move))
 
     @property
     def calls(self) -> list[Generation]:
         """In order."""
         return [each.call for each in self.asked]
 
-    def ask(self, prompt: list[int], messages: Messages, again: Generation | None = None) -> Asked:
-        """What the server makes of a prompt."""
-        if again is None:
-            sampled, was_cut = self._sample()
-            log_probs = []
-            for score in scores([*prompt, *sampled])[len(prompt) :]:
-                self._count += 1
-                log_probs.append(-(score + self._count * UNIQUE))
-            again = Generation(
-                request_id=str(len(self.asked)),
-                prompt_ids=prompt,
-                sampled_ids=sampled,
-                log_probs=log_probs,
-                finish_reason="length" if was_cut else "stop",
-                weight_version=str(len(self.asked) // 2),
-            )
-        text = self.tokenizer.decode(again.sampled_ids, skip_special_tokens=True)
-        self.asked.append(Asked(again, [*messages, {"role": "assistant", "content": text}]))
-        return self.asked[-1]
+    def ask(self, prompt: list[int], messages: Messages, *, answers: int = 1) -> Asked:
+        """What the server makes of a prompt; the agent goes on from one of several answers."""
+        if self.random.random() < 0.05:
+            self.abort(prompt)
+        calls = [self._call(prompt, str(len(self.asked) + number)) for number in range(answers)]
+        self.exchanges.append(Exchange(calls))
+        texts = [self.tokenizer.decode(call.sampled_ids, skip_special_tokens=True) for call in calls]
+        self.asked += [
+            Asked(call, [*messages, {"role": "assistant", "content": text}])
+            for call, text in zip(calls, texts, strict=True)
+        ]
+        return self.random.choice(self.asked[-answers:])
+
+    def log_again(self, before: Asked) -> Asked:
+        """A call that is in the log already."""
+        self.exchanges.append(Exchange([before.call]))
+        self.asked.append(before)
+        return before
+
+    def abort(self, prompt: list[int]) -> list[int]:
+        """What was sampled until the server gave the request up."""
+        call = self._call(prompt, f"aborted {len(self.exchanges)}")
+        self.exchanges.append(Exchange([call], aborted=True))
+        return call.sampled_ids
+
+    def _call(self, prompt: list[int], name: str) -> Generation:
+        sampled, was_cut = self._sample()
+        log_probs = []
+        for score in scores([*prompt, *sampled])[len(prompt) :]:
+            self._count += 1
+            log_probs.append(-(score + self._count * UNIQUE) * SCALE)
+        version = len(self.asked) // 2
+        change = self.random.randrange(1, len(sampled)) if len(sampled) > 1 and self.random.random() < 0.1 else 0
+        versions = [str(version + (position >= change)) for position in range(len(sampled))] if change else None
+        return Generation(
+            request_id=name,
+            prompt_ids=prompt,
+            sampled_ids=sampled,
+            log_probs=log_probs,
+            finish_reason="length" if was_cut else "stop",
+            weight_version=str(version + 1 if change else version),
+            weight_versions=versions,
+        )
 
     def start(self) -> tuple[list[int], Messages]:
         """A system prompt and a question."""
@@ -119,6 +167,9 @@ class Conversation:
             ids += (
                 encode_bytewise(self.tokenizer, word) if self.random.random() < 0.15 else encode(self.tokenizer, word)
             )
+        if self.random.random() < 0.15:
+            for call in self.random.sample(TOOL_CALLS, self.random.randint(1, 2)):
+                ids += encode(self.tokenizer, call)
         if self.random.random() < 0.1:
             return ids[: self.random.randint(1, len(ids))], True
         return [*ids, self.tokenizer.eos_token_id] if self._closes else ids, False
@@ -187,10 +238,31 @@ def retry(world: Conversation, _: Asked) -> tuple[list[int], Messages]:
     return [*before.call.prompt_ids], before.messages[:-1]
 
 
-def repeat(world: Conversation, _: Asked) -> tuple[list[int], Messages, Generation]:
+def retry_often(world: Conversation, last: Asked) -> Asked:
+    """Several answers to one request."""
+    return world.ask(*retry(world, last), answers=world.random.randint(2, 3))
+
+
+def repeat(world: Conversation, _: Asked) -> Asked:
     """Any call, logged twice."""
-    before = world.random.choice(world.asked)
-    return [*before.call.prompt_ids], before.messages[:-1], before.call
+    return world.log_again(world.random.choice(world.asked))
+
+
+def resume(world: Conversation, last: Asked) -> tuple[list[int], Messages]:
+    """The server gives the request up, and the client goes on from what was sampled until then."""
+    prompt, messages = append(world, last)
+    return [*prompt, *world.abort(prompt)], messages
+
+
+def call_tools(world: Conversation, last: Asked) -> tuple[list[int], Messages]:
+    """A client that keeps what a server parsed: the template writes reasoning and tool calls anew."""
+    messages = [*last.messages]
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            _, content, calls = parsed(message["content"])
+            messages[number] = {"role": "assistant", "content": content, "tool_calls": calls}
+    results = [{"role": "tool", "content": world.random.choice(OBSERVATIONS)} for _ in messages[-1]["tool_calls"]]
+    return world.render([*messages, *results]), [*messages, *results]
 
 
 def edit(world: Conversation, last: Asked) -> tuple[list[int], Messages]:
@@ -220,4 +292,7 @@ def go_on(world: Conversation, last: Asked) -> tuple[list[int], Messages]:
     return [*last.call.prompt_ids, *ids, *encode(world.tokenizer, " Observation: y\n")], messages
 
 
-MOVES = (append, append, append, rewrite, rewrite, strip, trim, summarise, fork, retry, repeat, edit, reorder, go_on)
+MOVES = (
+    *(append, append, append, rewrite, rewrite, strip, trim, summarise, fork, retry, retry_often),
+    *(repeat, edit, reorder, go_on, resume, call_tools),
+)
