@@ -5,8 +5,8 @@
 Each conversation goes the whole way. Agents append, render anew, strip, lose reasoning, retry, repeat, edit, remove
 turns, call tools, are aborted, and ask for several answers (``tests/agents.py``). What they were answered is written as
 SGLang or vLLM write it, whole or as a stream (``tests/wire.py``). It is joined, read and built into samples, which are
-compared with what was sampled (``tests/truth.py``). Beside each response one fault is planted in a copy of it
-(``tests/wire_faults.py``): it must be refused, or leave exactly the truth.
+compared with what was sampled (``tests/truth.py``). Beside each response that is read, one fault is planted in a
+copy of it (``tests/wire_faults.py``): it must be refused, or leave exactly the truth.
 
 A number is one conversation, whatever the others are: an error names it, and ``--first`` goes on from there.
 """
@@ -60,7 +60,6 @@ def check(number: int) -> Counter[str]:
             continue
         way = rng.choice(wire.ways())
         known = wire.told(exchange.answers, way)
-        counts.update(planted(wire, way, known, talk.tokenizer, rng))
         counts[f"responses: {wire.format} {way}"] += 1
         try:
             found = arrive(wire, way, rng)
@@ -69,6 +68,7 @@ def check(number: int) -> Counter[str]:
             counts["tokens: without ids"] += sampled
             continue
         assert same(found, known), f"{wire.format}, {way}: read {found}, sampled {known}"
+        counts.update(planted(wire, way, known, talk.tokenizer, rng))
         truth += known
         read += [replace(one, request_id=each.request_id) for one, each in zip(found, known, strict=True)]
     built = build_samples(read, policy="split", tokenizer=talk.tokenizer, vocab_size=len(talk.tokenizer))
