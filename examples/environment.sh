@@ -1,7 +1,7 @@
 # Makes the examples' virtual environment on the first run, and sets $venv. To be sourced, from the repository's root.
-# PYTHON chooses the interpreter (3.10 or newer), VENV the environment.
-venv="${VENV:-.venv-example}"
-requirements=requirements/example.txt
+# PYTHON chooses the interpreter (3.10 or newer), VENV the environment. A script may set $venv and $requirements before.
+venv="${VENV:-${venv:-.venv-example}}"
+requirements="${requirements:-requirements/example.txt}"
 # Written last, so that an interrupted installation is taken up again.
 installed="$venv/.installed"
 if [[ ! -e "$installed" || "$requirements" -nt "$installed" ]]; then

@@ -81,7 +81,7 @@ def check_bash(words: list[str]) -> None:
     elif script == ".ci/run":
         assert not arguments
     else:
-        python = re.findall(r"examples/\w+\.py", (ROOT / script).read_text())
+        python = re.findall(r"examples/[\w/]+\.py", (ROOT / script).read_text())
         check_script(python[-1], arguments)
 
 

@@ -3,8 +3,12 @@
 The trainer stands in here by what of it we look at.
 """
 
+import copy
 import json
 import lzma
+import os
+import re
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +30,12 @@ BATCHES = {
 TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
 RATIO = {"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}}}
 WHOLE = {"mis_loss_method": "decoupled_token_tis"}
+ROOT = Path(__file__).parents[1]
+VENV = ROOT / os.environ.get("TRL_VENV", ".venv-trl")
+in_trl = pytest.mark.skipif(
+    not (VENV / "bin" / "python").exists(),
+    reason="no environment with TRL: run examples/trl/run.sh once, or set TRL_VENV",
+)
 
 
 class Host:
@@ -143,16 +153,19 @@ def test_with_kept_denominators_the_mean_that_trl_takes_of_the_ratio_is_one() ->
 
 
 def test_in_four_steps_of_trl_ours_has_the_gradients_of_its_own_correction() -> None:
-    steps = RECORD["steps"]
-    own = torch.tensor(steps["TRL's own"]["grad_norm"])
-    for name in ("our ratio", "our whole loss"):
-        torch.testing.assert_close(torch.tensor(steps[name]["grad_norm"]), own, rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(
-            torch.tensor(steps[name]["loss"]), torch.tensor(steps["TRL's own"]["loss"]), rtol=1e-5, atol=1e-6
-        )
-    assert (torch.tensor(steps["no correction"]["grad_norm"]) / own - 1.0).abs().min() > 1e-4
-    # The correction is computed once a rollout, which has two steps.
-    assert len(steps["our ratio"]["mis_k3_kl"]) == 2
+    assert cases.faults_of_steps(RECORD["steps"]) == []
+
+
+@pytest.mark.parametrize("name", ["TRL's own", "our ratio", "our whole loss", "no correction"])
+def test_a_step_with_other_gradients_or_without_metrics_is_a_fault(name) -> None:
+    steps = copy.deepcopy(RECORD["steps"])
+    wanted = steps["TRL's own"]["grad_norm"]
+    steps[name]["grad_norm"] = wanted if name == "no correction" else [*wanted[:3], wanted[3] * 1.001]
+    assert any(fault.startswith(name) or name == "TRL's own" for fault in cases.faults_of_steps(steps))
+    if name.startswith("our"):
+        ours = {key: values for key, values in RECORD["steps"][name].items() if not key.startswith("mis_")}
+        (fault,) = cases.faults_of_steps(RECORD["steps"] | {name: ours})
+        assert "in TRL's log" in fault
 
 
 def test_a_metric_is_a_mean_over_all_ranks() -> None:
@@ -215,3 +228,26 @@ def test_a_rollout_without_vllm_has_the_whole_loss() -> None:
         trainer._compute_loss(None, inputs)
     method = Trainer(BATCHES["close"], mis_keys={"mis_loss_method": "ppo"}, use_vllm=False)
     assert torch.isfinite(method._compute_loss(None, inputs))
+
+
+@pytest.mark.whole_run
+@in_trl
+def test_the_example_trains_and_trl_logs_our_metrics_in_each_step() -> None:
+    command = ["bash", "examples/trl/run.sh", "yaml/mis.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"VENV": str(VENV)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = re.findall(r"^{'loss': .*$", done.stdout, re.MULTILINE)
+    assert len(steps) == 4
+    for step in steps:
+        logged = dict(re.findall(r"'([^']+)': '([^']+)'", step))
+        assert 0.0 < float(logged["mis_k3_kl"]) < 0.01
+        assert float(logged["grad_norm"]) > 0.0
+
+
+@pytest.mark.whole_run
+@in_trl
+def test_in_trl_itself_ours_has_the_numbers_of_its_own_correction() -> None:
+    command = [str(VENV / "bin" / "python"), "tests/data/trl/record.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "97 cases, 0 differ" in done.stdout

@@ -117,3 +117,19 @@ STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_compl
 """What says how a loss is divided."""
 UNSCORED = 3
 """The token of the first row whose log-prob the engine did not return, in the batch ``close``."""
+
+
+def faults_of_steps(steps: dict) -> list[str]:
+    """Where real steps of TRL with ours do not have the gradients of its own correction, or those of none."""
+    norms = {name: logged["grad_norm"] for name, logged in steps.items()}
+    own = norms["TRL's own"]
+    apart = {name: [abs(a / b - 1.0) for a, b in zip(found, own, strict=True)] for name, found in norms.items()}
+    # float32, four steps in which differences of 1e-7 grow.
+    faults = [f"{name}: {apart[name]}" for name in ("our ratio", "our whole loss") if not max(apart[name]) < 1e-5]
+    if not max(apart["no correction"]) > 1e-3:
+        faults.append(f"no correction: {apart['no correction']}")
+    # The correction is computed once a rollout, which has two steps; the whole loss measures in each.
+    for name, key, times in (("our ratio", "mis_k3_kl", 2), ("our whole loss", "mis_loss/pg_loss", 4)):
+        if len(steps[name].get(key, [])) != times:
+            faults.append(f"{name}: {key} is not {times} times in TRL's log")
+    return faults

@@ -1,13 +1,12 @@
 """A few steps of TRL's ``GRPOTrainer`` with mis_ext on a CPU: a tiny random model, an engine in bfloat16.
 
-    pip install trl==1.16.0
-    python examples/trl/train.py [yaml/mis.yaml]
+    bash examples/trl/run.sh [yaml/mis.yaml]
 
 ``Engine`` stands for vLLM, and needs no GPU. With the real one write ``use_vllm=True``, and leave ``Engine``,
 ``rollout`` and the last line of ``build`` away.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,9 @@ def build(keys: Any, folder: str, *, cls: type = Trainer, model: Any = None, **o
 
 def main() -> None:
     """Train; TRL prints what it logs."""
-    keys = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / "yaml" / "mis.yaml"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("keys", nargs="?", default=Path(__file__).parents[2] / "yaml" / "mis.yaml")
+    keys = parser.parse_args().keys
     with tempfile.TemporaryDirectory() as folder:
         build(keys, folder).train()
 

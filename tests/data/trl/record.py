@@ -1,8 +1,8 @@
 """Records ``numbers.json.xz`` anew: corrections and losses of TRL's own ``GRPOTrainer`` on a CPU, and ours in it.
 
-TRL is not part of this repository. In an environment with ``trl==1.16.0``, from the repository's root:
+TRL is not part of this repository. In the environment that ``examples/trl/run.sh`` makes, from the repository's root:
 
-    python tests/data/trl/record.py [--check]
+    .venv-trl/bin/python tests/data/trl/record.py [--check]
 
 The trainer is TRL's, with a tiny random model. Three things stand in: ``use_vllm`` is set once the trainer is built, a
 ``rollout_func`` returns the batch, and log-probs of the trainer are given instead of scored. Last it trains a few steps
@@ -226,6 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(name, {key: [float(f"{value:.6g}") for value in values] for key, values in logged.items()})
     differ = [name for name, difference in worst.items() if not difference <= TOLERANCE]
     print(f"{len(worst)} cases, {len(differ)} differ by more than {TOLERANCE:g}: {differ}")
+    differ += cases.faults_of_steps(trained)
+    print(f"four steps of TRL, faults: {cases.faults_of_steps(trained)}")
     ratio = {
         name: {each: own["ratio"] for each, (own, _) in both["ratios"][f"{name}: dapo, token"].items()}
         for name in cases.RATIOS
