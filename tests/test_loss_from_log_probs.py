@@ -136,6 +136,15 @@ def test_the_mean_is_over_sequences_with_a_response_or_over_tokens() -> None:
     assert nothing.mean.detach() == 0.0
 
 
+def test_an_entropy_that_nobody_gave_is_no_metric() -> None:
+    given = padded(samples_of(batch_of()))
+    found, _ = computed({}, given)
+    assert float(found.metrics["entropy_loss"].value()) > 0.0
+    del given["entropy"]
+    alone = mis_ext.policy_loss_from_log_probs(loss_cases.host_args(), **given)
+    assert alone.metrics.keys() == found.metrics.keys() - {"entropy_loss"}
+
+
 def test_an_advantage_of_each_row_is_that_of_its_tokens() -> None:
     given = padded(samples_of(batch_of()))
     rows = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 1.0], dtype=torch.float64)

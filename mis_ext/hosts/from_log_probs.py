@@ -123,7 +123,9 @@ def policy_loss_from_log_probs(
     session = run.session if loss.has_correction else None
     found = loss_of_tokens(settings, tokens, session=session, groups=groups)
     num_terms = _num_terms(found.response_T, mask_R, whole, per_token=settings.per_token_loss, cp_size=groups.cp_size)
-    metrics = {name: Mean(total, num_terms) for name, total in found.metrics.items()}
+    # slime and Miles log a 0 where nobody gave the entropy; here it is not among the metrics.
+    given_names = [name for name in found.metrics if name != "entropy_loss" or entropy is not None]
+    metrics = {name: Mean(found.metrics[name], num_terms) for name in given_names}
     # What the correction could not measure in a sequence is no term of its mean.
     measured = {name: Mean(*pair.unbind()) for name, pair in found.measured().items()}
     return TotalLoss(found.loss, num_terms, metrics | measured)
