@@ -41,7 +41,9 @@ def register(keys: Keys) -> None:
             advantages=advantages,
             response_mask=loss_mask,
         )
-        return found.total, scalars(found.metrics, prefix="")
+        # SkyRL reports its loss itself. What is called a loss it adds up over micro-batches, which no mean is for.
+        metrics = {name: metric for name, metric in found.metrics.items() if not name.endswith("loss")}
+        return found.total, scalars(metrics, prefix="")
 
     if "mis_ext" in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister("mis_ext")
