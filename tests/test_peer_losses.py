@@ -126,8 +126,18 @@ def computed(name: str, each: str) -> tuple:
 @pytest.mark.parametrize("name", peer_cases.NEMO_RL)
 def test_the_loss_is_that_of_nemo_rl(name) -> None:
     for each, wanted in RECORD["losses"]["nemo_rl"][name].items():
-        found, _ = computed(name, each)
+        found, metrics = computed(name, each)
         assert_close(found, wanted)
+        # NeMo-RL does not divide these by the number of its mini-batches.
+        assert not any("_max" in key or "_min" in key for key in metrics)
+
+
+def test_a_maximum_has_another_name_in_nemo_rl() -> None:
+    loss_fn = MisLoss(HostLoss({}), {"mis_loss_method": "ppo", "use_tis": True})
+    batch = BATCHES["close"]
+    _, metrics = loss_fn(batch["log_prob"], peer_cases.nemo_data(batch), **peer_cases.SIZES)
+    assert metrics["mis_ratio_highest"] > 0.0
+    assert "mis_ratio_max" not in metrics
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo, sequences"])
