@@ -424,7 +424,7 @@ def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys
         (["miss"], "did you mean 'mis'"),
         (["nothing.yaml"], "nothing.yaml"),
         (["mis", "--k3", "-1"], "k3 must be in [0, 10], got -1.0"),
-        (["mis", "--k3", "small"], "must be a number, as 5e-3, got 'small'"),
+        (["mis", "--k3", "small"], "must be a number, such as 5e-3, got 'small'"),
         (["mis", "--length", "0"], "length must be in [1, 1e+07], got 0.0"),
         (["mis", "--length", "nan"], "length must be in [1, 1e+07], got nan"),
         (["mis", "--sequences", "0"], "num_sequences must be in [1, inf), got 0"),

@@ -245,7 +245,7 @@ def test_a_presets_name_wins(capsys) -> None:
     assert [step["name"] for step in found["steps"]][:2] == ["ratio", "weight, token"]
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
-    assert "where no preset has that name" in " ".join(capsys.readouterr().out.split())
+    assert "if no preset has that name" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_method_beside_a_correction_is_one_more_step_and_is_shown(tmp_path, capsys) -> None:

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input, 130 interrupted, 141 nobody reads on.
     """
     parser = argparse.ArgumentParser(
-        prog="mis-ext", description="Measures and explains the mismatch of inference and training engines."
+        prog="mis-ext", description="Measures and explains the mismatch between inference engine and trainer."
     )
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")

@@ -29,13 +29,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext audit``."""
     parser = subparsers.add_parser(
         "audit",
-        help="do both engines give every token the same log-prob, bit for bit?",
+        help="do trainer and engine give every token the same log-prob, bit for bit?",
         description=(
-            "Compares the log-probs of both engines, bit for bit. Files: .pt of slime's --save-debug-train-data or of "
-            "Miles' --dump-details, of all ranks; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
+            "Compares the log-probs of trainer and engine, bit for bit. Files of all ranks: .pt of --dump-details or "
+            "--save-debug-train-data; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
             "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
-            "UNPROVED until --provenance, --engine-records or --control says where they come from. Exit code: 0 exact, "
-            "1 different, unproved or invalid, 2 unreadable."
+            "UNPROVED until --provenance, --engine-records or --control says where they come from. Exit code: 0 exact; "
+            "1 different, unproved or invalid; 2 a file cannot be read."
         ),
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="dumps of one or more rollouts")
@@ -43,7 +43,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--provenance",
         choices=("decode", "prefill", "unknown"),
         default="unknown",
-        help="your word on where the rollout log-probs come from: decode, recorded while sampling; prefill, the engine "
+        help="you state where the rollout log-probs come from. decode: recorded while sampling. prefill: the engine "
         "scored the finished text again",
     )
     parser.add_argument(
@@ -51,27 +51,27 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="files that the engine's side wrote before training (the hosts' --save-debug-rollout-data); they show "
-        "that the rollout log-probs are the engine's",
+        help="files that the engine's side wrote before training (--save-debug-rollout-data of slime and Miles). They "
+        "show that the rollout log-probs are the engine's",
     )
     parser.add_argument(
         "--control",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="dumps of a run of the same code whose engines must differ, for example with a weight sync left out; they "
-        "show that neither side is a copy of the other",
+        help="dumps of a control run: the same code, but trainer and engine must differ, for example without a weight "
+        "sync. They show that neither side is a copy of the other",
     )
     parser.add_argument(
         "--train-weight-version",
         metavar="VERSION",
-        help="version of the weights with which the trainer scored, for files that do not say it; it is compared with "
+        help="version of the weights with which the trainer scored, if the files do not have it. It is compared with "
         "the engine's weight_versions",
     )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
+        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
     )
     parser.set_defaults(run=run, shown_with=("rich",))
 

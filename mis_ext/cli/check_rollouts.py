@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mis_ext.rollout.text import Tokenizer
 
 _FORMAT = (
-    'One call a line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}, and, where there is '
-    'one, "request_id", "text" (what the agent kept of the response), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
+    'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
+    '"request_id", "text" (the text that the agent kept), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
     "sglang (/generate), sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions, "
-    "openai-chat, openai-completions. Calls of one conversation are in order; others may be in between, and files are "
-    "read as one."
+    "openai-chat, openai-completions. Calls of one conversation are in order, and calls of others may be in between. "
+    "Several files are read as one."
 )
 
 
@@ -36,10 +36,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "check-rollouts",
         help="do logged conversations prove which tokens were sampled?",
         description=(
-            "Reads logged calls of inference servers. Reports, by class, what was refused, how each turn continues "
-            "those before, and what was done to the texts. Exit code: 0 every response was read, every prompt has "
-            "the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was changed; 1 "
-            "not so, or nothing was measured; 2 wrong usage, or a file that cannot be opened."
+            "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
+            "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
+            "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
+            "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
         ),
         epilog=_FORMAT,
     )
@@ -48,7 +48,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster; with it the "
+        help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster. With it the "
         "report says why ids differ, and checks texts",
     )
     parser.add_argument(
@@ -57,7 +57,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar=("OPENING", "CLOSING"),
         help="the markers of a reasoning block, by default <think> </think>",
     )
-    parser.add_argument("--policy", choices=get_args(Policy), help="also report what would be trained under this one")
+    parser.add_argument("--policy", choices=get_args(Policy), help="also report what this policy would train")
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )

@@ -12,11 +12,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``convert`` to the subcommands of ``mis-ext``."""
     parser = subparsers.add_parser(
         "convert",
-        help="from the options of another framework to a file of ours with the same weights and masks",
-        description="Reads a configuration of verl (the .hydra/config.yaml of a run, or its rollout_correction alone) "
-        "and prints the file of ours that gives the same weights and masks. What has no counterpart is refused.",
+        help="converts the options of another framework to a YAML file of mis_ext with the same weights and masks",
+        description="Reads a configuration of verl (the .hydra/config.yaml of a run, or its rollout_correction alone). "
+        "Prints the YAML file of mis_ext with the same weights and masks. Options without a counterpart are refused.",
     )
-    parser.add_argument("framework", choices=("verl",), help="whose options they are")
+    parser.add_argument("framework", choices=("verl",), help="the framework of the options")
     parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
     parser.set_defaults(run=run, shown_with=())
 

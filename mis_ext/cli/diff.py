@@ -21,9 +21,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``diff`` to the subcommands of ``mis-ext``."""
     parser = subparsers.add_parser(
         "diff",
-        help="the first module at which two recordings part, bit for bit",
+        help="the first module at which two recordings differ, bit for bit",
         description="Compares two recordings of the same tokens, bit for bit. Names the first module, in A's order of "
-        "execution, at which they part, and the position. A PATTERN is a shell pattern of module names, as "
+        "execution, at which they differ, and the position. A PATTERN is a shell pattern of module names, such as "
         "'*.mlp'. Exit code: 0 equal, 1 not, 2 wrong usage.",
     )
     parser.add_argument("a", metavar="A", type=Path, help=_SIDE)
@@ -32,11 +32,11 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--map",
         metavar="FILE",
         type=Path,
-        help="YAML or JSON file: a name of a module in A, and its name in B; {layer} stands for one part of a name",
+        help="YAML or JSON file: names of modules in A, and their names in B. {layer} stands for one part of a name",
     )
     for flag, what in {
         "missing": "modules that may be on one side only",
-        "rows": "modules of which one side may have rows that the other has not",
+        "rows": "modules for which one side may have rows that the other side lacks",
         "dtype": "modules whose dtypes may differ; their values must still be equal",
         "shape": "modules whose rows may differ in size; these are not compared",
     }.items():
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> Result:
     """Compare the recordings; the exit code is 0 if they are equal, else 1."""
     requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
     if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
-        raise ValueError(f"as many requests of A as of B must be given, got {requests_a} and {requests_b}")
+        raise ValueError(f"give as many requests of A as of B, got {requests_a} and {requests_b}")
     comparison = onpolicy.compare(
         _read(arguments.a, requests_a),
         _read(arguments.b, requests_b),

@@ -37,15 +37,15 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="what a configuration does, and what to expect of it; needs no data",
         description=(
             "Says in words and formulas what a YAML file, a preset or a published method does, and what speaks against "
-            "it. Predicts by the Gaussian law what it does to a mismatch of the size --k3. Where a preset and a method "
-            "have one name, it is the preset; the method's file is printed by mis-ext methods NAME --yaml. Exit code: "
-            "0 done, 2 no such configuration."
+            "it. Predicts by the Gaussian law what it does to a mismatch of the size --k3. If a preset and a method "
+            "have the same name, it is the preset. mis-ext methods NAME --yaml prints the file of the method. Exit "
+            "code: 0 done, 2 no such configuration."
         ),
     )
     parser.add_argument(
         "config",
         metavar="FILE.yaml|PRESET|METHOD",
-        help="a configuration, the name of a preset, or of a method where no preset has that name",
+        help="a configuration file, the name of a preset, or the name of a method if no preset has that name",
     )
     parser.add_argument(
         "--k3", type=_number, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
@@ -66,7 +66,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, as 5e-3, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be a number, such as 5e-3, got {text!r}") from None
 
 
 def run(parsed: argparse.Namespace) -> Result:
@@ -128,7 +128,7 @@ def _show(name: str, found: Explanation) -> None:
         for name, text in found.about.items():
             grid.add_row(Text(f"{name}:", style="bold"), Text(text))
         console.print(grid)
-    title("Steps, in their order. (That of gates does not matter: each looks at the original mask.)")
+    title("Steps in their order. (The order of gates does not matter: each looks at the original mask.)")
     # Two columns: with four, a terminal of 80 columns would break each after every second word.
     steps = Table("", "formula, what it touches, meaning", show_lines=True)
     for step in found.steps:

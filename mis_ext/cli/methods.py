@@ -12,13 +12,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "methods",
         help="published methods: formula, source, when to use, what speaks against it",
-        description="Lists the methods. With NAME it says what is known about that one.",
+        description="Lists the methods. With NAME it describes that method.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
     parser.add_argument(
         "--yaml",
         action="store_true",
-        help="print a file that runs NAME: the hook's where it can do it, else a whole loss",
+        help="print a file that runs NAME: with the hook if it can, else with the policy loss of mis_ext",
     )
     parser.set_defaults(run=run, shown_with=())
 

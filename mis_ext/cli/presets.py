@@ -11,7 +11,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``presets`` to the subcommands of ``mis-ext``."""
     parser = subparsers.add_parser(
         "presets",
-        help="the YAML files that ship: what each does, when to take it",
+        help="the YAML files of mis_ext: what each does, and when to use it",
         description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
@@ -37,4 +37,4 @@ def _show(presets: list[dict[str, str]]) -> None:
         print(each["name"])
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
-    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME what to expect of it.")
+    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME predicts what it does.")

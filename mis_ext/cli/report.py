@@ -28,12 +28,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext report``."""
     parser = subparsers.add_parser(
         "report",
-        help="where the engines differ, why, and what each configuration would do about it",
+        help="where trainer and engine differ, why, and what each configuration would do about it",
         description=(
-            "Says where the engines differ, names the likely cause, and ranks configurations on your data. Reads "
-            "dumps: slime's --save-debug-train-data, Miles' --dump-details (files of all ranks), or .jsonl, .parquet "
+            "Says where trainer and engine differ, names the likely cause, and ranks configurations on your data. "
+            "Reads dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl, .parquet "
             "and .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
-            "Exit code: 0 done, 2 unreadable."
+            "Exit code: 0 done, 2 a file cannot be read."
         ),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
@@ -44,7 +44,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--preset",
         action="append",
         metavar="NAME",
-        help="try this preset; repeatable; all of them where neither --config, --preset nor --method is given",
+        help="try this preset; repeatable. Without --config, --preset and --method all presets are tried",
     )
     parser.add_argument(
         "--method",
@@ -63,7 +63,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens in their text"
+        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens with their text"
     )
     parser.add_argument(
         "--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list; default %(default)d"
@@ -71,7 +71,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="also read .pt files that hold more than tensors; such a file can run any code, so only one you trust",
+        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
     )
     parser.set_defaults(run=run, shown_with=("rich",))
 
