@@ -140,7 +140,7 @@ def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
             {"use_tis": True, "custom_tis_function_pth": "x"},
             ["'custom_tis_function_pth': did you mean 'custom_tis_function_path'?"],
         ),
-        (HOOK | {"loss_type": "sft_loss"}, ["--loss-type sft_loss calls no function of ours"]),
+        (HOOK | {"loss_type": "sft_loss"}, ["--loss-type sft_loss calls no function of mis_ext"]),
         (HOOK | {"loss_type": "custom_loss"}, ["--custom-loss-function-path is not set; "]),
         (
             HOOK | {"custom_tis_function_path": "torch.nn.functional.relu"},

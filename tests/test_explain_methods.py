@@ -298,7 +298,7 @@ def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo weighs by the behavior policy itself"),
+        ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo already corrects for the behavior policy"),
         ("mis_loss_method: aipp\n", "did you mean 'aipo'"),
         ("mis_loss_method: {name: aipo, high: -1.0}\n", "which must be in [0, inf]"),
     ],

@@ -77,7 +77,7 @@ REFUSED = [
         {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
         "mis_loss_denominator: sequence: no effect, because --custom-pg-loss-reducer",
     ),
-    (HOOK | {"custom_tis_function_path": "others.hook"}, "--custom-tis-function-path others.hook: this loss applies"),
+    (HOOK | {"custom_tis_function_path": "others.hook"}, "others.hook: mis_ext.policy_loss applies"),
     (HOOK | {"tis_clip": 3.0}, "tis_clip=3.0: no effect, because it belongs to the host's built-in correction"),
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),

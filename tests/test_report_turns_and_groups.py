@@ -68,7 +68,7 @@ def test_a_prefix_of_the_conversation_is_found_though_first_turns_hide_it() -> N
     # Kernels give a part of a k3 this small.
     (kernels, _), (cause, evidence) = causes(40, fading, share=0.2)
     assert (kernels, cause) == ("bf16_kernels", "stale_prefix_cache")
-    assert "behind the first" in evidence
+    assert "after the first" in evidence
 
 
 def test_equal_turns_are_no_prefix() -> None:

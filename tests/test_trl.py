@@ -189,7 +189,7 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
 @pytest.mark.parametrize(
     ("keys", "settings", "message"),
     [
-        (WHOLE, {"use_vllm": False}, "no behavior log-probs"),
+        (WHOLE, {"use_vllm": False}, "behavior log-probs are missing"),
         (WHOLE, {"loss_type": "vespo"}, "loss_type=vespo with keys of the whole loss"),
         (WHOLE, {"aux_loss_enabled": True}, "write router_aux_loss_coef=0"),
         (WHOLE, {"importance_sampling_level": "sequence"}, "importance_sampling_level=sequence.*'token'"),
@@ -214,7 +214,7 @@ def test_what_would_be_lost_is_refused_when_the_trainer_is_built(keys, settings,
 @pytest.mark.parametrize("setting", ["use_vllm", "vllm_importance_sampling_correction"])
 def test_weights_that_trl_would_not_apply_are_refused_before_the_rollout(setting) -> None:
     trainer = Trainer({"log_prob": torch.zeros(1, 1)}, mis_keys=RATIO, **{setting: False})
-    with pytest.raises(ValueError, match="no ratio of TRL's"):
+    with pytest.raises(ValueError, match="TRL computes no ratio that mis_ext could replace"):
         trainer._generate_and_score_completions([])
 
 

@@ -110,7 +110,7 @@ def prefix(measured: Measured) -> Finding | None:
     early, between, late = (_Place.of(each) for each in first + later)
     total = float((first + later)[:, 3].sum())
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
-    places = {"": (early, between, late), " behind the first": tuple(_Place.of(each) for each in later)}
+    places = {"": (early, between, late), " after the first": tuple(_Place.of(each) for each in later)}
     for where, (begins, middle, ends) in places.items():
         if begins.stands_out_of(ends):
             excess = begins.excess_over(ends) + middle.excess_over(ends)
@@ -149,7 +149,7 @@ def late(measured: Measured) -> Finding | None:
     ratio, index, excess = max(found)
     return Finding(
         confidence="possible",
-        evidence=f"uncertain tokens behind position {2**index - 1} of a response differ {ratio:.2g} times as much as "
+        evidence=f"uncertain tokens after position {2**index - 1} of a response differ {ratio:.2g} times as much as "
         "those before",
         k3_share=excess / total,
     )

@@ -42,7 +42,7 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="negated_log_probs",
-            title="log-probs with the sign turned: negative log-likelihoods in place of log-probs",
+            title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
             looks_like="the streams fit at least twice as well when the sign of one is flipped",
             needs=("tokens",),
             rule=negated,
@@ -66,7 +66,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="positive_log_probs",
             title="numbers above 0, which are no log-probs",
-            looks_like="log-probs above 0.1: probabilities, or something was added to them",
+            looks_like="log-probs above 0.1: they are probabilities, or something was added to them",
             needs=("tokens",),
             rule=positive,
             advice="Store logarithms of probabilities, without a reward or a bonus in them.",
@@ -77,8 +77,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="retokenised_samples",
-            title="samples of another text than the trainer scored, such as one that was tokenised again",
-            looks_like="ids that differ; or less than 40 % of the samples are 5 times as far apart as the others, by "
+            title="samples whose text is not the one that the trainer scored, for example a text tokenised again",
+            looks_like="ids that differ; or less than 40 % of the samples differ 5 times as much as the others, by "
             "more than 0.3 nats, and have most of k3",
             needs=("samples",),
             rule=other_ids,
@@ -118,7 +118,7 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="vocabulary_padding",
-            title="the trainer's vocabulary is larger: padding takes a part of its probability",
+            title="the trainer's vocabulary has padding, which takes a part of the probability",
             looks_like="the mean ratio is below 1, larger differences are below 0, and none is above 0.05 nats",
             needs=("signals",),
             rule=padding,
@@ -141,7 +141,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="bf16_log_probs",
             title="log-probs rounded to bfloat16",
-            looks_like="99 % of the log-probs of a side are bfloat16 numbers",
+            looks_like="99 % of the log-probs of one side are bfloat16 numbers",
             needs=("signals",),
             rule=bf16,
             advice="Keep log-probs in float32 from the log-softmax to the dump.",
@@ -168,8 +168,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="stale_prefix_cache",
-            title="a prefix that was cached with other weights",
-            looks_like="the first 32 tokens of a turn differ more than those from the 65th on; or turns behind the "
+            title="a prefix in the cache that was computed with old weights",
+            looks_like="the first 32 tokens of a turn differ more than those from the 65th on; or turns after the "
             "first differ more",
             needs=("signals",),
             rule=prefix,
@@ -178,8 +178,8 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="late_positions",
-            title="positions that one side treats otherwise, such as RoPE scaling, a window or a length limit",
-            looks_like="tokens behind a position (from the 32nd on) differ twice as much as those before",
+            title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
+            looks_like="tokens after a position (from the 32nd on) differ twice as much as those before",
             needs=("signals",),
             rule=late,
             advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
@@ -191,13 +191,13 @@ CAUSES: dict[str, Cause] = {
             looks_like="less than 0.2 % of the uncertain tokens carry at least 60 % of k3",
             needs=("signals",),
             rule=few_tokens,
-            advice="Look at the worst tokens; truncated token weights (yaml/mis.yaml) limit what each can do.",
+            advice="Look at the worst tokens. Truncated token weights (yaml/mis.yaml) limit the effect of each.",
             hides=("bf16_kernels",),
         ),
         Cause(
             name="expert_routing",
-            title="a mixture: most tokens agree, some take another way, as with other experts",
-            looks_like="at most 3 % of the uncertain tokens are 12 times as far apart as is typical, and carry at "
+            title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
+            looks_like="at most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at "
             "least 60 % of k3",
             needs=("signals",),
             rule=experts,
@@ -211,12 +211,12 @@ CAUSES: dict[str, Cause] = {
             looks_like="every log-prob is the same number on both sides",
             needs=("signals",),
             rule=equal,
-            advice="Nothing to correct. A copy looks the same: mis-ext audit says whether these are two streams.",
+            advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart.",
         ),
         Cause(
             name="bf16_kernels",
-            title="other kernels or rounding, of the size of bfloat16 or below",
-            looks_like="none of the others, and k3 is below 0.001",
+            title="other kernels or rounding, no larger than that of bfloat16",
+            looks_like="no other cause, and k3 is below 0.001",
             needs=("signals",),
             rule=kernels,
             advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
@@ -224,15 +224,15 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="low_precision",
             title="lower precision on one side (fp8 or int8 weights or cache)",
-            looks_like="at most 87 % of k3 are explained, and what is left is 0.001 to 0.03",
+            looks_like="other causes explain at most 87 % of k3, and the rest is 0.001 to 0.03",
             needs=("signals",),
             rule=low_precision,
-            advice="Token TIS (yaml/mis.yaml): no study of ours found it worse than no correction.",
+            advice="Use token TIS (yaml/mis.yaml): no study of mis_ext found it worse than no correction.",
         ),
         Cause(
             name="large_mismatch",
             title="more than precision explains",
-            looks_like="at most 87 % of k3 are explained, and what is left is above 0.03",
+            looks_like="other causes explain at most 87 % of k3, and the rest is above 0.03",
             needs=("signals",),
             rule=large,
             advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",

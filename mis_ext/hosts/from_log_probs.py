@@ -119,7 +119,7 @@ def policy_loss_from_log_probs(
         )
         tokens = loss_tokens(settings, given, whole, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
-            raise ValueError("behavior_logprobs are missing, with which the correction compares")
+            raise ValueError("behavior_logprobs are missing: the correction needs them")
     session = run.session if loss.has_correction else None
     found = loss_of_tokens(settings, tokens, session=session, groups=groups)
     num_terms = _num_terms(found.response_T, mask_R, whole, per_token=settings.per_token_loss, cp_size=groups.cp_size)

@@ -112,8 +112,8 @@ def _size(config: CorrectionConfig, tokens: TokenSums, diagnoses: Iterable[Diagn
         suspects = "; ".join(CAUSES[name].title for name in SUSPECTS)
         yield _doubt(
             f"behavior and proximal log-probs differ by {gap:.3g} nats per token on average, more than "
-            f"{MAX_MEAN_ABS_DIFF:g}; what the first calls measure does not tell which it is: {suspects}. mis-ext "
-            "report, on a dump of the rollout, measures more"
+            f"{MAX_MEAN_ABS_DIFF:g}. The first calls cannot tell which of these is the cause: {suspects}. Run "
+            "mis-ext report on a dump of the rollout: it measures more"
         )
     k3, length = tokens.k3 / tokens.num_valid, tokens.num_response / tokens.num_sequences
     yield from map(_doubt, hopeless_sequences(config, k3=k3, length=length))

@@ -52,7 +52,7 @@ class RejectionMonitor:
                 warnings.warn(
                     f"{share:.1%} of the {what} of a micro-batch were rejected, more than mis_max_reject_fraction = "
                     f"{self._max_fraction:g}: the bounds are too tight for this mismatch (see "
-                    "mis_kept_token_fraction and mis_kept_seq_fraction; said once)",
+                    "mis_kept_token_fraction and mis_kept_seq_fraction; this warning comes once)",
                     MismatchWarning,
                     stacklevel=5,
                 )

@@ -28,7 +28,7 @@ class MisLoss:
         for name in ("reference_policy_kl_penalty", "positive_example_nll_weight"):
             if getattr(loss_fn, name, 0) != 0:
                 raise ValueError(
-                    f"loss_fn.{name}={getattr(loss_fn, name)}: no part of the loss of mis_ext; set it to 0"
+                    f"loss_fn.{name}={getattr(loss_fn, name)}: the loss of mis_ext has no such term; set it to 0"
                 )
         self.host, self.keys = loss_fn, read_keys(keys)
         self.is_of_tokens = loss_fn.loss_type.value == "token_level"

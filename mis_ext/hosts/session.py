@@ -159,7 +159,7 @@ class Session:
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""
         if self.config.stops(guard):
-            raise ValueError(f"{message} [to go on with a warning: mis_guard: {{{guard}: warn}}]")
+            raise ValueError(f"{message} [to continue with a warning: mis_guard: {{{guard}: warn}}]")
         self.warn(message)
 
     def warn(self, message: str) -> None:

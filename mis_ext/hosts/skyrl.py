@@ -31,7 +31,7 @@ def register(keys: Keys) -> None:
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         if loss_mask is None:
-            raise ValueError("loss_mask is missing, by which mis_ext knows the tokens of the response")
+            raise ValueError("loss_mask is missing: mis_ext needs it to find the tokens of the response")
         # SkyRL's advantages are divided by the size of the batch: the sum over tokens is what it asks for.
         found = policy_loss_from_log_probs(
             kept_keys(given, calculate_per_token_loss=True),

@@ -30,8 +30,8 @@ class MisTrainer:
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         if self.mis_session and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
-                "no ratio of TRL's to take the place of: it needs use_vllm=True and vllm_importance_sampling_correction"
-                "=True; with a rollout_func that returns log-probs without vLLM give keys of a whole loss"
+                "TRL computes no ratio that mis_ext could replace: set use_vllm=True and vllm_importance_sampling_"
+                "correction=True; with a rollout_func that returns log-probs without vLLM give keys of a whole loss"
             )
         found: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if self.mis_session is None:

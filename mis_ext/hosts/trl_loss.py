@@ -57,7 +57,7 @@ class WholeLoss:
             found = getattr(trainer, name, getattr(trainer.args, name, value))
             if found != value:
                 cure = "router_aux_loss_coef=0" if name == "aux_loss_enabled" else f"{name}={value!r}"
-                raise ValueError(f"{name}={found}: no part of the loss of mis_ext; write {cure}")
+                raise ValueError(f"{name}={found}: the loss of mis_ext does not use it; write {cure}")
         if trainer.loss_type not in ("grpo", *_TOKEN_SUMS):
             raise ValueError(
                 f"loss_type={trainer.loss_type} with keys of the whole loss of mis_ext: one of grpo, "
@@ -74,7 +74,7 @@ class WholeLoss:
         corrects = run.whole_loss.has_correction and not run.correction.metrics_only
         if (run.whole_loss.settings.needs_behavior or corrects) and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(
-                "no behavior log-probs, with which these keys compare: TRL has them with use_vllm=True, or with a "
+                "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "
                 "rollout_func that returns them"
             )
 

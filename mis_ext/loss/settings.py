@@ -149,7 +149,7 @@ class LossSettings:
         if idle:
             raise ValueError(
                 f"{', '.join(idle)}: no effect, because {self.chosen_by} says what the loss is; remove it, and write "
-                f"what shall differ as {self.chosen_by.replace(': ', ': {name: ')}, ...}}"
+                f"what should differ as {self.chosen_by.replace(': ', ': {name: ')}, ...}}"
             )
         if self.use_behavior and self.uses_proximal:
             raise ValueError(

@@ -171,7 +171,7 @@ def _in_words(
             "No correction is needed.",
             (
                 size,
-                f"Up to a k3 of {HARMLESS_K3:g} no study of ours found a correction better than none ({EVIDENCE}).",
+                f"Up to a k3 of {HARMLESS_K3:g} no study of mis_ext found a correction better than none ({EVIDENCE}).",
                 "Keep measuring with yaml/metrics_only.yaml; token TIS (yaml/mis.yaml) does no harm as insurance.",
             ),
         )
@@ -182,7 +182,7 @@ def _in_words(
             f"lost ({EVIDENCE})."
         )
     else:
-        reasons.append(f"No study of ours found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
+        reasons.append(f"No study of mis_ext found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
             f"Weights of whole sequences are out of reach: their effective sample size is {overall.ess_sequence:.2g} "

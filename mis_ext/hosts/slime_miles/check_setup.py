@@ -37,7 +37,7 @@ _LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_l
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _LAUNCHES = (
     f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
-    f"{_LOSS.flag} {_LOSS.name}. The host ignores a misspelt flag without a word: compare yours letter by letter"
+    f"{_LOSS.flag} {_LOSS.name}. The host ignores a misspelt flag without a message: compare yours letter by letter"
 )
 
 
@@ -92,7 +92,7 @@ def _entrance_of(args: Any) -> _Entrance:
     loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
     entrance = next((each for each in (_HOOK, _LOSS) if each.loss_type == loss_type), None)
     if entrance is None:
-        raise _not_called(args, f"--loss-type {loss_type} calls no function of ours")
+        raise _not_called(args, f"--loss-type {loss_type} calls no function of mis_ext")
     if entrance is _HOOK and not any(read_argument(args, switch) for switch in _SWITCHES):
         raise _not_called(args, "neither use_tis nor get_mismatch_metrics is set")
     path = read_argument(args, entrance.argument)
@@ -102,7 +102,7 @@ def _entrance_of(args: Any) -> _Entrance:
     if not _leads_to(path, entrance):
         raise _not_called(
             args,
-            f"{entrance.flag} {path} is not {entrance.name} (a function of yours that calls it passes with "
+            f"{entrance.flag} {path} is not {entrance.name} (your own function that calls it passes with "
             "functools.wraps)",
         )
     return entrance

@@ -40,7 +40,7 @@ def warn_narrow_bands(gates: Iterable[Gate]) -> None:
         if all(edge is not None and abs(edge - 1.0) < _NEAR_ONE for edge in (gate.low, gate.high)):
             warnings.warn(
                 f"a gate on ratio, reduce: {gate.reduce}, with bounds {gate.low:g} to {gate.high:g} rejects much by "
-                f"chance: at a k3 of 2e-4 the ratio of a token differs from 1 by {_NEAR_ONE:g}. So narrow a band is "
+                f"chance: at a k3 of 2e-4 the ratio of a token differs from 1 by {_NEAR_ONE:g}. Such a narrow band is "
                 "for a geometric mean (reduce: mean, level: geometric)",
                 stacklevel=5,
             )

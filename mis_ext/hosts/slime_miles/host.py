@@ -59,7 +59,7 @@ def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: Packed
     """
     if _whole_loss(config).scoring.said == "host":
         raise ValueError(
-            "mis_loss_scoring: host: neither slime nor Miles runs here, whose function could score; remove it"
+            "mis_loss_scoring: host: neither slime nor Miles runs here, so no host can score; remove the key"
         )
     part, temperature = VocabularyPart.of_megatron(), _temperature(config)
     return _fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)

@@ -117,8 +117,8 @@ def _refuse_other_corrections(given: dict[str, Any]) -> None:
     path = given.get("custom_tis_function_path", _OUR_HOOK)
     if path != _OUR_HOOK:
         raise ValueError(
-            f"--custom-tis-function-path {path}: this loss applies the correction of mis_ext itself and calls no "
-            "other; drop the flag, or keep the host's own loss"
+            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext itself and "
+            "calls no other; drop the flag, or keep the host's own loss"
         )
 
 

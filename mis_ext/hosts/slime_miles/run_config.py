@@ -117,8 +117,8 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
         if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
             return None
         return (
-            f"mis_loss_method: {chosen.name} weighs by the behavior policy itself: a weight of the correction counts "
-            "the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
+            f"mis_loss_method: {chosen.name} already corrects for the behavior policy: a weight of the correction "
+            "counts the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
             "--get-mismatch-metrics to measure only"
         )
     # The other modes of the whole loss do not count it twice, and say so where they are computed.
@@ -168,6 +168,6 @@ def _refuse_two_denominators(config: RunConfig) -> None:
     if config.whole_loss is not None and config.whole_loss.has_correction and rejects:
         raise ValueError(
             "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the "
-            "tokens that are left, the whole loss by the original ones; write action: zero for the gates, or keep the "
+            "kept tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
             "host's own loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
         )
