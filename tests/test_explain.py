@@ -351,7 +351,7 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     ratio, weight, zeroing, product, denominator, _ = found["steps"]
     assert weight["formula"] == "x = (prod_t rho_t)^(1/T); w = x, clamped into [0.95, 1.04]"
     assert zeroing["formula"] == "mean_t (rho_t - 1 - d_t) <= 0.01"
-    assert "stays in the mask" in zeroing["meaning"]
+    assert "the mask stays" in zeroing["meaning"]
     assert product["formula"] == "0.25 <= prod_t rho_t"
     assert "whole response" in ratio["meaning"]
     assert denominator["name"] == "denominator"
@@ -384,7 +384,7 @@ def test_the_gradient_of_the_whole_loss_is_that_of_its_mode(mode, tmp_path, caps
     assert main(["explain", str(path), "--json"]) == 0
     assert "/ sg(v_t)" not in " ".join(json.loads(capsys.readouterr().out)["gradient"])
     assert found["denominator"] == [
-        "mis_loss_denominator: kept divides by the kept tokens of each response: what is removed does not count."
+        "mis_loss_denominator: kept divides by the kept tokens of each response: removed tokens do not count."
     ]
 
 

@@ -282,8 +282,8 @@ def test_what_carries_gradient_follows_from_the_surrogate() -> None:
     assert "the ratio current / proximal of a sequence" in gradient("gspo")
     assert "the mean of their gradients" in gradient("gspo")
     assert "the mean of their gradients" not in gradient("luspo")
-    assert "penalty carries gradient" in gradient("kimi_k2_5")
-    assert "penalty carries gradient" not in gradient("ppo")
+    assert "penalty has its own gradient" in gradient("kimi_k2_5")
+    assert "penalty has its own gradient" not in gradient("ppo")
 
 
 def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsys) -> None:

@@ -35,9 +35,9 @@ LIMITS = (
     "(the law: 84 %; benchmarks/evidence/length.md). `mis-ext report` measures your own dumps."
 )
 METHOD_LIMITS = (
-    "Of a method: at the first update, where the current policy is the proximal one. What the hook could do too has "
-    "the law's own numbers. Others are measured on responses that are drawn under the law, every second one with a "
-    "positive advantage. Two halves of them, with other probabilities, must agree to 5 %: else a number is unknown."
+    "Numbers of a method are those of the first update, where the current policy is the proximal one. If the hook "
+    "could run it too, the law gives them. Others are measured on random responses that follow the law, every second "
+    "one with a positive advantage. Two sets with different probabilities must agree to 5 %, else a number is unknown."
 )
 _METHOD_UNKNOWN = ("kept_tokens", "live_tokens", "kept_sequences", "learning_rate", "ess")
 
@@ -127,7 +127,7 @@ def explain_config(
     if method is not None:
         notes += method_notes(method)
         if any(math.isnan(getattr(effect, name)) for name in _METHOD_UNKNOWN):
-            notes.append("the law does not settle what is -: it depends on probabilities, or on a few draws")
+            notes.append("numbers that are - cannot be predicted: they depend on probabilities, or on a few responses")
     return Explanation(
         about=about or {},
         symbols=SYMBOLS if not about else f"{SYMBOLS} In the formula of the method: {METHOD_SYMBOLS}",
@@ -151,22 +151,22 @@ def _as_judged(config: CorrectionConfig, method: Method) -> tuple[CorrectionConf
 def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
     weight = config.weight
     if weight is not None and weight.only_outside is not None:
-        yield "the law does not say what the weights are: their bound acts in some responses only (only_outside)"
+        yield "the law cannot predict the weights: their bound acts in some responses only (only_outside)"
     elif weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
         yield (
-            f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law has not"
+            f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law lacks"
         )
     for name, gate in config.labelled_gates.items():
         if gate.target_accept is not None:
             yield (
-                f"{name}: each rollout moves the band towards keeping {gate.target_accept:.0%}; what is expected here "
-                "is of the band as it is written"
+                f"{name}: each rollout moves the band towards keeping {gate.target_accept:.0%}; the numbers here are "
+                "those of the band as it is written"
             )
     for name, accepted in effect.accepted.items():
         if math.isnan(accepted):
             yield (
-                f"{name}: the law does not say what it keeps, as that depends on probabilities or on another gate; so "
-                "what is kept of all is not known either"
+                f"{name}: the law cannot predict its kept share, which depends on probabilities or on another gate. So "
+                "the share that all gates keep is not known either"
             )
         elif 1.0 - accepted < _IDLE:
             yield f"{name}: by the law it removes nothing; it acts only on heavy tails"

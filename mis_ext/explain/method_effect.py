@@ -67,7 +67,7 @@ def method_notes(method: Method) -> Iterator[str]:
     if method.terms:
         yield "the penalty of the method is left out of the numbers: it does not multiply the advantage"
     if method.averages_over_batch or any(reduce.startswith("batch") for reduce in method.reduces):
-        yield "the method looks at all tokens of a batch at once: here at those that are counted together"
+        yield "the method looks at all tokens of a batch at once: here at the tokens that are evaluated together"
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,7 +31,7 @@ HARMLESS_K3 = 1e-3
 COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"
 _STALE_GATES = (
     "with stale weights gates of 1 % on sequences rejected 66 to 93 % of the responses at first, and runs collapsed "
-    f"earlier; wider bands did not run ({EVIDENCE})"
+    f"earlier; wider bands were not tried ({EVIDENCE})"
 )
 
 
@@ -133,8 +133,8 @@ def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iter
         wider = "data_parallel or rollout" if scope == "micro_batch" else "rollout"
         when = "are" if num_sequences == 1 else "(a micro-batch may have no more) are"
         yield (
-            f"{weight.level}-level weights normalised over a single sequence {when} always 1, which switches the "
-            f"correction off: use tis_normalize_scope: {wider}, or larger micro-batches"
+            f"{weight.level}-level weights normalised over a single sequence {when} always 1, so nothing is "
+            f"corrected: use tis_normalize_scope: {wider}, or larger micro-batches"
         )
 
 
@@ -161,8 +161,8 @@ def _narrow_geometric_band(config: CorrectionConfig, found: Circumstances) -> It
         if accepted < 1.0 - config.max_reject_fraction:
             yield (
                 f"{name}: by the Gaussian law it accepts {accepted:.0%} of responses of "
-                f"{found.length:.0f} tokens. Their geometric mean lies around exp(-k3) = {math.exp(-found.k3):.4f}, "
-                f"and chance moves it by {noise:.2g}: a band must be wider than both"
+                f"{found.length:.0f} tokens. Their geometric mean is about exp(-k3) = {math.exp(-found.k3):.4f}, "
+                f"with a standard deviation of {noise:.2g}: a band must be wide enough for both"
             )
 
 
@@ -193,8 +193,8 @@ def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     # With stale weights they cost more, which ``stale_gates`` says.
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield (
-            f"{COST_OF_GATES} and gained none anywhere ({EVIDENCE}): above k3 {HARMLESS_K3:g} take mis, unless it is a "
-            "few broken responses that the gate is for"
+            f"{COST_OF_GATES} and gained reward nowhere ({EVIDENCE}): above k3 {HARMLESS_K3:g} use mis, unless the "
+            "gate is for a few broken responses"
         )
 
 
@@ -203,10 +203,10 @@ def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Ite
     is_product = config.weight is not None and config.weight.level == "sequence"
     is_expected = any(hopeless_sequences(config, k3=found.k3, length=found.length))
     if is_product and found.ess_sequence < FEW_SEQUENCES_ESS and not is_expected:
-        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their average says little)"
+        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
         yield (
             f"products of ratios have an effective sample size of {found.ess_sequence:.2g} of the batch, less than "
-            f"this k3 and length explain: a few sequences decide{tail}"
+            f"expected at this k3 and length: a few sequences decide{tail}"
         )
 
 

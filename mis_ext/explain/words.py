@@ -22,9 +22,9 @@ SYMBOLS = (
 )
 
 _LEVELS = {
-    "token": "right for the token, not for the tokens before it. Its variance is small, and it is biased",
-    "sequence": "the exact weight of a response. Its variance grows exponentially with length",
-    "geometric": "no importance weight, but its size does not depend on the length: about exp(-KL per token)",
+    "token": "corrects the next token only; the prefix stays off-policy. Its variance is low, and it is biased",
+    "sequence": "the exact weight of a response. Its variance grows exponentially with the length",
+    "geometric": "no importance weight: it is biased. Its size does not depend on the length: about exp(-KL per token)",
 }
 _SCOPES = {
     "micro_batch": "of this call on this rank",
@@ -44,13 +44,13 @@ _MODES = {
     "reinforce": "loss_t = -A_t log current, which carries the gradient; pi is sg(current) here",
 }
 _DENOMINATORS = {
-    "kept": "the kept tokens of each response: what is removed does not count",
-    "sequence": "the response's own tokens, also where several share a rollout; all are counted before any rejection",
+    "kept": "the kept tokens of each response: removed tokens do not count",
+    "sequence": "the response's own tokens, also if several share a rollout; all are counted before any rejection",
     "constant": "a constant number of tokens: the length of a response does not matter",
 }
 
 
-_WHAT_IS_DROPPED = "A token that it rejects leaves kept tokens; one that it weighs 0 or clips does not"
+_WHAT_IS_DROPPED = "A rejected token does not count as kept. A token with weight 0, or a clipped one, does"
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ def _steps(config: CorrectionConfig) -> Iterator[Step]:
         "ratio",
         "rho_t = exp(clip(d_t, -20, 20))",
         "response tokens",
-        f"in float32. A token whose log-prob is not finite on one side takes {what} out of the mask",
+        f"in float32. A token whose log-prob is not finite on one side removes {what} from the mask",
     )
     if config.weight is not None:
         yield _weight_step(config.weight)
@@ -126,9 +126,9 @@ def _gate_step(name: str, gate: Gate) -> Step:
     if gate.target_accept is not None:
         after += f" at first; then scaled so that {gate.target_accept:.0%} pass"
     if gate.action == "reject":
-        meaning = "what lies outside leaves the mask. It has no policy loss, and no KL or entropy term of the host"
+        meaning = "outside of it the mask is 0. So there is no policy loss, and no KL or entropy term of the host"
     else:
-        meaning = "what lies outside gets weight 0 and stays in the mask: no policy loss, but KL and entropy terms"
+        meaning = "outside of it the weight is 0, and the mask stays: no policy loss, but KL and entropy terms"
     return Step(name, f"{band_of(gate)}{after}", what, meaning)
 
 
@@ -168,7 +168,7 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
     else:
         # Without a weight the ratio of the token stays, which a weight takes the place of.
         text = _MODES[loss.mode] if config.weight is not None else _MODES[loss.mode].replace(" / sg(v_t)", "")
-        lines.append(f"The whole loss (mis_ext.policy_loss), mode {loss.mode}: {text}.")
+        lines.append(f"The policy loss of mis_ext (mis_ext.policy_loss), mode {loss.mode}: {text}.")
     if loss is not None and loss.proximal == "current":
         lines.append(
             "With mis_loss_proximal: current pi is sg(current): the ratio current / pi is 1, and no clip acts."
@@ -178,27 +178,27 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
     lines += _without_gradient(config, loss)
     if loss is None:
         lines.append(
-            "As a hook it sees neither the current policy nor advantages. In the whole loss (mis_ext.policy_loss) "
-            "weight and mask are the same, mis_loss_mode says what loss_t is, and mis_loss_method takes any method."
+            "The hook sees neither the current policy nor advantages. In mis_ext.policy_loss weight and mask are the "
+            "same, mis_loss_mode selects loss_t, and mis_loss_method takes any method."
         )
     return tuple(lines)
 
 
 def _gradient_of_method(name: str, method: Method) -> Iterator[str]:
     row = find_method(name)
-    yield f"The whole loss (mis_ext.policy_loss), method {name}: loss_t = -({row.formula})."
+    yield f"The policy loss of mis_ext (mis_ext.policy_loss), method {name}: loss_t = -({row.formula})."
     if method.surrogate.pairs:
         over = "a sequence or part of it" if method.surrogate.reduces != ("token",) else "the token"
         ratios = " and ".join(" / ".join(pair) for pair in method.surrogate.pairs)
-        yield f"Carries gradient: the ratio {ratios} of {over}. Where a bound acts on it, its token has none."
+        yield f"Carries gradient: the ratio {ratios} of {over}. Where a bound acts on it, its token has no gradient."
     else:
         yield "Carries gradient: log pi of the token alone. A bound truncates what multiplies it, without gradient."
     if method.surrogate.spread == "sequence":
         yield "Each token of a sequence gets the mean of their gradients."
     if method.factors:
-        yield "Detached: what stands in sg() and in 1[...], which multiplies it."
+        yield "Detached: the factors in sg() and in 1[...]."
     if method.terms:
-        yield "Its penalty carries gradient of its own, whatever the advantage."
+        yield "Its penalty has its own gradient, for any advantage."
 
 
 def _without_gradient(config: CorrectionConfig, loss: LossSettings | None) -> Iterator[str]:
@@ -230,16 +230,16 @@ def denominator_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple
         lines = [f"mis_loss_denominator: {loss.denominator} divides by {_DENOMINATORS[loss.denominator]}."]
     else:
         mean = "all response tokens of the batch" if config.per_token_loss else "the response tokens of each response"
-        left = "" if loss is not None else " (Miles' FSDP backend: by what is left)"
+        left = "" if loss is not None else " (Miles' FSDP backend: by the kept ones)"
         lines = [f"The host divides by {mean}, counted before any rejection{left}."]
     if config.denominator == "kept" and not config.metrics_only:
-        lines.append("mis_denominator: kept scales the survivors up to what they would weigh without the rejected.")
+        lines.append("mis_denominator: kept scales kept terms up, as if rejected ones did not count.")
     elif _actions(config, loss) and (loss is None or loss.denominator != "kept"):
-        lines.append("So what is removed still counts: removing a share q multiplies the policy loss by about 1 - q.")
+        lines.append("So removed terms still count: removing a share q multiplies the policy loss by about 1 - q.")
     if config.normalize_over == "valid":
-        lines.append("The mean weight also counts what was removed: a removed outlier still scales the survivors down.")
+        lines.append("The mean weight also counts removed terms: a removed outlier still scales the kept terms down.")
     elif config.normalize_over == "kept":
-        lines.append("The mean weight is over what is left, so the survivors have a mean weight of 1.")
+        lines.append("The mean weight is over kept terms, so these have a mean weight of 1.")
     return tuple(lines)
 
 
