@@ -107,7 +107,7 @@ def test_a_token_that_was_cut_in_two_is_named_and_not_kept() -> None:
     found = detect_post_processing(generate(ids), "The wea", tokenizer)
     assert (found.num_kept, found.lost_text) == (1, " wea")
     assert found.detail == (
-        "the text was cut after 'The wea'; 'ther' was sampled behind it; the cut is inside token 1, of which ' wea' "
+        "the text was cut after 'The wea'; 'ther' was sampled after it; the cut is inside token 1, of which ' wea' "
         "was kept"
     )
     on_boundary = detect_post_processing(generate(ids), "The", tokenizer)

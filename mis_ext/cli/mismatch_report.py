@@ -115,8 +115,8 @@ def _show_ranking(console: Console, found: Recommendation) -> None:
     console.print(table)
     console.print(
         Text(
-            "  kept: tokens. ESS, lr (effective learning rate): of what multiplies the loss, 1 without a correction. "
-            "left: its mean distance from the ratio",
+            "  kept: share of tokens. ESS, lr (effective learning rate): of the factor on the loss, which is 1 without "
+            "a correction. left: the mean distance of this factor from the ratio",
             style="dim",
         )
     )

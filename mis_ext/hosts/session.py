@@ -133,19 +133,19 @@ class Session:
         self.acceptance.move(self.acceptance.needed_scales(correction, streams, groups=groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run must go on with: plain numbers, equal on all ranks."""
+        """The state that a resumed run needs: plain numbers, equal on all ranks."""
         return self.acceptance.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave: the bands of gates with a target.
+        """Restore the state of :meth:`state_dict`: the bands of gates with a target.
 
         Raises:
-            ValueError: The state is of another configuration.
+            ValueError: The state belongs to another configuration.
         """
         self.acceptance.load_state_dict(state)
 
     def join_without_data(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
-        """Take part in a call without data: no token of this rank counts anywhere.
+        """Take part in a call without data: no token of this rank counts.
 
         Raises:
             RuntimeError: Another rank failed.

@@ -100,23 +100,23 @@ def _what_if(found: Recommendation) -> str:
         groups = f"{outcome.groups_left:,.0f} of {outcome.groups:,.0f}" if is_known else "-"
         rows.append((ranked.name, *map(percent, shares), groups, *map(number, numbers), removed or "-"))
     titles = (
-        *("configuration", "tokens kept", "with gradient", "sequences kept", "A > 0 without", "A < 0 without"),
+        *("configuration", "tokens kept", "with gradient", "sequences kept", "A > 0, no grad", "A < 0, no grad"),
         "groups left",
         "effective lr",
         *("ESS", "variance", "left uncorrected", "largest weight", "removed by"),
     )
     is_known = not any(math.isnan(ranked.outcome.groups) for ranked in found.ranking)
     groups = (
-        "Groups left are those of one prompt whose kept samples still have different advantages: the others teach "
-        "nothing."
+        "Groups left are groups of one prompt whose kept samples still have different advantages. The other groups "
+        "give no gradient."
         if is_known
         else "Groups left: not recorded. It needs group_index or the ids of prompts, and advantages or rewards."
     )
     return (
-        "<p>The best first. Masks are those of the hook, bit for bit; of a method, those of the first update. Tokens "
-        "of weight 0 are kept and have no policy gradient: without, by the sign of A. ESS, variance and effective "
-        "learning rate are those of what multiplies the loss: 1 without correction. Left uncorrected is its mean "
-        f"distance from the ratio. {groups}</p>"
+        "<p>The best first. Masks are those of the hook, bit for bit; for a method, those of the first update. Tokens "
+        "with weight 0 are kept, and have no policy gradient. Two columns split them by the sign of A. ESS, variance "
+        "and effective learning rate are those of the factor on the loss, which is 1 without correction. Left "
+        f"uncorrected is the mean distance of this factor from the ratio. {groups}</p>"
         + table("Configurations, the best first", titles, rows)
         + _remarks(found)
     )

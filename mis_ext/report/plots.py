@@ -25,13 +25,13 @@ def pictures(report: Report) -> list[Picture]:
         Picture(
             "log_ratio",
             "Size of the difference",
-            "Tokens by |log ratio|, both axes logarithmic. Straight tails to the right are heavy ones.",
+            "Tokens by |log ratio|, both axes logarithmic. A straight tail to the right is a heavy tail.",
             lambda axes: _histogram(axes, report),
         ),
         Picture(
             "density",
             "Behavior against proximal probability",
-            "Tokens by both probabilities. On the diagonal the engines agree.",
+            "Tokens by both probabilities. On the diagonal trainer and engine agree.",
             lambda axes: _density(axes, report),
         ),
         Picture(
@@ -49,7 +49,7 @@ def pictures(report: Report) -> list[Picture]:
         Picture(
             "acceptance",
             "The length trap",
-            "Sequences that a band accepts, by length; dashed is what independent Gaussian differences would give.",
+            "Share of sequences that a band accepts, by length. Dashed line: independent Gaussian differences.",
             lambda axes: _acceptance(axes, report),
         ),
         Picture(

@@ -148,8 +148,8 @@ def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) ->
         )
     if outcome.groups_left < MIN_GROUPS_LEFT * outcome.groups:
         yield (
-            f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages: the others "
-            "teach nothing"
+            f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages. The others "
+            "give no gradient"
         )
     dropped, kept = outcome.dropped["mean_length"], outcome.kept["mean_length"]
     if outcome.dropped["sequences"] > 10 and (dropped > 1.25 * kept or dropped < 0.8 * kept):
@@ -164,7 +164,7 @@ def _in_words(
     if faults:
         return (
             f"Repair this first: {faults[0].title}.",
-            (faults[0].advice, "No configuration corrects it; the ranking below is of the data as they are.", size),
+            (faults[0].advice, "No configuration corrects it. The ranking below uses the data as they are.", size),
         )
     if not is_needed:
         return (
@@ -172,7 +172,7 @@ def _in_words(
             (
                 size,
                 f"Up to a k3 of {HARMLESS_K3:g} no study of mis_ext found a correction better than none ({EVIDENCE}).",
-                "Keep measuring with yaml/metrics_only.yaml; token TIS (yaml/mis.yaml) does no harm as insurance.",
+                "Keep measuring with yaml/metrics_only.yaml. Token TIS (yaml/mis.yaml) does no harm as a precaution.",
             ),
         )
     reasons = [size]
@@ -185,7 +185,7 @@ def _in_words(
         reasons.append(f"No study of mis_ext found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
-            f"Weights of whole sequences are out of reach: their effective sample size is {overall.ess_sequence:.2g} "
+            f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "
             f"at {overall.mean_length:.0f} tokens."
         )
     return (f"Take {best}." if best != NONE else "No candidate is better than no correction."), tuple(reasons)

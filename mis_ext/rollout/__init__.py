@@ -1,8 +1,8 @@
 """On-policy tokens: from what the inference server returned to what the trainer may use.
 
-Read one response: the ``read_*`` functions. Join the calls of a conversation: :func:`build_samples`. What was done to a
-text: :func:`detect_post_processing`. What a log-prob is of: :func:`define_log_probs`. All of it behind slime and Miles:
-:func:`generate`.
+The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.
+:func:`detect_post_processing` says how a text was changed. :func:`define_log_probs` says from which distribution a
+log-prob is. :func:`generate` does all of it in slime and Miles.
 """
 
 from typing import TYPE_CHECKING

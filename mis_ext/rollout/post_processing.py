@@ -36,7 +36,7 @@ _CURES = {
     ),
     PostProcessingKind.PREFIX_TRUNCATED: (
         "do not cut the text: give the string to cut at as stop string, with SGLang no_stop_trim: true or vLLM "
-        "include_stop_str_in_output: true, so that the server samples nothing behind it"
+        "include_stop_str_in_output: true, so that the server samples nothing after it"
     ),
     PostProcessingKind.SUFFIX_ADDED: (
         "keep the raw text; what is added was not sampled: append its tokens as an observation, with loss_mask 0. A "
@@ -47,7 +47,7 @@ _CURES = {
         "keep the raw text for training and for the next turn; take reasoning away only for display (start the server "
         "without a reasoning parser, and do not strip the text)"
     ),
-    PostProcessingKind.EDITED: "keep the raw text and the sampled ids; put what the environment says behind them",
+    PostProcessingKind.EDITED: "keep the raw text and the sampled ids; append what the environment says",
     PostProcessingKind.UNDECIDABLE: (
         "compare token ids, not text: have the server return them, and pass them on instead of the text"
     ),
@@ -193,7 +193,7 @@ def _classify_change(text: str, endings: Sequence[Endings], tokenizer: Tokenizer
 
 def _cut_at_token(text: str, decoding: Decoding, sampled: str) -> PostProcessing:
     num_kept, inside = decoding.tokens_within(text)
-    detail = f"the text was cut after {_show_end(text)}; {_show(sampled[len(text) :])} was sampled behind it"
+    detail = f"the text was cut after {_show_end(text)}; {_show(sampled[len(text) :])} was sampled after it"
     lost = text[len(inside) :]
     if lost:
         detail += f"; the cut is inside token {num_kept}, of which {_show(lost)} was kept"

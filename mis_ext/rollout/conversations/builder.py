@@ -30,22 +30,23 @@ def build_samples(
     vocab_size: int | None = None,
     reasoning: tuple[str, str] = ("<think>", "</think>"),
 ) -> Built:
-    """Training samples of one conversation, in which every sampled token stands as it was sampled.
+    """Training samples of one conversation, in which every sampled token has the id that was sampled.
 
-    A prompt is compared with all calls before it: the calls that share ids are a tree, of which each path is a sample.
-    Best of n, retries, sub-agents and interleaved conversations need no ids of their own. A sampled token is trained in
-    one sample at most; the others have it in their prompt.
+    A prompt is compared with all earlier calls. Calls that share ids form a tree, and each path of the tree is a
+    sample. Best of n, retries, sub-agents and interleaved conversations need no ids of their own. A sampled token is
+    trained in one sample at most; other samples have it in their prompt.
 
-    Whatever the policy, a duplicate is left out, and so is a call that sampled nothing.
+    With every policy, duplicates and calls that sampled nothing are left out.
 
     Args:
         generations: The calls of one conversation, in order.
-        policy: What to do with a prompt that does not go on from a call with exactly the ids that are known.
-            ``"strict"`` raises. ``"split"`` makes another sample, behind the call's own prompt: exact, and nothing is
-            lost.
-        tokenizer: What the ids mean: tells the class of a boundary where ids differ. The samples do not depend on it.
-        vocab_size: Ids must be below it; None: they are not bounded.
-        reasoning: The markers before and behind a reasoning block.
+        policy: What to do with a prompt that does not continue an earlier call with exactly its ids. ``"strict"``
+            raises an error. ``"split"`` starts another sample with the call's own prompt: it is exact, and loses no
+            token.
+        tokenizer: The server's tokenizer, to find the class of a boundary at which ids differ. The samples do not
+            depend on it.
+        vocab_size: Ids must be below it. None: they are not checked.
+        reasoning: The markers before and after a reasoning block.
 
     Raises:
         BoundaryError: A boundary under ``"strict"``.
