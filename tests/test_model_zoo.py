@@ -39,6 +39,20 @@ def test_an_architecture_that_is_drawn_is_what_the_page_says():
     assert found == rows[name], (name, seed)
 
 
+def test_what_is_drawn_has_the_sizes_and_dtypes_at_which_rows_came_apart(monkeypatch):
+    """Widths of whole tiles, few experts and one dtype hid what differs."""
+    drawn = []
+    monkeypatch.setattr(model_zoo, "build", lambda *arguments: drawn.append(arguments))
+    for seed in range(60):
+        model_zoo.judge("gpt_oss", seed)
+    assert {dtype for _, _, dtype in drawn} == {torch.float32, torch.bfloat16}
+    assert {sizes["num_experts"] for _, sizes, _ in drawn} == {*range(5, 17)}
+    for _, sizes, _ in drawn:
+        assert all(sizes[key] % 32 for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"))
+    assert {"exaone4", "apertus", "gpt_bigcode", "minimax", "dots1"} <= {*model_zoo.ARCHITECTURES}
+    assert {"left padding", "generate"} <= {*model_zoo.PROBES}
+
+
 def test_an_architecture_that_cannot_be_built_is_an_error_and_not_left_out():
     found = model_zoo.judge("no_such_architecture")
     assert set(found) == set(model_zoo.PROBES)
