@@ -63,6 +63,12 @@ def says_report(found: dict[str, Any], text: str) -> bool:
     return all(f"{overall[name]:.3g}" in text for name in names) and found["recommendation"]["headline"] in text
 
 
+def says_comparison(found: dict[str, Any], text: str) -> bool:
+    against = found["against"]
+    numbers = [f"{each['first']:.3g}" for each in against["numbers"] if each["first"] is not None]
+    return against["headline"] in one_line(text) and all(number in text for number in numbers)
+
+
 def says_explain(found: dict[str, Any], text: str) -> bool:
     numbers = [each[name] for each in found["at_lengths"] for name in ("ess_token", "kept_tokens", "learning_rate")]
     return all(f"{number:.3f}" in text for number in numbers) and all(step["name"] in text for step in found["steps"])
@@ -111,9 +117,9 @@ COMMANDS = {
         lambda found, text: found["verdict"] in text and f" different tokens {found['num_nonzero']} " in one_line(text),
     ),
     "report": Command(
-        lambda folder: ["report", dump(folder), "--out", folder / "out", "--preset", "mis"],
+        lambda folder: ["report", dump(folder), "--against", dump(folder), "--out", folder / "out", "--preset", "mis"],
         0,
-        says_report,
+        lambda found, text: says_report(found, text) and says_comparison(found, text),
     ),
     "explain": Command(lambda folder: ["explain", "mis"], 0, says_explain),
     "diff": Command(recordings, 1, says_diff),

@@ -1,12 +1,12 @@
 """The report's page in headless Chromium: by keyboard alone, and on a telephone."""
 
+import json
 from pathlib import Path
 
 import pytest
 from browser import Browser, find_browser
+from commands import json_of
 from test_report_cli import write_dumps
-
-from mis_ext.cli import main
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -35,8 +35,11 @@ SCROLLS_WITHOUT_FOCUS = """[...document.querySelectorAll("body *")].filter(each 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    dumps = write_dumps(folder / "dumps", kernels=0.12)
-    assert main(["report", str(dumps), "--out", str(folder / "out")]) == 0
+    dumps, other = (write_dumps(folder / name, kernels=kernels) for name, kernels in (("dumps", 0.12), ("other", 0.01)))
+    # A folder that is asked for is written beside the document.
+    code, found = json_of("report", dumps, "--against", other, "--out", folder / "out")
+    assert code == 0
+    assert json.loads((folder / "out" / "summary.json").read_text()) == found
     return folder / "out" / "report.html"
 
 
@@ -57,7 +60,7 @@ def test_the_page_is_never_wider_than_the_window(browser, page, width) -> None:
 def test_every_picture_is_shown_and_nothing_is_complained_of(browser, page) -> None:
     browser.open(page, width=1280)
     widths = browser.evaluate("[...document.images].map(each => each.complete && each.naturalWidth)")
-    assert len(widths) == 7
+    assert len(widths) == 8
     assert all(width > 100 for width in widths)
     assert browser.complaints == []
 

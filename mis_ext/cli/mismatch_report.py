@@ -77,18 +77,17 @@ def _show_comparison(console: Console, report: Report, found: Comparison) -> Non
     for note in found.notes:
         console.print(Text(f"  {note}"))
     rows = ((*number_cells(each), "-" if each.verdict == "unknown" else each.verdict) for each in found.numbers)
-    console.print(_table((*NUMBERS, "A is"), rows, whole_names=True))
+    console.print(_table((*NUMBERS, "A is"), rows))
     console.print(Text("  change: x is A / B, + and - A - B. noise: not more than noise", style="dim"))
     console.print(_table(CAUSES, map(cause_cells, found.causes)))
     console.print(Text("  What the intervals are: report.html. What follows is of A alone.", style="dim"))
 
 
-def _table(titles: Iterable[str], rows: Iterable[Iterable[str]], *, whole_names: bool = False) -> Any:
-    from rich.table import Column, Table
+def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> Any:
+    from rich.table import Table
     from rich.text import Text
 
-    first, *others = titles
-    table = Table(Column(first, no_wrap=whole_names), *others)
+    table = Table(*titles)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table

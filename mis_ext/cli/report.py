@@ -38,6 +38,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
     parser.add_argument(
+        "--against",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="another run, shown beside this one: A is PATH above, B this; what is recommended is for A",
+    )
+    parser.add_argument(
         "--config", action="append", type=Path, default=[], metavar="YAML", help="try this configuration; repeatable"
     )
     parser.add_argument(
@@ -92,18 +99,29 @@ def run(parsed: argparse.Namespace) -> Result:
 def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.dumps import Dumps
     from mis_ext.report.indicators import read_series
+    from mis_ext.report.run import run_of
     from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates, report_of
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
-    paths = [*_files(parsed.paths)]
+    paths, others = ([*_files(chosen or ())] for chosen in (parsed.paths, parsed.against))
     candidates = [file_candidate(path) for path in parsed.config]
     candidates += [method_candidate(name) for name in parsed.method]
     candidates += preset_candidates(parsed.preset) if parsed.preset or not candidates else []
     logged = None if parsed.log is None else read_series(parsed.log)
-    dumps = Dumps(paths, trust_pickle=parsed.trust_pickle, watch=watch)
+    dumps, other = (Dumps(each, trust_pickle=parsed.trust_pickle, watch=watch) for each in (paths, others))
     with _pool() as pool:
-        return report_of(dumps, candidates, sources=map(str, paths), num_worst=parsed.worst, pool=pool, logged=logged)
+        # Before the run itself, which takes longer: a file that cannot be read is found sooner.
+        against = run_of(other, sources=map(str, others), num_worst=parsed.worst, pool=pool) if others else None
+        return report_of(
+            dumps,
+            candidates,
+            sources=map(str, paths),
+            num_worst=parsed.worst,
+            pool=pool,
+            logged=logged,
+            against=against,
+        )
 
 
 @contextmanager

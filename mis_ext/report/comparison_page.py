@@ -23,7 +23,7 @@ _VERDICTS = {
     "unknown": "-",
 }
 _REMARKS = (
-    "Change: A / B where both are above 0, else A - B with its sign.",
+    "Change: x is A / B. Shares, and what may be 0 or less, have A - B with its sign.",
     "95 % interval: over prompts, because responses to one prompt are alike. A response of unknown prompt counts as a "
     "prompt. It is Welch's, of the standard error of a ratio of two sums (Cochran, Sampling Techniques, 1977, chapter "
     "6; over clusters: Miller, Adding Error Bars to Evals, arXiv:2411.00640).",

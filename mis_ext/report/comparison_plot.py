@@ -36,7 +36,16 @@ def _steps(axes: Any, runs: tuple[Run, Run]) -> None:
         rows = [_bar(steps[step]) for step in names if step in steps]
         values, below, above = ([row[part] for row in rows] for part in range(3))
         axes.errorbar(
-            places, values, [below, above], color=color, marker=marker, linestyle=line, capsize=2, lw=1.4, label=name
+            places,
+            values,
+            [below, above],
+            color=color,
+            marker=marker,
+            linestyle=line,
+            ms=4,
+            capsize=3,
+            lw=1.2,
+            label=name,
         )
     stride = max(1, len(names) // 10)
     axes.set_xticks([*range(len(names))][::stride], names[::stride])

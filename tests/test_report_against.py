@@ -1,0 +1,103 @@
+"""`mis-ext report A --against B`: what is written and shown, and files of B that cannot be read."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_report_cli import Page, empty, masked, truncated, without_log_probs
+from test_report_comparison import rows_of, written
+
+from mis_ext.cli import main
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    """A folder with both runs, what was written in out, and what was shown in a terminal of 80 columns.
+
+    The numbers are wide, so that the table has to be made narrower.
+    """
+    folder = tmp_path_factory.mktemp("against")
+    for name, spread in (("new <run>", 0.2), ("old", 0.0001)):
+        (folder / name).mkdir()
+        for step in range(2):
+            rows = rows_of(step, spread=spread, steps=1, first_step=step)
+            written(folder / name / f"{step}.jsonl", rows)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "80")
+        patched.chdir(folder)
+        with (folder / "terminal.txt").open("w") as shown, pytest.MonkeyPatch.context() as output:
+            output.setattr("sys.stdout", shown)
+            assert main(["report", "new <run>", "--against", "old", "--preset", "mis", "--out", "out"]) == 0
+    return folder
+
+
+def test_the_page_has_both_runs_and_what_to_do_is_of_the_first(compared) -> None:
+    text = (compared / "out" / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.outside == []
+    assert len(page.ids) == len({*page.ids})
+    assert page.ids[:3] == ["what-to-do", "against", "why"]
+    assert {found["href"][1:] for tag, found in page.tags if tag == "a"} == {*page.ids}
+    assert "<dt>A: new &lt;run&gt;/0.jsonl to new &lt;run&gt;/1.jsonl, 2 files</dt>" in text
+    assert "<dt>B: old/0.jsonl to old/1.jsonl, 2 files</dt>" in text
+    assert "<h3>Read of B</h3><ul><li>old/0.jsonl</li><li>old/1.jsonl</li></ul>" in text
+    found = json.loads((compared / "out" / "summary.json").read_text())
+    first, second = (each["summary"]["overall"]["k3"] for each in (found, found["against"]))
+    assert f"k3 is {first:.2g} per token" in text
+    assert 3.5e6 < first / second < 4.5e6
+    pictures = {path.stem for path in (compared / "out").glob("*.png")}
+    assert "against" in pictures
+    assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
+
+
+def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:
+    shown = (compared / "terminal.txt").read_text()
+    found = json.loads((compared / "out" / "summary.json").read_text())["against"]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert found["headline"] in " ".join(shown.split())
+    assert "  A: new <run>/0.jsonl to new <run>/1.jsonl, 2 files\n  B: old/0.jsonl to old/1.jsonl, 2 files\n" in shown
+    for each in found["numbers"]:
+        cells = [each["name"], *(f"{each[side]:.3g}" for side in ("first", "second"))]
+        assert re.search("│ " + " +│ ".join(map(re.escape, cells)) + " ", shown), cells
+    k3 = found["numbers"][0]
+    # The interval goes on in the next line.
+    cells = (f"x {k3['change']:.3g}", f"{k3['interval']['low']:.3g} to", "higher")
+    assert re.search("│ " + " +│ ".join(map(re.escape, cells)) + " ", shown), cells
+    assert shown.index("k3 of A is") < shown.index("what each configuration would do")
+
+
+def no_json(path: Path) -> None:
+    path.with_suffix(".jsonl").write_text("[1, 2\n")
+
+
+def no_dump(path: Path) -> None:
+    path.with_suffix(".txt").write_text("text")
+
+
+HOSTILE = (empty, truncated, without_log_probs, masked, no_json, no_dump, lambda path: None)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)
+def test_a_second_run_that_cannot_be_read_ends_it_before_anything_is_written(
+    tmp_path, capsys, spoil, as_folder
+) -> None:
+    dumps = written(tmp_path / "run.jsonl", rows_of(0, spread=0.1, prompts=1, steps=1))
+    (tmp_path / "other").mkdir()
+    spoil(tmp_path / "other" / "broken.pt")
+    left = [*(tmp_path / "other").iterdir()]
+    other = tmp_path / "other" if as_folder else left[0] if left else tmp_path / "other" / "none.pt"
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(dumps), "--against", str(other), "--preset", "mis", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("mis-ext report: ")
+    assert printed.err.count("\n") == 1
+    assert str(other) in printed.err
+    assert not (tmp_path / "out").exists()
