@@ -12,6 +12,7 @@ import yaml
 from test_documentation import PAGES, ROOT
 
 import mis_ext.cli
+from mis_ext.cli.result import Result
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,7 +50,7 @@ def only_parsing(monkeypatch) -> None:
 
     def parse_and_do_nothing(self, args=None, namespace=None):
         parsed = parse(self, args, namespace)
-        parsed.run = lambda _: 0
+        parsed.run = lambda _: Result({}, lambda: None)
         return parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_do_nothing)
