@@ -1,4 +1,4 @@
-"""``mis-ext diff``: where two recordings of the same tokens part."""
+"""``mis-ext diff``: where two recordings of the same tokens differ."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as absurd as any larger one, and finite."""
+"""Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as extreme as any larger one, and finite."""
 
 
 MAX_NATS = 1e6

@@ -26,7 +26,7 @@ SUSPICIOUS_SHARE, ZERO_SHARE = 0.01, 0.05
 """Of tokens: from here on a mistake is a pattern. A log-prob of 0 may be that of a token without alternative."""
 
 MIN_PLACEHOLDERS = 2
-"""One absurd token is no pattern."""
+"""One extreme token is no pattern."""
 
 MIN_SAMPLES = 16
 OUTLIER_FACTOR, MAX_OUTLIERS, MIN_OUTLIERS_K3 = 5.0, 0.4, 0.5

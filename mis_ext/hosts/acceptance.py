@@ -37,7 +37,7 @@ SCALE_RANGE = (1e-3, 1e3)
 """A band is never made a thousand times narrower or wider than it is written."""
 
 _LARGER = 1.0 + 1e-6
-"""The scale that is needed was rounded: the value that it came from shall lie inside."""
+"""The scale that is needed was rounded: the value that it came from must lie inside."""
 
 
 class AcceptanceLoop:

@@ -62,13 +62,13 @@ class DriftControl:
 
 @published(
     formula="sg(A + (w - 1) V) log pi, V: mean of A in the token's state",
-    paper="ours; the drift is that of Marek, Ryabinin, Score Centering, arXiv:2609.20807, which needs the vocabulary",
+    paper="mis_ext; the drift: Marek, Ryabinin, Score Centering, arXiv:2609.20807, which needs the vocabulary",
 )
 def drift_control() -> Method:
-    """The plain policy gradient without its drift, from sampled tokens alone: no token's own advantage is reweighed.
+    """The plain policy gradient without its drift, from sampled tokens only: a token's own advantage is not reweighted.
 
-    When: a mismatch of engines with advantages that are not centred in every state: a critic, or one reward for many
-    turns. Pass its value as ``state_values_T``; with ``V = A`` it is ``reinforce_token_is``, with ``V = 0``
+    When: a mismatch of trainer and engine with advantages that are not centred in every state: a critic, or one reward
+    for many turns. Pass its value as ``state_values_T``; with ``V = A`` it is ``reinforce_token_is``, with ``V = 0``
     ``reinforce``.
     Claims: with the mean of ``A`` under what sampled as ``V`` the drift is gone, exactly, and only the part of ``A``
     that depends on the action is off-policy. To shift ``A`` and ``V`` by a number of the state changes no expectation.

@@ -30,7 +30,7 @@ def decoupled() -> Method:
 
     When: several updates per rollout and a mismatch without heavy tails.
     Claims: the batch size no longer sets how far a policy may move; AReaL (arXiv:2505.24298) trains on stale data.
-    Counter-claims: one absurd ratio is one absurd gradient: bound it.
+    Counter-claims: one extreme ratio gives one extreme gradient: use a bound.
     """
     return with_ppo(RatioWeight(pair=MISMATCH))
 
@@ -39,10 +39,10 @@ def decoupled() -> Method:
 def decoupled_token_tis(*, high: float = 2.0) -> Method:
     """Token ratios, truncated.
 
-    When: the default against a mismatch of engines: low variance at every length.
+    When: the default against a mismatch of trainer and engine: low variance at every length.
     Claims: recovers training with quantised rollouts.
-    Counter-claims: right distribution of the next token, wrong distribution of states; plateaus where sequence weights
-    go on. Fires only on heavy tails.
+    Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
+    Acts only on heavy tails.
     """
     return with_ppo(RatioWeight(pair=MISMATCH, high=high))
 
@@ -64,7 +64,7 @@ def decoupled_token_clip(*, low: float = 0.5, high: float = 2.0) -> Method:
 
     When: the effective sample size matters more than bias: tokens that the trainer finds unlikely keep some weight.
     Claims: more effective samples than truncation.
-    Counter-claims: a raised weight adds the bias that truncation from above was said to avoid.
+    Counter-claims: the lower bound raises weights, which adds bias that truncation does not have.
     """
     return with_ppo(RatioWeight(pair=MISMATCH, low=low, high=high))
 
@@ -77,8 +77,8 @@ def decoupled_tempered(*, power: float = 0.5) -> Method:
     """Token ratios to a power between 0, no correction, and 1, full correction.
 
     When: a study of bias against variance.
-    Claims: order is kept and no weight is lost, unlike with bounds.
-    Counter-claims: biased for every power below 1, also where nothing is absurd.
+    Claims: the order of weights is kept and no weight is lost, unlike with bounds.
+    Counter-claims: biased for every power below 1, also without extreme ratios.
     """
     return with_ppo(RatioWeight(pair=MISMATCH, power=power))
 

@@ -50,9 +50,9 @@ def grpo_k2(*, beta: float = 1e-3) -> Method:
     paper="DeepSeek-AI, DeepSeek-V3.2 (unbiased KL estimate), arXiv:2512.02556",
 )
 def grpo_unbiased_kl(*, beta: float = 1e-3) -> Method:
-    """Unbiased from whatever sampled: the coefficient is ``w d``.
+    """Unbiased for any behavior policy: the coefficient is ``w d``.
 
-    When: a KL term off-policy, or with a mismatch of engines.
+    When: a KL term off-policy, or with a mismatch of trainer and engine.
     Claims: no exploding gradient where the policy left the reference's tokens.
     Counter-claims: with ``r`` instead of ``w``, as some frameworks have it, it is unbiased for data of the proximal
     policy only; without the gradient of ``w`` it is another KL.

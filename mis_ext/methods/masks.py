@@ -22,7 +22,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0, normalize_over: NormalizeOver
     With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, those outside as 0
     (verl: rollout correction with a band and batch normalisation, code).
 
-    When: mixture-of-experts models, whose routers make single tokens differ wildly.
+    When: mixture-of-experts models, whose routers make single tokens differ much.
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
@@ -60,7 +60,7 @@ def token_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
 
 @published(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
 def sequence_mis(*, low: float = 0.5, high: float = 2.0) -> Method:
-    """Sequences whose product of ratios lies outside the band are rejected; the others carry it.
+    """Sequences whose product of ratios lies outside the band are rejected; the others have it as weight.
 
     When: short responses with a moderate mismatch.
     Claims: better than truncation: a huge weight means out of distribution, not important.
@@ -75,8 +75,8 @@ def geometric_rs(*, low: float = 0.999, high: float = 1.001) -> Method:
 
     When: long responses, where every product is outside of every band.
     Claims: no length trap.
-    Counter-claims: a cut at a per-token KL of about ``1 - low``, its upper edge idle; rejects half of all responses
-    where that is the engine's own noise.
+    Counter-claims: it cuts at a per-token KL of about ``1 - low``, and its upper bound never acts. It rejects half of
+    all responses if the engine's own noise has this size.
     """
     return with_ppo(Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
 
@@ -90,7 +90,7 @@ def segment_rs(*, low: float = 0.8, high: float = 1.2) -> Method:
 
     When: many turns, of which one was sampled by a broken engine or an old version.
     Claims: keeps the other turns.
-    Counter-claims: what follows a rejected turn was sampled in states that the policy might not reach.
+    Counter-claims: turns after a rejected turn were sampled in states that the policy might not reach.
     """
     return with_ppo(Keep(pair=MISMATCH, reduce="segment_mean", low=low, high=high))
 
@@ -103,7 +103,7 @@ def geometric_rs_token_tis(*, low: float = 0.999, high: float = 1.001, bound: fl
     """Geometric rejection of sequences, truncated token ratios for the others.
 
     When: long responses with heavy-tailed tokens.
-    Claims: both kinds of outliers are handled at their own level.
+    Claims: outlier tokens and outlier sequences are each handled at their own level.
     Counter-claims: as ``geometric_rs``.
     """
     return with_ppo(RatioWeight(pair=MISMATCH, high=bound), Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
@@ -118,17 +118,17 @@ def sequence_mask_tis(*, low: float = 0.999, high: float = 1.002) -> Method:
 
     When: as ``geometric_rs``, with denominators that do not change.
     Claims: default of two frameworks' combined mode.
-    Counter-claims: the token ratio has no bound, whatever the name says.
+    Counter-claims: the token ratio has no bound, although the name says so.
     """
     return with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, reduce="mean", low=low, high=high, action="zero"))
 
 
 @published(formula=f"1[min over the sequence of rho >= low] {PPO_TEXT}", paper=COLLAPSE_REPORT)
 def veto(*, low: float = 1e-4) -> Method:
-    """One catastrophic token rejects its sequence.
+    """One extreme token rejects its sequence.
 
-    When: always worth having: it fires on broken tokens, not on noise.
-    Claims: catches what averages hide.
+    When: always useful: it acts on broken tokens, not on noise.
+    Claims: finds single tokens that a mean hides.
     Counter-claims: the longer a response, the likelier a single such token.
     """
     return with_ppo(Keep(pair=MISMATCH, reduce="min", low=low))
@@ -139,12 +139,12 @@ def veto(*, low: float = 1e-4) -> Method:
     paper="Li et al., Trust Region Masking for Long-Horizon LLM Reinforcement Learning, arXiv:2512.23075",
 )
 def trm(*, high_max: float = 0.05, high_mean: float = 1e-3) -> Method:
-    """Sequences with one far token, or a large mean divergence, are rejected.
+    """Sequences with one extreme token, or a large mean divergence, are rejected.
 
     When: long responses for which a bound of the surrogate's error is wanted.
     Claims: the first bound that is not vacuous at 4,096 tokens.
     Counter-claims: the bound holds for the true divergences, the gates see one sampled token each. These thresholds
-    are ours.
+    are from mis_ext.
     """
     return with_ppo(
         Keep(pair=MISMATCH, statistic="k2", reduce="max", high=high_max),
@@ -161,7 +161,7 @@ def sequence_error(*, high: float = 1.05) -> Method:
 
     When: mixture-of-experts models with a mismatch in both directions, which a geometric mean cancels.
     Claims: used to train Nemotron-3.
-    Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is ours.
+    Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
     """
     return with_ppo(Keep(pair=MISMATCH, statistic="exp_abs_log_ratio", reduce="mean", high=high))
 

@@ -149,7 +149,7 @@ class Method:
         """Coefficient and loss of each local token. No reading of values on the host, no loop over sequences.
 
         Args:
-            current_logprobs_T: ``[T]``, nats, with gradient where the loss shall have one.
+            current_logprobs_T: ``[T]``, nats, with gradient if the loss needs one.
             behavior_logprobs_T: ``[T]``, nats, of what sampled the tokens; needed if it is one of :attr:`policies`.
             proximal_logprobs_T: ``[T]``, nats, the trainer's scoring before the update; likewise.
             reference_logprobs_T: ``[T]``, nats; likewise.

@@ -17,7 +17,7 @@ from mis_ext.methods.surrogates import Ratio
 def ppo(*, low: float = 0.2, high: float = 0.2) -> Method:
     """Several updates on one rollout, each token's ratio kept near 1.
 
-    When: the engines agree, or something else corrects them: the mismatch of the engines is not in ``r``.
+    When: trainer and engine agree, or a weight corrects the mismatch: ``r`` does not contain it.
     Claims: monotone improvement in practice, at the cost of a first-order method.
     Counter-claims: ratio bounds are too tight for rare tokens and too loose for likely ones (DPPO, arXiv:2602.04879).
     """
@@ -31,7 +31,7 @@ def ppo(*, low: float = 0.2, high: float = 0.2) -> Method:
 def dapo(*, low: float = 0.2, high: float = 0.28) -> Method:
     """PPO with a higher upper bound; divide by the tokens of the batch.
 
-    When: entropy falls under PPO: the upper bound is what keeps rare tokens from being raised.
+    When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier.
     Claims: entropy stays up, long chains of thought keep improving.
     Counter-claims: a probability bound does the same per token without a tuned constant (DCPO, arXiv:2509.02333).
     """
@@ -59,7 +59,7 @@ def dual_clip(*, low: float = 0.2, high: float = 0.2, dual: float = 3.0) -> Meth
 def bypass(*, low: float = 0.2, high: float = 0.2) -> Method:
     """PPO against the behavior policy itself: no recomputation of log-probs before the update.
 
-    When: the mismatch is small and the extra forward pass is what costs.
+    When: the mismatch is small, and the extra forward pass is expensive.
     Claims: one forward pass less, and the ratio is the token's importance ratio.
     Counter-claims: part of the clip range is spent on the mismatch, and no metric can tell mismatch from staleness.
     """
@@ -71,12 +71,12 @@ def bypass(*, low: float = 0.2, high: float = 0.2) -> Method:
     paper="Kimi Team, Kimi K2.5, arXiv:2602.02276",
 )
 def kimi_k2_5(*, low: float = 0.5, high: float = 2.0, tau: float = 1e-3) -> Method:
-    """A clip on both sides: a token outside the band has no policy gradient, whatever its advantage.
+    """A clip on both sides: a token outside the band has no policy gradient, for any advantage.
 
     When: agentic training with a mismatch: the band bounds the drift, not the update.
     Claims: stable training of long tool-using responses.
     Counter-claims: a move back towards ratio 1 is stopped too. The report's old policy is the one that generated; it
-    gives no numbers for the band and tau: these defaults are ours.
+    gives no numbers for the band and tau: these defaults are from mis_ext.
     """
     return Method(
         surrogate=Ratio(pair=TOTAL, low=low, high=high, sides="both"),
@@ -91,10 +91,10 @@ def kimi_k2_5(*, low: float = 0.5, high: float = 2.0, tau: float = 1e-3) -> Meth
 def dcpo(*, low: float = 0.1, high: float = 0.2, cap: float = 10.0) -> Method:
     """PPO whose bounds widen where the token was unlikely: they solve ``proximal * r * (r - 1) = e``.
 
-    When: rare tokens are what is to be learnt.
+    When: the policy should learn rare tokens.
     Claims: an order of magnitude fewer clipped tokens than PPO.
-    Counter-claims: a wide band for rare tokens is where low-precision engines disagree most. Only the clip of the paper
-    is here, not its standardisation of advantages; the defaults are those of the authors' code.
+    Counter-claims: the band is wide for rare tokens, where low-precision engines differ most. Only the clip of the
+    paper is here, not its standardisation of advantages; the defaults are those of the authors' code.
     """
     bounds = ProbabilityBound(gain=-low, cap=cap), ProbabilityBound(gain=high, cap=cap)
     return Method(surrogate=Ratio(low=bounds[0], high=bounds[1]))

@@ -21,7 +21,7 @@ _INVERSE: Pair = ("proximal", "current")
 def reinforce() -> Method:
     """The policy gradient of data that the current policy sampled.
 
-    When: one update per rollout and bit-equal engines.
+    When: one update per rollout, and trainer and engine that are equal bit for bit.
     Claims: unbiased there.
     Counter-claims: with a mismatch, negative advantages push the policies apart without bound.
     """
@@ -35,9 +35,9 @@ def reinforce() -> Method:
 def reinforce_token_is() -> Method:
     """The token's plain importance ratio; the same gradient as ``w A``.
 
-    When: a small mismatch, to see what nothing else does.
+    When: a small mismatch, as a reference without any bound.
     Claims: simplest correction there is.
-    Counter-claims: no bound; wrong distribution of states, see ``reinforce_sequence_tis``.
+    Counter-claims: no bound; does not correct the prefix, see ``reinforce_sequence_tis``.
     """
     return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL),))
 
@@ -48,10 +48,10 @@ def reinforce_token_is() -> Method:
     "arXiv:2405.19107; per token: Thinking Machines, Tinker: dro loss (documentation)",
 )
 def dro(*, beta: float = 0.05) -> Method:
-    """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near what sampled.
+    """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near the behavior policy.
 
-    When: old data, whose ratios would have left every band; the ratio's variance is what hurts.
-    Claims: a regression on the regularised optimum, whatever sampled, where the advantage's baseline is the soft value.
+    When: old data, whose ratios are outside of every band or have too much variance.
+    Claims: a regression on the regularised optimum for any behavior policy, if the baseline is the soft value.
     Counter-claims: with another baseline, as the mean of a group, the optimum moves. The paper's square is of the whole
     response and its advantage, here it is of each token. The scale is Tinker's example.
     """
@@ -63,7 +63,7 @@ def dro(*, beta: float = 0.05) -> Method:
     paper="Wu et al., LlamaRL (AIPO), arXiv:2505.24034",
 )
 def aipo(*, high: float = 4.0) -> Method:
-    """Token ratios to what sampled, truncated; the paper suggests bounds from 2 to 10.
+    """Token ratios to the behavior policy, truncated; the paper suggests bounds from 2 to 10.
 
     When: asynchronous training: staleness and mismatch in one ratio, no recomputation.
     Claims: removes the sudden drops of asynchronous training on hard data.
@@ -95,7 +95,7 @@ def reinforce_sequence_snis() -> Method:
 
     When: batches of many short responses.
     Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
-    Counter-claims: biased by 1 / n, and one sequence alone is not corrected at all: take the mean over all ranks.
+    Counter-claims: biased by 1 / n, and a single sequence is not corrected at all: use the mean over all ranks.
     """
     weight = RatioWeight(pair=TOTAL, level="sequence")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
@@ -106,7 +106,7 @@ def reinforce_sequence_snis() -> Method:
     paper="Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646",
 )
 def reinforce_sequence_psis(*, high: float = 10.0) -> Method:
-    """Sequence weights whose tail is fitted: no bound to tune, and the fit's k-hat says when to stop trusting them.
+    """Sequence weights whose tail is fitted: no bound to tune, and k-hat of the fit says when they are unreliable.
 
     When: at least 25 responses a call, better hundreds; look at ``smooth_weights(...).k_hat``, at most 0.7.
     Claims: less variance than plain weights and less bias than truncation, for any statistics that use them.
@@ -136,11 +136,11 @@ def cispo(*, low: float = 0.0, high: float = 5.0) -> Method:
 def dispo(*, positive: tuple[float, float] = (0.5, 2.0), negative: tuple[float, float] = (0.2, 5.0)) -> Method:
     """CISPO with a band of its own for correct and for incorrect responses, each with a low and a high bound.
 
-    When: CISPO is fast and then falls apart.
+    When: CISPO is fast at first, and then collapses.
     Claims: above 1 the weights of correct responses keep entropy up, below 1 they distil; 61.0 % on AIME 24, where
     CISPO has 55.4 % and DAPO 50.2 %.
     Counter-claims: four bounds to tune; too narrow ones for incorrect responses end in repetition or in empty answers.
-    The bounds are ours, the abstract has none; the sign of the advantage stands for correctness.
+    The bounds are from mis_ext, the abstract has none; the sign of the advantage stands for correctness.
     """
     return Method(
         surrogate=Score(),
@@ -171,7 +171,7 @@ def minirl(*, low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Method:
     paper="Le Roux et al., Tapered Off-Policy REINFORCE, arXiv:2503.14286",
 )
 def topr(*, high: float = 1.0) -> Method:
-    """Good sequences are learnt whatever sampled them, bad ones only as far as the policy would still produce them.
+    """Good sequences are learnt fully, bad ones only as far as the policy would still produce them.
 
     When: very off-policy data.
     Claims: stable without a KL term; negative examples help instead of destroying.
@@ -185,11 +185,11 @@ def topr(*, high: float = 1.0) -> Method:
     paper="Wang et al., ASPO: Asymmetric Importance Sampling Policy Optimization, arXiv:2510.06062",
 )
 def aspo(*, low: float = 0.2, high: float = 0.28, cap: float = 3.0) -> Method:
-    """Positive tokens weigh the inverse of their ratio: those that lag behind are lifted.
+    """Positive tokens are weighted by the inverse of their ratio, which raises tokens that became less likely.
 
     When: entropy collapses because likely tokens get ever more weight.
-    Claims: mends the mismatch of weights between positive and negative tokens.
-    Counter-claims: no importance weight of any distribution.
+    Claims: repairs the imbalance of weights between positive and negative tokens.
+    Counter-claims: it is not an importance weight of any distribution.
     """
     return Method(
         surrogate=Score(),
@@ -207,11 +207,11 @@ def aspo(*, low: float = 0.2, high: float = 0.28, cap: float = 3.0) -> Method:
     paper="Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv:2605.07331",
 )
 def ctpo(*, low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: float = 0.5) -> Method:
-    """The product of ratios up to the token, with bounds that grow as such a product spreads.
+    """The product of ratios up to the token, with bounds that grow with the spread of such a product.
 
-    When: several updates per rollout, rewards along the way.
-    Claims: right distribution of states at less variance than the whole product.
-    Counter-claims: with one reward at the end what follows the token is still the behavior policy's, so it is biased.
+    When: several updates per rollout, and rewards within a response.
+    Claims: corrects the prefix with less variance than the whole product.
+    Counter-claims: with one reward at the end it is biased: tokens after this one are not corrected.
     """
     return Method(
         surrogate=Ratio(

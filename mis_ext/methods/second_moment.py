@@ -40,11 +40,11 @@ def m2po(*, budget: float = 0.04) -> Method:
     paper="Honari et al., Align and Filter, arXiv:2603.01365 (after open-instruct's description of it)",
 )
 def vaco(*, delta: float = 0.02) -> Method:
-    """Total variation as a constraint: while it is violated, only moves back are learnt.
+    """Total variation as a constraint: while it is violated, only updates back towards ratio 1 have a gradient.
 
-    When: drift shall be bounded on average, not token by token.
+    When: drift should be bounded on average, not token by token.
     Claims: no token is stopped while the batch is inside.
-    Counter-claims: all or nothing: one more far token stops half of the batch.
+    Counter-claims: all or nothing: one more extreme token stops half of the batch.
     """
     armed = Keep(
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"

@@ -56,9 +56,9 @@ class ClippedMean:
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Method:
     """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
 
-    When: mixture-of-experts models: single tokens flip experts, their mean stays.
+    When: mixture-of-experts models: single tokens change experts, but their mean stays.
     Claims: trains them without routing replay.
-    Counter-claims: the geometric mean is no importance weight; one token outside cannot be told from many.
+    Counter-claims: the geometric mean is no importance weight; one extreme token looks like many small differences.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
@@ -84,7 +84,7 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Method:
 def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
     """The geometric mean of ratios that were clipped one by one.
 
-    When: GRPO's token outliers hurt, and GSPO's clip of whole sequences is too coarse.
+    When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse.
     Claims: more stable ratios, wider clip range, better results than GRPO.
     Counter-claims: the weight of a token depends on how many others are clipped.
     """

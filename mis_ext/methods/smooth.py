@@ -165,7 +165,7 @@ def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, 
 def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
     """A soft gate instead of PPO's clip; ``tau`` by the sign of the advantage.
 
-    When: hard clips throw away tokens that are only a little outside.
+    When: hard clips remove tokens that are only a little outside.
     Claims: more stable and better than GSPO and GRPO at equal budget.
     Counter-claims: far outside the gradient is small, not gone.
     """
@@ -183,7 +183,7 @@ def maspo(
 ) -> Method:
     """A soft gate that is wide for rare tokens and for good answers, narrow for bad ones.
 
-    When: hard clips throw away gradients, and rare tokens are what is to be learnt.
+    When: hard clips remove gradients, and the policy should learn rare tokens.
     Claims: up to 3 points over GRPO at 1.5B to 14B, with more entropy.
     Counter-claims: with the authors' numbers a ratio of 2 still keeps 0.6 of its gradient: nothing else bounds it. The
     formula is that of the authors' code.

@@ -29,7 +29,7 @@ def kpop(*, phi: float = 0.1) -> Method:
 
     When: a band of ratios masks rare tokens and lets confident ones drift.
     Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
-    Counter-claims: a rare token may weigh ten times and more: its ratio has no bound of its own.
+    Counter-claims: the weight of a rare token may be ten or more: its ratio has no bound of its own.
     """
     gates = (Keep(pair=TOTAL, statistic=name, high=phi, action="zero") for name in ("binary_kl", "reverse_binary_kl"))
     return Method(surrogate=_W, factors=tuple(gates))
@@ -56,12 +56,12 @@ def intellect_3(*, low: float = 0.5, high: float = 5.0, veto: float = 1e-5) -> M
     paper="StepFun, Step-3.5-Flash (MIS-PO), arXiv:2602.10604",
 )
 def mis_po(*, low: float = 0.5, high: float = 2.0, low_sequence: float = 0.996, high_sequence: float = 1.001) -> Method:
-    """Filters of tokens and of sequences, and no weight: what is left counts as on-policy.
+    """Filters of tokens and of sequences, and no weight: kept tokens count as on-policy.
 
-    When: variance of weights is what hurts.
+    When: the variance of weights is too large.
     Claims: less gradient noise than importance weights at equal stability.
     Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
-    as many sequences 41 %. The band of tokens is ours, the paper's is not known to us.
+    as many sequences 41 %. The band of tokens is from mis_ext; the paper's is not known.
     """
     sequences = Keep(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
     return Method(surrogate=Score(), factors=(Keep(pair=TOTAL, low=low, high=high), sequences))
@@ -72,9 +72,9 @@ def mis_po(*, low: float = 0.5, high: float = 2.0, low_sequence: float = 0.996, 
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
 def dppo_tv(*, delta: float = 0.15, cap: float = 20.0) -> Method:
-    """A trust region of probabilities: only moves that go further outside are stopped.
+    """A trust region of probabilities: it stops only updates that move further outside.
 
-    When: instead of PPO's clip, anchored at what sampled.
+    When: instead of PPO's clip, with the behavior policy as centre.
     Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
@@ -88,7 +88,7 @@ def dppo_tv(*, delta: float = 0.15, cap: float = 20.0) -> Method:
 def dppo_kl(*, delta: float = 0.05, cap: float = 20.0) -> Method:
     """As ``dppo_tv``, with the binary KL from behavior to current policy.
 
-    When: tokens that the policy has almost given up shall be protected: KL grows there, total variation does not.
+    When: tokens that have become very unlikely should be protected: KL grows there, total variation does not.
     Claims: as ``dppo_tv``.
     Counter-claims: one sampled token says little about a distribution.
     """
@@ -101,7 +101,7 @@ def dppo_kl(*, delta: float = 0.05, cap: float = 20.0) -> Method:
     paper="Prime Intellect, prime-rl: default loss (code)",
 )
 def prime_rl(*, low: float = 0.2, high: float = 0.2, tau: float = 1e-3) -> Method:
-    """DPPO's region with a side of its own for each sign, a plain ratio and a squared log-ratio as penalty.
+    """DPPO's region with one bound for each sign, a plain ratio and a squared log-ratio as penalty.
 
     When: asynchronous training with that framework's defaults.
     Claims: default of prime-rl.
@@ -116,9 +116,9 @@ def prime_rl(*, low: float = 0.2, high: float = 0.2, tau: float = 1e-3) -> Metho
     paper="Prime Intellect, prime-rl: ipo loss (code)",
 )
 def ipo(*, delta: float = 0.1, tau: float = 1e-3) -> Method:
-    """A band of probability differences, whatever the sign of the advantage.
+    """A band of probability differences, for both signs of the advantage.
 
-    When: drift itself shall stop the gradient, as with ``kimi_k2_5``.
+    When: the drift itself should stop the gradient, as with ``kimi_k2_5``.
     Claims: later default of prime-rl, with 0.3.
     Counter-claims: a move back is stopped too.
     """
@@ -151,7 +151,7 @@ def mimo_mopd(*, low: float = 0.5, high: float = 2.0) -> Method:
 
     When: teachers of several domains become one student.
     Claims: inherits nearly all of each teacher.
-    Counter-claims: the report gives the band no numbers: these are ours.
+    Counter-claims: the report gives the band no numbers: these are from mis_ext.
     """
     return Method(
         surrogate=Score(), factors=(RatioWeight(pair=TOTAL), Keep(pair=TOTAL, low=low, high=high, action="zero"))
@@ -166,9 +166,9 @@ def opsm(*, delta: float = 0.05) -> Method:
     """Bad sequences that have become unlikely are rejected.
 
     When: always harmless: positive advantages are never touched.
-    Claims: stabilises training that is off-policy by updates or by the engine.
+    Claims: stabilises training that is off-policy because of updates or because of the engine.
     Counter-claims: with the proximal instead of the behavior policy, as some frameworks have it, it does not see the
-    mismatch. The paper gives no threshold: this one is ours.
+    mismatch. The paper gives no threshold: this one is from mis_ext.
     """
     gate = Keep(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
     return Method(surrogate=Ratio(pair=STALENESS, low=0.8, high=1.2), factors=(gate,))

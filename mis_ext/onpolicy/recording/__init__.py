@@ -1,1 +1,1 @@
-"""What every module computed in both engines, and where they part."""
+"""What every module computed in both engines, and where they differ."""

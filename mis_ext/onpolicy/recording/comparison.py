@@ -1,4 +1,4 @@
-"""Two recordings of the same tokens: the first module and position at which they part, and the module to blame."""
+"""Two recordings of the same tokens: the first module and position at which they differ, and the module to blame."""
 
 from __future__ import annotations
 
