@@ -37,4 +37,4 @@ def _show(presets: list[dict[str, str]]) -> None:
         print(each["name"])
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
-    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME predicts what it does.")
+    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME its effect.")
