@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trained_plants import AMONG_ALTERNATIVES, CAUSE_OF, LIMITS, PAIRS, named
+from trained_pairs import limits_table, never_table, pairs_table, plants_table
 
 import mis_ext
 import mis_ext.cli
@@ -61,17 +61,6 @@ def traps_table() -> Table:
     return Table(("preset", *CIRCUMSTANCES), tuple(rows))
 
 
-def plants_table() -> Table:
-    """What is named where causes are planted in tokens of a trained transformer."""
-    rows = []
-    for plants in (*((each,) for each in CAUSE_OF), *PAIRS):
-        found = ", ".join(f"`{each.cause}`" for each in named(plants))
-        is_doubtful = any(plant in AMONG_ALTERNATIVES for plant in plants)
-        judged = "no" if plants in LIMITS else "among the alternatives" if is_doubtful else "yes"
-        rows.append((" + ".join(plants), found, judged))
-    return Table(("planted", "named", "right"), tuple(rows))
-
-
 API = {
     "correction": ("mis_ext",),
     "methods": ("mis_ext.methods",),
@@ -95,6 +84,9 @@ TABLES = {
     "methods": (DOCS / "methods.md", methods_table),
     "causes": (DOCS / "report_causes.md", causes_table),
     "plants": (DOCS / "report_causes.md", plants_table),
+    "pairs": (DOCS / "report_causes.md", pairs_table),
+    "pairs told wrong": (DOCS / "report_causes.md", limits_table),
+    "pairs left out": (DOCS / "report_causes.md", never_table),
     "presets": (DOCS / "presets.md", presets_table),
     "traps": (DOCS / "presets.md", traps_table),
     **{
@@ -109,8 +101,8 @@ def section(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
 
 
-def assert_page_holds(name: str) -> None:
-    """Whether a table of ``TABLES`` stands in its page as it would be generated today."""
+@pytest.mark.parametrize("name", TABLES)
+def test_a_page_holds_the_table_of_today(name) -> None:
     page, table = TABLES[name]
     found = section(name).search(page.read_text(encoding="utf-8"))
     assert found is not None, f"{page.name} has no table of {name}"
@@ -118,12 +110,6 @@ def assert_page_holds(name: str) -> None:
     assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == f"\n{table().markdown()}\n", (
         "run: python tests/test_documentation.py"
     )
-
-
-# That of the plants is compared where they are judged: test_trained_diagnosis.py.
-@pytest.mark.parametrize("name", [name for name in TABLES if name != "plants"])
-def test_a_page_holds_the_table_of_today(name) -> None:
-    assert_page_holds(name)
 
 
 def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:

@@ -42,8 +42,8 @@ def only(*parts: Part) -> tuple[Diagnosis, list[float]]:
 
 def test_stale_samples_are_named_by_their_versions_and_explain_what_is_above_fresh_ones() -> None:
     found, (stale, fresh) = only(
-        part_of(engines(3, kernels=0.06).sampled(), origins=[Origin(versions_behind=1.0)] * COUNT, step="0"),
-        part_of(engines(4, kernels=0.03).sampled(), origins=[Origin(versions_behind=0.0)] * COUNT, step="1"),
+        part_of(engines(3, kernels=0.024).sampled(), origins=[Origin(versions_behind=1.0)] * COUNT, step="0"),
+        part_of(engines(4, kernels=0.012).sampled(), origins=[Origin(versions_behind=0.0)] * COUNT, step="1"),
     )
     assert found.cause == "stale_weights"
     assert stale < 5.0 * fresh

@@ -19,6 +19,13 @@ policies. They are not where the proximal ones vary as those of different tokens
 IMPROBABLE = -1.0
 """Nats. What the trainer finds less probable cannot have had the probability 1, not even with a small top-p."""
 
+ZEROS_OF_A_CUT = 0.25
+"""Log-probs of 0 in place of others are improbable to the trainer as often as other tokens: 0.9 times as often in a
+trained model. Tokens to which a cut left no alternative are so at most 0.06 times as often, also of another prompt."""
+
+MANY_POSITIVE = 0.5
+"""Share of a response's tokens above 0 from which on all of them are wrong: something was added to each."""
+
 PLACEHOLDER = -1000.0
 """Nats. No model gives a token that it sampled a log-prob like this; -9999, -1e9 and the lowest floats are below it in
 every dtype."""

@@ -74,6 +74,7 @@ class Measured:
         samples: Numbers of each sample.
         typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
         explained: Share of k3 that causes which were found before explain.
+        has_main: Whether one of them explains half of it, or tokens were taken out.
     """
 
     tokens: TokenSums
@@ -82,6 +83,7 @@ class Measured:
     samples: Samples | None = None
     typical_gaps: Mapping[str, float] | None = None
     explained: float = 0.0
+    has_main: bool = False
 
     @property
     def k3(self) -> float:

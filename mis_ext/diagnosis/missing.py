@@ -178,12 +178,12 @@ def other_ids(measured: Measured) -> Finding | None:
         evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
         return Finding(confidence="certain", evidence=evidence)
     samples = measured.samples.measured
-    # What versions say is not guessed.
-    if len(samples) < MIN_SAMPLES or not bool(samples["versions_behind"].isnan().all()):
+    if len(samples) < MIN_SAMPLES:
         return None
     gap = samples.mean_gap
-    # Where all samples of a step differ, its weights do, not its text.
-    usual = _median_of_step(gap, samples.steps).clamp_min(float(gap.median()))
+    # Where all samples of a step or of a version differ, its weights do, not its text.
+    groups = [*zip(samples.steps, map(str, samples["versions_behind"].tolist()), strict=True)]
+    usual = _median_of_group(gap, groups).clamp_min(float(gap.median()))
     is_outlier = (gap > MAX_MEAN_ABS_DIFF) & (gap > OUTLIER_FACTOR * usual)
     share = float(is_outlier.double().mean())
     if not 0.0 < share < MAX_OUTLIERS or _of_total(samples, is_outlier) < MIN_OUTLIERS_K3:
@@ -202,9 +202,9 @@ def _of_total(samples: Samples, chosen_S: Tensor) -> float:
     return float((samples["k3"] * chosen_S).sum()) / total if total else 0.0
 
 
-def _median_of_step(values_S: Tensor, steps: Sequence[str]) -> Tensor:
-    """``[S]`` median over the samples of each sample's step."""
-    numbers = {step: number for number, step in enumerate(dict.fromkeys(steps))}
-    number_S = torch.tensor([numbers[step] for step in steps])
+def _median_of_group(values_S: Tensor, groups: Sequence[tuple[str, str]]) -> Tensor:
+    """``[S]`` median over the samples of each sample's step and version."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    number_S = torch.tensor([numbers[group] for group in groups])
     medians = [values_S[number_S == number].median() for number in range(len(numbers))]
     return torch.stack(medians)[number_S]

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
+from mis_ext.diagnosis.size import PENALTIES
 
 MIN_EXPLAINED, MIN_SLOPE, MIN_SLOPE_ERRORS = 0.06, 0.01, 6.0
-CUT_EXPLAINED = 0.3
-"""What a cut (top-p, top-k) leaves looks like a line too: up to 0.21 of the variance of a trained model."""
+CUT_EXPLAINED, SURE_EXPLAINED = 0.45, 0.45
+"""What a cut (top-p, top-k) or padding leaves looks like a line that rises, too: up to 0.38 of the variance in a
+trained model. A repetition penalty, which is a temperature of some tokens, leaves 0.17; with other causes 0.37."""
 OF_TEMPERATURE = 0.6
 """A temperature moves a log-prob by its distance from the mean over the vocabulary, which is not known. In a trained
 model a line through log-probs explains 0.56 to 0.62 of that variance, and has as much of the slope."""
-EXACT, BASE_ERROR = 0.98, 0.03
+BASES = (2.0, 10.0)
+EXACT, EXACT_BELOW_1 = 0.9, 0.75
+"""No temperature explains more: up to 0.73 above 1, with top-k 0.78, with padding 0.87; up to 0.59 below 1."""
+BASE_ERROR, FAR_ERROR = 0.04, 0.22
+"""Of the logarithm of the factor: what noise makes of it, and another temperature beside it."""
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
-MIN_BELOW = 0.9
-SURE_DEFICIT, SURE_ERRORS = 0.03, 20.0
-"""Nothing but a cut lowers the mean ratio by as much, whatever else moves the log-probs. In a trained model stale
-weights, temperatures and other prompts stay below 0.014 and 9 standard errors; cuts begin at 0.047 and 29."""
+MIN_BELOW, MOST_BELOW = 0.9, 0.75
+SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
+"""Deficit and standard errors: nothing but a cut or padding lowers the mean ratio by as much, whatever else moves the
+log-probs. In a trained model other prompts leave 0.014 and 9, because a sample misses tokens that the trainer finds far
+more probable. It misses few where none is far less probable either, by 3 nats: all others stay below 0.003 and 1.5."""
 MAX_PADDING_GAP = 0.05
 SMALLEST_SHIFT = 1e-5
+
+CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
+SHIFTS = torch.linspace(0.0, 3.0, 301, dtype=torch.float64)
+ASYMMETRY = torch.erf(SHIFTS / math.sqrt(2.0)) + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp() / (
+    1.0 + SHIFTS**2
+)
+"""Of the squares of a Gaussian that is moved by so many deviations."""
 
 
 def temperature(measured: Measured) -> Finding | None:
@@ -32,19 +48,23 @@ def temperature(measured: Measured) -> Finding | None:
         return None
     # Noise does not fall or rise with the log-prob of the side that sampled.
     behavior, proximal = line.on("behavior"), line.on("proximal")
+    may_be_cut = measured.signals is None or _loses_mass(measured.signals)
+    rises = behavior.slope > 0.0
     # Two texts make the difference fall with one log-prob and rise with the other.
     same_sign = behavior.slope * proximal.slope > 0.0
-    is_cut = measured.signals is None or _loses_mass(measured.signals)
-    least = max(CUT_EXPLAINED if is_cut else MIN_EXPLAINED, MIN_SLOPE_ERRORS**2 / line.num_tokens)
-    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or not least < behavior.explained <= EXACT:
+    least = max(CUT_EXPLAINED if may_be_cut and rises else MIN_EXPLAINED, MIN_SLOPE_ERRORS**2 / line.num_tokens)
+    most = EXACT if rises else EXACT_BELOW_1
+    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or not least < behavior.explained <= most:
         return None
     factor = 1.0 + max(behavior.slope / OF_TEMPERATURE, -0.99)
+    is_sure = not rises or behavior.explained > SURE_EXPLAINED
     return Finding(
-        confidence="likely",
+        confidence="likely" if is_sure else "possible",
         evidence=f"the difference is {behavior.slope:+.2g} times the engine's log-prob, which explains "
         f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {factor:.3g} times the "
         "trainer's",
         k3_share=min(behavior.explained / OF_TEMPERATURE, 1.0),
+        alternatives=(*([] if is_sure else [PENALTIES]), *([CUTS] if may_be_cut and rises else [])),
     )
 
 
@@ -52,20 +72,24 @@ def other_base(measured: Measured) -> Finding | None:
     """One log-prob is a multiple of the other: no temperature does that, as it moves what all tokens share."""
     line = measured.tokens.line
     fit = line.on("behavior")
-    if line.num_tokens < MIN_TOKENS or fit.explained <= EXACT or fit.slope <= -1.0:
+    least = EXACT if fit.slope > 0.0 else EXACT_BELOW_1
+    if line.num_tokens < MIN_TOKENS or fit.explained <= least or fit.slope <= -1.0:
         return None
     factor = 1.0 / (1.0 + fit.slope)
-    for base in (2.0, 10.0):
-        for side, expected in (("engine", 1.0 / math.log(base)), ("trainer", math.log(base))):
-            if abs(factor / expected - 1.0) < BASE_ERROR:
-                return Finding(
-                    confidence="certain",
-                    evidence=f"the engine's log-probs are {factor:.3g} times the trainer's, which explains "
-                    f"{fit.explained:.1%} of the differences: the {side}'s are logarithms to the base {base:g}",
-                    k3_share=1.0,
-                    is_all=True,
-                )
-    return None
+    bases = [("engine", base, 1.0 / math.log(base)) for base in BASES]
+    bases += [("trainer", base, math.log(base)) for base in BASES]
+    error, side, base = min((abs(math.log(factor / expected)), side, base) for side, base, expected in bases)
+    if error > (FAR_ERROR if fit.explained > EXACT else BASE_ERROR):
+        return None
+    is_near = error < BASE_ERROR
+    return Finding(
+        confidence="certain" if is_near else "possible",
+        evidence=f"the engine's log-probs are {factor:.3g} times the trainer's, which explains {fit.explained:.1%} of "
+        f"the differences: the {side}'s are logarithms to the base {base:g}",
+        k3_share=1.0,
+        is_all=True,
+        alternatives=() if is_near else ("log-probs that are multiplied by another number",),
+    )
 
 
 def padding(measured: Measured) -> Finding | None:
@@ -93,6 +117,7 @@ def truncation(measured: Measured) -> Finding | None:
         confidence="likely",
         evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
         k3_share=_one_sided(measured.signals),
+        alternatives=("padding of the trainer's vocabulary", "a temperature above 1 beside it"),
     )
 
 
@@ -113,7 +138,8 @@ def _deficit(signals: Signals) -> str:
     num_below, num_above = signals.beyond(max(signals.typical_shift(), SMALLEST_SHIFT))[:, 0].tolist()
     num_large = num_below + num_above
     is_one_sided = 0 < MIN_BELOW * num_large <= num_below
-    is_sure = deficit > max(SURE_DEFICIT, SURE_ERRORS * error)
+    least, errors = SURE_BOUNDED if float(signals.largest[1]) < BOUNDED else SURE
+    is_sure = deficit > max(least, errors * error)
     if not is_sure and not (is_one_sided and deficit >= MIN_DEFICIT_ERRORS * error):
         return ""
     share = num_below / max(num_large, 1.0)
@@ -125,7 +151,19 @@ def _deficit(signals: Signals) -> str:
 
 
 def _one_sided(signals: Signals) -> float:
-    """Share of k3 that is not noise, of which a token that was moved up has as much as any other."""
+    """Share of k3 that a cut has beside noise, which alone moves tokens up and down alike.
+
+    A shift of ``x`` deviations of a Gaussian noise has ``x^2 / (1 + x^2)`` of the squares. Then the squares of tokens
+    that were moved down exceed those of the others by ``asymmetry(x)`` of all.
+    """
     (num_below, below), (num_above, above) = signals.shifts.sum(-1).tolist()
-    noise = above / num_above * (num_below + num_above) if num_above else 0.0
-    return max(1.0 - noise / (below + above), 0.0) if below + above else 0.0
+    if not below + above:
+        return 0.0
+    shift = float(SHIFTS[min(int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above))), len(SHIFTS) - 1)])
+    share = shift**2 / (1.0 + shift**2)
+    num_all = num_below + num_above
+    if num_below < MOST_BELOW * num_all:
+        return share
+    # The tokens that were moved up are as far apart as those that noise alone moved.
+    noise = above / num_above * num_all if num_above else 0.0
+    return float(max(share, 1.0 - noise / (below + above)))

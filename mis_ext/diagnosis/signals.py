@@ -21,11 +21,10 @@ from mis_ext.diagnosis.limits import CERTAIN
 from mis_ext.diagnosis.token_sums import Sorted, TokenSums, added, line_sums, sums_of_sorted
 from mis_ext.diagnosis.turns import Turns
 
-NUM_EARLY = 32
-"""Tokens of a turn that a stale prefix shows in most."""
+PLACES = {"first": 0, "early": 8, "between": 32, "late": 64, "far": 256}
+"""Of a turn, and where each begins: a prefix shows in the first two. Tokens far behind them are no measure: in one of
+our engines noise halves from 64 tokens to 256, where responses are long."""
 
-LATE = 64
-PLACES = ("early", "between", "late")
 NUM_OCTAVES = 22
 PER_DECADE, SMALLEST, DECADES = 20, -9, 12
 NUM_SHIFTS = PER_DECADE * DECADES
@@ -47,9 +46,9 @@ class Signals:
         sums: Of :class:`~mis_ext.diagnosis.token_sums.TokenSums`.
         shifts: ``[2, 2, NUM_SHIFTS]`` of uncertain tokens by ``|d| / (1 - p)``, for ``d`` below and above 0: how many,
             and their k3.
-        places: ``[2, len(PLACES), 4]`` of uncertain tokens of the first turn and of later ones, by their place in the
-            turn: count, sum of ``min(|d| / (1 - p), 1)`` and of its square, k3.
-        positions: ``[NUM_OCTAVES, 4]`` of uncertain tokens by the octave of their position in the response: likewise.
+        places: ``[2, len(PLACES), 6]`` of uncertain tokens of the first turn and of later ones, by their place in the
+            turn: count, k3, and sums of ``min(|d| / (1 - p), 1)``, of its square, of ``min(k3, 1)`` and of its square.
+        positions: ``[NUM_OCTAVES, 6]`` of uncertain tokens by the octave of their position in the response: likewise.
         ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
         rounded: ``[2, 3]`` of the proximal and of the behavior side: numbers that are not 0, those of bfloat16, and the
             k3 that rounding them to bfloat16 is expected to give.
@@ -145,7 +144,8 @@ def _by_shift(shift: Tensor, k3: Tensor, difference: Tensor) -> Tensor:
 
 
 def _by_place(turn: Tensor, place: Tensor, shift: Tensor, k3: Tensor) -> Tensor:
-    index = (place >= NUM_EARLY).long() + (place >= LATE) + len(PLACES) * (turn > 0)
+    begins = torch.tensor([*PLACES.values()][1:], device=place.device)
+    index = torch.bucketize(place, begins, right=True) + len(PLACES) * (turn > 0)
     return _moments(index, 2 * len(PLACES), shift, k3).view(2, len(PLACES), -1)
 
 
@@ -155,8 +155,8 @@ def _octave(position: Tensor) -> Tensor:
 
 
 def _moments(index: Tensor, size: int, shift: Tensor, k3: Tensor) -> Tensor:
-    bounded = shift.clamp_max(1.0).double()
-    weights = (None, bounded, bounded.square(), k3.double())
+    bounded = [each.clamp_max(1.0).double() for each in (shift, k3)]
+    weights = (None, k3.double(), *(power for each in bounded for power in (each, each.square())))
     return torch.stack([torch.bincount(index, each, minlength=size).double() for each in weights], dim=1)
 
 

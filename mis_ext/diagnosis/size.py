@@ -11,6 +11,11 @@ from mis_ext.diagnosis.measuring import Measured
 MAX_EXPLAINED = 0.87
 """Where other causes explain more of k3, what is left is not named: shares are not that exact."""
 
+QUIET_K3 = 2e-4
+"""Twice what bfloat16 gave in any small dense model of ours."""
+
+MORE = "more of what is named besides: its share is an estimate"
+SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3"
 OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
 PENALTIES = "penalties or a logits processor of the engine"
 
@@ -24,11 +29,16 @@ def equal(measured: Measured) -> Finding | None:
 
 def kernels(measured: Measured) -> Finding | None:
     """A difference of the size of kernels in bfloat16."""
-    if not _has_left(measured) or measured.k3_left >= KERNEL_K3:
+    is_quiet = measured.k3_left < QUIET_K3
+    if not _has_left(measured) or measured.k3_left >= KERNEL_K3 or (is_quiet and measured.has_main):
         return None
     evidence = f"k3 {measured.k3_left:.2g} is within what dense models in bfloat16 have, up to {KERNEL_K3:g}"
+    old, more = _stale_words(measured), _more(measured)
     return Finding(
-        confidence="likely", evidence=evidence, k3_share=1.0 - measured.explained, alternatives=_stale_words(measured)
+        confidence="likely",
+        evidence=evidence,
+        k3_share=1.0 - measured.explained,
+        alternatives=old if is_quiet else (SMALL_PRECISION, "a mixture of experts", *(old or (OLD_WEIGHTS,)), *more),
     )
 
 
@@ -43,7 +53,13 @@ def low_precision(measured: Measured) -> Finding | None:
         evidence=f"k3 {measured.k3_left:.2g} is above a small model in bfloat16 (up to {KERNEL_K3:g}); an fp8 cache or "
         "fp8 weights gave 1e-3 to 8e-3 in a small model, weights in e4m3 2.3e-2 in a pretrained one",
         k3_share=1.0 - measured.explained,
-        alternatives=(*rounding, "a mixture of experts", *(_stale_words(measured) or (OLD_WEIGHTS,)), PENALTIES),
+        alternatives=(
+            *rounding,
+            "a mixture of experts",
+            *(_stale_words(measured) or (OLD_WEIGHTS,)),
+            PENALTIES,
+            *_more(measured),
+        ),
     )
 
 
@@ -60,6 +76,8 @@ def large(measured: Measured) -> Finding | None:
             "another prompt, chat template or context",
             PENALTIES,
             "a mixture of experts in low precision",
+            "low precision beside one of these",
+            *_more(measured),
         ),
     )
 
@@ -68,6 +86,10 @@ def _has_left(measured: Measured) -> bool:
     tokens = measured.tokens
     is_left = measured.explained <= MAX_EXPLAINED
     return bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and is_left and not math.isnan(measured.k3)
+
+
+def _more(measured: Measured) -> tuple[str, ...]:
+    return (MORE,) if measured.explained else ()
 
 
 def _stale_words(measured: Measured) -> tuple[str, ...]:

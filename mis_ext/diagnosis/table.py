@@ -30,7 +30,8 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="placeholder_log_probs",
             title="placeholders in place of log-probs",
-            looks_like="log-probs below -1000; 0 where the trainer is below -1; all equal, in a response or everywhere",
+            looks_like="log-probs below -1000; 0 where the trainer is below -1, unless few of a response's zeros are; "
+            "all equal, in a response or everywhere",
             needs=("tokens",),
             rule=placeholders,
             advice="Ask the inference engine for log-probs (return_logprob in SGLang, logprobs in vLLM), or set the "
@@ -38,7 +39,6 @@ CAUSES: dict[str, Cause] = {
             is_fault=True,
             guard="degenerate_behavior",
             takes_out=True,
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="negated_log_probs",
@@ -61,7 +61,6 @@ CAUSES: dict[str, Cause] = {
             is_fault=True,
             guard="shifted_log_probs",
             takes_out=True,
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="positive_log_probs",
@@ -73,7 +72,6 @@ CAUSES: dict[str, Cause] = {
             is_fault=True,
             guard="degenerate_behavior",
             takes_out=True,
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="retokenised_samples",
@@ -85,7 +83,6 @@ CAUSES: dict[str, Cause] = {
             advice="Train on the ids that the engine returned: do not decode and encode again.",
             is_fault=True,
             takes_out=True,
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="log_prob_formula",
@@ -98,11 +95,32 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="log_base",
             title="logarithms to base 2 or 10 on one side",
-            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other, by a line that explains 98 %",
+            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other, by a line that explains 90 %, or "
+            "75 % where it falls",
             needs=("tokens",),
             rule=other_base,
             advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
             is_fault=True,
+        ),
+        Cause(
+            name="stale_prefix_cache",
+            title="a prefix in the cache that was computed with old weights",
+            looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times "
+            "their k3; or turns after the first do",
+            needs=("signals",),
+            rule=prefix,
+            advice="Flush the engine's prefix cache at every weight update.",
+            hides=("late_positions", *_TAILS),
+        ),
+        Cause(
+            name="late_positions",
+            title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
+            looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, or have 5 "
+            "times their k3",
+            needs=("signals",),
+            rule=late,
+            advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
+            hides=_TAILS,
         ),
         Cause(
             name="temperature",
@@ -114,7 +132,7 @@ CAUSES: dict[str, Cause] = {
             advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
             "it sampled from.",
             is_fault=True,
-            hides=("vocabulary_padding", "bf16_kernels", *_TAILS),
+            hides=("vocabulary_padding", *_TAILS),
         ),
         Cause(
             name="vocabulary_padding",
@@ -124,19 +142,19 @@ CAUSES: dict[str, Cause] = {
             rule=padding,
             advice="Set the logits of the padding to minus infinity before the log-softmax.",
             is_fault=True,
-            hides=("top_p_or_top_k", "bf16_kernels", *_TAILS),
+            hides=("top_p_or_top_k", *_TAILS),
         ),
         Cause(
             name="top_p_or_top_k",
             title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
-            looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by "
-            "more than 0.03 and 20 standard errors",
+            looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by more "
+            "than 0.03 and 20 standard errors; or by 0.005 and 12, and no token loses 3 nats",
             needs=("signals",),
             rule=truncation,
             advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens "
             "(mis_ext.rollout.define_log_probs).",
             is_fault=True,
-            hides=("bf16_kernels", *_TAILS),
+            hides=_TAILS,
         ),
         Cause(
             name="bf16_log_probs",
@@ -155,7 +173,7 @@ CAUSES: dict[str, Cause] = {
             rule=stale,
             advice="Sync the weights before sampling, or correct: token TIS gained 0.14 of reward with weights "
             "a step old, 0.34 with older ones (benchmarks/evidence/README.md).",
-            hides=("decode_dependence", "stale_prefix_cache", "late_positions", "bf16_kernels", *_TAILS),
+            hides=("decode_dependence", "stale_prefix_cache", "late_positions", *_TAILS),
         ),
         Cause(
             name="decode_dependence",
@@ -164,26 +182,7 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=decoding,
             advice="Compare prefill and decode of the engine (mis-ext diff).",
-            hides=("late_positions", "bf16_kernels"),
-        ),
-        Cause(
-            name="stale_prefix_cache",
-            title="a prefix in the cache that was computed with old weights",
-            looks_like="the first 32 tokens of a turn differ more than those from the 65th on; or turns after the "
-            "first differ more",
-            needs=("signals",),
-            rule=prefix,
-            advice="Flush the engine's prefix cache at every weight update.",
-            hides=("late_positions", "bf16_kernels", *_TAILS),
-        ),
-        Cause(
-            name="late_positions",
-            title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
-            looks_like="tokens after a position (from the 32nd on) differ twice as much as those before",
-            needs=("signals",),
-            rule=late,
-            advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
-            hides=("bf16_kernels", *_TAILS),
+            hides=("late_positions",),
         ),
         Cause(
             name="few_tokens",
@@ -192,7 +191,6 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=few_tokens,
             advice="Look at the worst tokens. Truncated token weights (yaml/mis.yaml) limit the effect of each.",
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="expert_routing",
@@ -203,7 +201,6 @@ CAUSES: dict[str, Cause] = {
             rule=experts,
             advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
             "(benchmarks/evidence/moe_mismatch.md).",
-            hides=("bf16_kernels",),
         ),
         Cause(
             name="equal",
@@ -271,6 +268,7 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
         # A small cause must not hide a large one.
         if cause.takes_out or not finding.k3_share < MIN_HIDING:
             hidden |= {*cause.hides}
+            measured = replace(measured, has_main=True)
         if cause.name == "retokenised_samples":
             measured = measured.without_far()
         elif not cause.takes_out and not math.isnan(finding.k3_share):

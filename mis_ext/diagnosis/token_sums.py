@@ -20,6 +20,7 @@ from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.diagnosis.limits import (
     CERTAIN,
     IMPROBABLE,
+    MANY_POSITIVE,
     MAX_CONSTANT_SPREAD,
     MAX_LOG_PROB,
     MAX_MEAN_ABS_DIFF,
@@ -27,6 +28,7 @@ from mis_ext.diagnosis.limits import (
     MIN_TOKENS,
     PLACEHOLDER,
     SHIFT_FACTOR,
+    ZEROS_OF_A_CUT,
 )
 from mis_ext.diagnosis.line import LINE_SUMS, Line
 
@@ -124,13 +126,17 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     """Tokens by whether they have a log-prob of the engine at all."""
     index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
     placeholder_T = valid_T & (behavior_T < PLACEHOLDER) & (proximal_T > PLACEHOLDER)
-    zero_T = valid_T & (behavior_T == 0.0) & (proximal_T < IMPROBABLE)
+    is_zero_T, improbable_T = valid_T & (behavior_T == 0.0), valid_T & (proximal_T < IMPROBABLE)
+    is_positive_T = valid_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
+    zero_T = is_zero_T & improbable_T
     bounded_T = _bounded(difference_T)
-    length_S, *sums_S = index.reduce(
-        [valid_T.to(bounded_T.dtype), bounded_T, bounded_T.abs(), bounded_T.square()], "sum"
-    )
+    counted = [each.to(bounded_T.dtype) for each in (valid_T, is_zero_T, improbable_T, zero_T, is_positive_T)]
+    sums_S = index.reduce([*counted, bounded_T, bounded_T.abs(), bounded_T.square()], "sum")
+    (length_S, is_zero_S, improbable_S, zero_S, positive_S), moments_S = sums_S[:5], sums_S[5:]
+    # A cut leaves tokens without alternative, which the trainer finds improbable more seldom than others.
+    zero_T = zero_T & index.to_tokens(zero_S * length_S > ZEROS_OF_A_CUT * is_zero_S * improbable_S)
     lowest_S, negated_highest_S = index.reduce(_extremes(valid_T, behavior_T), "min")
-    constant_S = (lowest_S == -negated_highest_S) & (length_S >= MIN_CONSTANT_TOKENS) & vary(length_S, *sums_S)
+    constant_S = (lowest_S == -negated_highest_S) & (length_S >= MIN_CONSTANT_TOKENS) & vary(length_S, *moments_S)
     pairs_S = index.reduce(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout), "sum")
     num_pairs_S, first_S, second_S, earlier_S, later_S = pairs_S
     is_shifted_S = earlier_S.minimum(later_S) < SHIFT_FACTOR * first_S.minimum(second_S)
@@ -139,7 +145,8 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     # A shift puts certain tokens beside improbable ones, too.
     zero_T, rest_T = zero_T & ~shifted_T, rest_T & ~shifted_T & ~zero_T
     constant_T = rest_T & index.to_tokens(constant_S)
-    positive_T = rest_T & ~constant_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
+    # What is added to a response moves its improbable tokens, too.
+    positive_T = rest_T & ~constant_T & (is_positive_T | index.to_tokens(positive_S > MANY_POSITIVE * length_S))
     rest_T = rest_T & ~constant_T & ~positive_T
     return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
 
