@@ -102,6 +102,8 @@ def test_the_loss_of_samples_is_that_of_prime_rl(name, prime_rl) -> None:
         total.backward()
         assert_close((total.detach(), current.grad), wanted)
         assert all(value.dim() == 0 for output in outputs for value in output.metrics.values())
+        # prime-rl has a "loss" of its own in the same lists.
+        assert all("pg_loss" in output.metrics and "loss" not in output.metrics for output in outputs)
 
 
 def test_prime_rl_has_no_proximal_policy_and_a_method_that_looks_at_it_is_refused(prime_rl) -> None:

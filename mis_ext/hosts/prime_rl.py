@@ -32,4 +32,6 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
         response_mask=mask,
         layout=PackedLayout.whole([len(mask)], device=mask.device),
     )
-    return LossOutputs(loss=found.total, metrics={name: metric.value() for name, metric in found.metrics.items()})
+    # prime-rl puts its own loss of a micro-batch under this name, in one list with ours.
+    metrics = {name: metric.value() for name, metric in found.metrics.items() if name != "loss"}
+    return LossOutputs(loss=found.total, metrics=metrics)
