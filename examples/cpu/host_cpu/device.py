@@ -78,7 +78,8 @@ class CudaTensorsOnCpu(TorchFunctionMode):
 def install() -> None:
     """Let a process that has no GPU pass for one that has one."""
     for module in ASK_AT_IMPORT:
-        importlib.import_module(module)
+        if find_spec(module.partition(".")[0]) is not None:
+            importlib.import_module(module)
     _replace_cuda_functions()
     _replace_meshes()
     CudaTensorsOnCpu().__enter__()

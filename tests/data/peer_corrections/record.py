@@ -19,7 +19,7 @@ import lzma
 import math
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -60,9 +60,14 @@ import peer_correction_cases as cases  # noqa: E402
 import verl_cases  # noqa: E402
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages that are not there."""
+
+    def __init__(self, names: Sequence[str] = ABSENT) -> None:
+        self.names = names
+
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
-        is_absent = name.partition(".")[0] in ABSENT
+        is_absent = name.partition(".")[0] in self.names
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
 
     def create_module(self, spec: Any) -> Any:
@@ -174,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=Path, required=True, help=f"a checkout of {revision}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parsed = parser.parse_args(arguments)
-    sys.meta_path.append(_Absent())
+    sys.meta_path.append(Absent())
     batches = verl_cases.batches()
     recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "roll": roll}
     both = {name: recorder(getattr(parsed, name), batches) for name, recorder in recorders.items()}

@@ -1,0 +1,139 @@
+"""verl on a CPU: a platform and an engine in its own registries; one of ``VERL_USE_EXTERNAL_MODULES``.
+
+The engine samples nothing: it returns random tokens with log-probs near those of a model with nearly equal logits. A
+tenth of them is off by a factor of 3.3, up or down. It writes the weights that verl sends it.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import types
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl.plugin.platform import platform_base, platform_manager
+from verl.utils import distributed
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+VOCABULARY = 32
+END = 1
+
+
+@platform_manager.PlatformRegistry.register(platform="cpu")
+class PlatformCPU(platform_base.PlatformBase):
+    """What verl asks of a device. It has no platform of this kind."""
+
+    device_name, vendor_name = "cpu", "cpu"
+    device_module = types.SimpleNamespace(
+        **{name: lambda *_, **__: 0 for name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated")},
+        **{name: lambda *_, **__: 0 for name in ("memory_reserved", "empty_cache", "synchronize", "ipc_collect")},
+        is_available=lambda: False,
+        get_device_name=lambda *_: "CPU",
+        mem_get_info=lambda *_: (0, 0),
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """There is nothing to do."""
+
+    set_device = synchronize = manual_seed = manual_seed_all = nothing
+    set_allocator_settings = empty_cache = nvtx_range = profiler_start = profiler_stop = cudart = nothing
+
+
+class Engine:
+    """A server of verl's, without a model: the same tokens and log-probs in every run."""
+
+    def __init__(self) -> None:
+        self.asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+    async def generate(self, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        """Tokens by the prompt and how often it was asked before: requests arrive in any order."""
+        prompt = tuple(prompt_ids)
+        self.asked[prompt] += 1
+        draw = np.random.default_rng([*prompt, self.asked[prompt]])
+        length = int(draw.integers(4, 13))
+        tokens = draw.integers(2, VOCABULARY, size=length)
+        tokens[-1] = END
+        off = draw.choice([-1.2, 0.0, 1.2], p=[0.05, 0.9, 0.05], size=length) + draw.normal(0.0, 0.05, size=length)
+        log_probs = np.minimum(-np.log(VOCABULARY) + off, -1e-3)
+        return TokenOutput(
+            token_ids=tokens.tolist(),
+            log_probs=log_probs.tolist(),
+            stop_reason="completed",
+            extra_fields={"global_steps": 0, "min_global_steps": 0, "max_global_steps": 0},
+        )
+
+    async def nothing(self, *_: Any, **__: Any) -> None:
+        """It has no memory to free, and no cache."""
+
+    wake_up = sleep = abort_all_requests = resume_generation = clear_kv_cache = nothing
+    release_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
+
+
+class Replica(RolloutReplica):
+    """What verl's trainer sees of the engine."""
+
+    async def launch_servers(self) -> None:
+        """One actor."""
+        self.servers = [ray.remote(Engine).options(num_cpus=0).remote()]
+        self._server_handle, self._server_address = self.servers[0], "recorded:0"
+
+
+class Adapter(BaseRollout):
+    """What a worker of verl sees of the engine."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """It has no memory to take."""
+
+    async def release(self) -> None:
+        """It has no memory to free."""
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
+        """Write them."""
+        torch.save({name: tensor.clone() for name, tensor in weights}, f"{os.environ['RUN']}/{global_steps}.pt")
+
+
+# It would ask for "cpu:gloo,cpu:gloo", which PyTorch refuses.
+distributed.initialize_global_process_group_ray = functools.partial(
+    distributed.initialize_global_process_group_ray, backend="gloo"
+)
+_ROLLOUT_REGISTRY["recorded", "async"] = "on_cpu.Adapter"
+RolloutReplicaRegistry.register("recorded", lambda: Replica)
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """The reward: how many tokens are even."""
+    return float(sum(int(word) % 2 == 0 for word in solution_str.split() if word.isdigit()))
