@@ -86,6 +86,10 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
         mis["gates"] = [*mis["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
     if is_bypass:
         remarks.append(f"Stay in verl's configuration: bypass_mode: true, loss_type: {loss_type}.")
+        remarks.append(
+            "Must be in it too, else verl corrects nothing: actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode "
+            "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
+        )
         if "normalize_over" in mis:
             remarks.append("verl's mean of weights is over all ranks in bypass mode, here over the rank's micro-batch.")
     keys: dict[str, Any] = {"mis": {name: value for name, value in mis.items() if value}}
