@@ -21,7 +21,7 @@ from mis_ext.report.bins import quantile, size_bin, summed
 from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.recommendation import circumstances_of
-from mis_ext.report.sequences import BANDS
+from mis_ext.report.sequences import BANDS, effective_share
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
 
@@ -83,7 +83,22 @@ def test_k_hat_finds_the_shape_of_a_pareto_distribution(shape) -> None:
 
 def test_k_hat_of_equal_or_few_weights() -> None:
     assert k_hat(torch.zeros(1000)) == 0.0
-    assert math.isnan(k_hat(torch.randn(10)))
+    weights = torch.randn(25, generator=torch.Generator().manual_seed(0))
+    assert math.isfinite(k_hat(weights))
+    assert math.isnan(k_hat(weights[:24]))
+
+
+def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
+    assert effective_share(torch.tensor([900.0, 0.0, -900.0, -900.0])) == 0.25
+    assert effective_share(torch.tensor([-900.0, -900.0])) == 1.0
+    assert math.isnan(effective_share(torch.tensor([])))
+
+
+def test_a_part_of_no_response_has_no_token() -> None:
+    part = Part.of_lists(proximal=[], behavior=[])
+    assert len(part.sequence_T) == len(part.position_T) == 0
+    summary = summarize([part, gaussian(count=20)])
+    assert summary.overall.num_tokens == 20 * LENGTH
 
 
 def test_a_quantile_of_bins_is_exact_to_their_width() -> None:
