@@ -137,6 +137,7 @@ class Copy:
 
     def _pytest(self, arguments: Sequence[str], pipe) -> None:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self._folder)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)

@@ -88,6 +88,16 @@ def test_k_hat_of_equal_or_few_weights() -> None:
     assert math.isnan(k_hat(weights[:24]))
 
 
+def test_a_ratio_of_exactly_2_or_a_half_is_not_beyond() -> None:
+    edge = torch.tensor(math.log(2.0))
+    found = summarize([Part.of_lists(proximal=[-edge.view(1), edge.view(1)], behavior=[torch.zeros(1)] * 2)]).overall
+    assert (found.below_half_share, found.above_2_share) == (0.0, 0.0)
+    inside, beyond = 1.0 - 1e-6, 1.0 + 1e-6
+    values = [edge.view(1) * scale for scale in (-beyond, -inside, inside, beyond)]
+    found = summarize([Part.of_lists(proximal=values, behavior=[torch.zeros(1)] * 4)]).overall
+    assert (found.below_half_share, found.above_2_share) == (0.25, 0.25)
+
+
 def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
     assert effective_share(torch.tensor([900.0, 0.0, -900.0, -900.0])) == 0.25
     assert effective_share(torch.tensor([-900.0, -900.0])) == 1.0
