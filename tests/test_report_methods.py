@@ -17,8 +17,9 @@ from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.first_update import looks_at_advantages
 from mis_ext.presets import NO_CORRECTION, method_yaml
 from mis_ext.report import Collector, Part, WhatIf
+from mis_ext.report.recommendation import recommend
 from mis_ext.report.what_if import Outcome
-from mis_ext.report.whole_report import file_candidate, method_candidate
+from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -212,6 +213,21 @@ def test_methods_are_ranked_beside_configurations_with_their_traps_and_notes(tmp
     assert names.index("mis") < names.index("method reinforce_sequence_snis")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "with gradient" in page
+
+
+def test_among_equally_good_ones_the_ranking_goes_from_tokens_to_sequences() -> None:
+    """What training runs said: weights of tokens, gates of tokens, no correction, weights of sequences, their gates."""
+    names = ["opsm", "vespo", "ppo", "aipo"]
+    candidates = [*map(method_candidate, names), *preset_candidates(["token_tis"])]
+    collector = Collector(
+        {each.name: each.config for each in candidates}, methods={each.name: each.method for each in candidates}
+    )
+    collector.add(drawn(spread=0.1))
+    ranking = recommend(candidates, collector.outcomes(), collector.summary(), []).ranking
+    assert [each.name for each in ranking if not each.warnings] == [
+        "token_tis",
+        *(f"method {name}" for name in ("aipo", "ppo", "vespo", "opsm")),
+    ]
 
 
 def test_the_best_of_a_report_is_a_file_to_paste_also_if_it_is_a_method() -> None:
