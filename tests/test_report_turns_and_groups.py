@@ -71,6 +71,17 @@ def test_a_prefix_of_the_conversation_is_found_though_first_turns_hide_it() -> N
     assert "after the first" in evidence
 
 
+def test_noise_that_fades_far_behind_is_no_prefix() -> None:
+    """In long responses of an engine: the first 32 tokens differ twice as much as all behind the 64th."""
+    generator = torch.Generator().manual_seed(0)
+    deviation = torch.where(torch.arange(1024) < 256, 0.1, 0.02)
+    behavior = [-2.0 * torch.rand(1024, generator=generator) - 0.1 for _ in range(32)]
+    proximal = [each + deviation * torch.randn(1024, generator=generator) * -each.expm1() for each in behavior]
+    collector = Collector()
+    collector.add(Part.of_lists(proximal=proximal, behavior=behavior))
+    assert "stale_prefix_cache" not in {found.cause for found in collector.diagnoses()}
+
+
 def test_equal_turns_are_no_prefix() -> None:
     assert [cause for cause, _ in causes(40, torch.zeros(LENGTH))] == ["bf16_kernels"]
 

@@ -1,6 +1,9 @@
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
+from collections import Counter
+
 import pytest
+from test_documentation import DOCS
 from trained_pairs import DOUBTFUL, KERNELS, LIMITS, MIN_SHARE, NEVER_TOGETHER, PAIRS, RIGHT, WRONG, judged, recorded
 from trained_pairs import JUDGED as ALL_JUDGED
 from trained_plants import EXPERTS, PLANTS, collected, sides_of
@@ -20,6 +23,7 @@ JUDGED = (
     *(("top-p 0.9", other) for other in ("3 samples of others", "4 placeholders", "2 greedy samples")),
     *((EXPERTS, other) for other in ("log-probs in bf16", "4 placeholders")),
     *(("another chat template", other) for other in ("top-p 0.9", "2 greedy samples")),
+    ("adapter on one side", "another chat template"),
     ("weights 4 updates old", "base 2"),
     ("positions from 92 on", "top-p 0.9"),
     *(("fp8 cache (e4m3)", other) for other in ("padded vocabulary", "4 placeholders")),
@@ -64,6 +68,10 @@ def test_weights_that_are_never_synced_are_told_by_steps_and_stale_ones_by_versi
     assert "k3 by version: fresh" in by_version.evidence
 
 
+def test_padding_looks_like_a_cut_and_like_no_temperature() -> None:
+    assert {each.cause for each in named("padded vocabulary")} - {KERNELS} == {"top_p_or_top_k"}
+
+
 def test_a_temperature_is_given_in_numbers() -> None:
     (found,) = named("temperature 1.05")
     assert "near 1.05 times" in found.evidence
@@ -101,6 +109,15 @@ def test_the_record_has_every_pair_and_says_why_one_is_wrong() -> None:
         pair for pairs in LIMITS.values() for pair in pairs
     }
     assert all(verdicts[plants].sign == judged(plants).sign for plants in JUDGED)
+
+
+def test_the_page_counts_the_pairs() -> None:
+    signs = Counter(each.sign for plants, each in recorded().items() if len(plants) == 2)
+    page = (DOCS / "report_causes.md").read_text(encoding="utf-8")
+    assert (
+        f"Of {len(PAIRS)} pairs {signs['+']} are right, in {signs['o']} a cause is among the alternatives, and "
+        f"{signs[WRONG]} are told wrong:"
+    ) in page
 
 
 def test_every_pair_that_is_not_recorded_excludes_each_other() -> None:

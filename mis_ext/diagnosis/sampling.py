@@ -25,7 +25,7 @@ EXACT, EXACT_BELOW_1 = 0.9, 0.75
 BASE_ERROR, FAR_ERROR = 0.04, 0.22
 """Of the logarithm of the factor: what noise makes of it, and another temperature beside it."""
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
-MIN_BELOW, MOST_BELOW = 0.9, 0.75
+MIN_BELOW = 0.9
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
 """Deficit and standard errors: nothing but a cut or padding lowers the mean ratio by as much, whatever else moves the
 log-probs. In a trained model other prompts leave 0.014 and 9, because a sample misses tokens that the trainer finds far
@@ -156,14 +156,9 @@ def _one_sided(signals: Signals) -> float:
     A shift of ``x`` deviations of a Gaussian noise has ``x^2 / (1 + x^2)`` of the squares. Then the squares of tokens
     that were moved down exceed those of the others by ``asymmetry(x)`` of all.
     """
-    (num_below, below), (num_above, above) = signals.shifts.sum(-1).tolist()
+    below, above = signals.shifts[:, 1].sum(-1).tolist()
     if not below + above:
         return 0.0
-    shift = float(SHIFTS[min(int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above))), len(SHIFTS) - 1)])
-    share = shift**2 / (1.0 + shift**2)
-    num_all = num_below + num_above
-    if num_below < MOST_BELOW * num_all:
-        return share
-    # The tokens that were moved up are as far apart as those that noise alone moved.
-    noise = above / num_above * num_all if num_above else 0.0
-    return float(max(share, 1.0 - noise / (below + above)))
+    index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above)))
+    shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
+    return shift**2 / (1.0 + shift**2)
