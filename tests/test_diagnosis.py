@@ -139,6 +139,22 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     assert {*by_guards(tokens)} == {*expected}
 
 
+def test_a_shift_is_said_with_the_mean_difference_of_both_readings() -> None:
+    tokens = planted(0, [], [plants.shifted])
+
+    def mean(skip_proximal: slice, skip_behavior: slice) -> float:
+        sides = zip(tokens.proximal, tokens.behavior, strict=True)
+        gaps = [(ours[skip_proximal] - theirs[skip_behavior]).abs() for ours, theirs in sides]
+        return float(sum(each.sum() for each in gaps) / sum(map(len, gaps)))
+
+    first, last = slice(None, -1), slice(1, None)
+    aligned = min(mean(first, first), mean(last, last))
+    moved = min(mean(first, last), mean(last, first))
+    (found,) = by_report(tokens)
+    assert f"differ by {aligned:.3g} on average, but by only {moved:.3g} when one of them" in found.evidence
+    assert moved < aligned / 3
+
+
 def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() -> None:
     alone, mixture = (by_report(mixed(3, changes)) for changes in ([plants.nucleus], [plants.nucleus, plants.foreign]))
     (one,), (other, _) = alone, mixture
