@@ -68,3 +68,28 @@ def test_ids_that_differ_are_certain() -> None:
     (found,) = collector.diagnoses()
     assert (found.cause, found.confidence, found.is_fault) == ("retokenised_samples", "certain", True)
     assert f"1 of {COUNT}" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("factor", "every", "cause"),
+    [
+        (16.0, 97, "expert_routing"),
+        (60.0, 997, "few_tokens"),
+        # More than 3 %; less than 12 times as far; less than 60 % of k3.
+        (16.0, 17, None),
+        (10.0, 49, None),
+        (20.0, 490, None),
+    ],
+)
+def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_percent_of_k3(
+    factor, every, cause
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    behavior = -0.2 - 2.0 * torch.rand(100, 100, generator=generator)
+    # In units of 1 - p all are as far apart as is typical, but for a few.
+    size = torch.full((100, 100), 2e-3)
+    size.view(-1)[::every] *= factor
+    sign = torch.where(torch.rand(100, 100, generator=generator) < 0.5, -1.0, 1.0)
+    proximal = behavior + sign * size * (1.0 - behavior.exp())
+    found = {*diagnosed(part_of(([*proximal], [*behavior])))} & {"expert_routing", "few_tokens"}
+    assert found == ({cause} if cause else set())
