@@ -160,7 +160,7 @@ def test_a_later_turn_of_two_calls_is_found_behind_a_turn_that_was_written_anew(
         call("third", prompt + ids("It "), ids("rains<|im_end|>")),
         call("fourth", ids(HEAD + "yes<|im_end|>" + TAIL + "It rains<|im_end|>" + TAIL), ids("ok")),
     ]
-    assert kinds_and_actions(calls) == [("contiguous", "continued")] * 2 + [("retemplated", "spliced")]
+    assert kinds_and_actions(calls) == [("contiguous", "continued")] * 2 + [("retemplated", "split")]
 
 
 def test_a_character_across_the_seam_of_a_turn_of_two_calls_is_one_character() -> None:

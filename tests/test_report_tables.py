@@ -12,7 +12,8 @@ import mis_ext
 from mis_ext.report.offenders import WorstToken
 from mis_ext.report.recommendation import Candidate, no_correction, recommend
 from mis_ext.report.references import MEANING
-from mis_ext.report.whole_report import Report, Unexplained
+from mis_ext.report.run import Unexplained
+from mis_ext.report.whole_report import Report
 
 pytest.importorskip("matplotlib")
 from mis_ext.report.page import page_of
@@ -43,8 +44,8 @@ OUTCOME = {
     "tokens kept": "kept_tokens",
     "with gradient": "live_tokens",
     "sequences kept": "kept_sequences",
-    "A > 0 without": "removed_positive",
-    "A < 0 without": "removed_negative",
+    "A > 0, no grad": "removed_positive",
+    "A < 0, no grad": "removed_negative",
     "effective lr": "learning_rate",
     "ESS": "ess",
     "variance": "variance",
@@ -64,7 +65,8 @@ def report() -> Report:
     collector = collected(draw(0), **{each.name: each.config for each in candidates})
     summary = dataclasses.replace(collector.summary(), worst_tokens=TOKENS)
     recommendation = recommend(candidates, collector.outcomes(), summary, [])
-    return Report(("a.pt",), summary, (), Unexplained(1.0, 0.0), recommendation, (), ("b.pt: why",))
+    run = {"sources": ("a.pt",), "summary": summary, "diagnoses": (), "unexplained": Unexplained(1.0, 0.0)}
+    return Report(**run, skipped=("b.pt: why",), recommendation=recommendation, indicators=(), against=None)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ which the documentation is generated. With numbers behind it, it judges other to
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -233,13 +233,16 @@ def never_table() -> Table:
     return Table(("why", "planted"), tuple((reason, ", ".join(group)) for reason, group in NEVER_TOGETHER.items()))
 
 
-def main(seeds: Sequence[str]) -> None:
+def main() -> None:
     """Write the record anew, or print what differs from it on other tokens."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("seeds", nargs="*", type=int, metavar="SEED", help="of other tokens; none: write the record")
+    seeds = parser.parse_args().seeds
     if not seeds:
         write(judged(plants) for plants in JUDGED)
         return
     verdicts = recorded()
-    for seed in map(int, seeds):
+    for seed in seeds:
         kinds = Counter[str]()
         for plants in JUDGED:
             verdict = judged(plants, seed=seed)
@@ -250,4 +253,4 @@ def main(seeds: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
