@@ -99,6 +99,7 @@ def all_changes(source: str, line: str | None = None) -> set[tuple[str, str]]:
     return {(change.before.strip(), change.after.strip()) for change in changes if change}
 
 
+@pytest.mark.whole_run
 def test_what_a_test_sees_is_red_and_what_none_sees_survives(checkout, tmp_path) -> None:
     before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
     changes = drawn(checkout)
@@ -119,6 +120,7 @@ def test_what_a_test_sees_is_red_and_what_none_sees_survives(checkout, tmp_path)
     assert {path: path.read_bytes() for path in checkout.rglob("*.py")} == before
 
 
+@pytest.mark.whole_run
 def test_a_loop_without_end_is_red(checkout, tmp_path) -> None:
     # At one place there may be several changes.
     changes = (change for seed in range(100) for change in drawn(checkout, seed=seed))
@@ -126,6 +128,7 @@ def test_a_loop_without_end_is_red(checkout, tmp_path) -> None:
     assert run_all(checkout, [change], tmp_path).of(change)["red"] == "tests/test_sums.py::test_count_down"
 
 
+@pytest.mark.whole_run
 def test_results_are_kept_and_survivors_run_again_when_asked(checkout, tmp_path) -> None:
     chosen = in_function(drawn(checkout), "unseen")[:1]
     run_all(checkout, chosen, tmp_path)
@@ -137,6 +140,7 @@ def test_results_are_kept_and_survivors_run_again_when_asked(checkout, tmp_path)
     assert Results(tmp_path / "results.jsonl").of(chosen[0])["red"] == "tests/test_unseen.py::test_unseen"
 
 
+@pytest.mark.whole_run
 def test_it_stops_at_the_first_survivor(checkout, tmp_path) -> None:
     chosen = [*in_function(drawn(checkout), "unseen"), *in_function(drawn(checkout), "clipped")]
     results = run_all(checkout, chosen, tmp_path, stop=True)
@@ -210,6 +214,7 @@ def test_a_file_is_near_by_what_it_imports_and_by_the_names_that_it_calls(tmp_pa
     assert tests.files("p/c.py", ()) == {"tests/test_c.py": 0}
 
 
+@pytest.mark.whole_run
 def test_an_interrupted_run_leaves_nothing_behind(checkout, tmp_path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
