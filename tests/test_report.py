@@ -17,7 +17,7 @@ from mis_ext.diagnosis import Measuring
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.explain.traps import traps_of
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
-from mis_ext.report.bins import quantile, size_bin, summed
+from mis_ext.report.bins import NUM_SIZES, quantile, size_bin, size_of_bin, summed
 from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.pareto import k_hat
 from mis_ext.report.recommendation import circumstances_of
@@ -96,6 +96,14 @@ def test_a_ratio_of_exactly_2_or_a_half_is_not_beyond() -> None:
     values = [edge.view(1) * scale for scale in (-beyond, -inside, inside, beyond)]
     found = summarize([Part.of_lists(proximal=values, behavior=[torch.zeros(1)] * 4)]).overall
     assert (found.below_half_share, found.above_2_share) == (0.25, 0.25)
+
+
+def test_a_quantile_of_more_tokens_than_float32_can_count_is_exact() -> None:
+    counts, many = torch.zeros(NUM_SIZES, dtype=torch.float64), 2.0**25
+    counts[100], counts[200] = many, many + 1.0
+    assert quantile(counts, 0.5) == size_of_bin(200)
+    counts[200] = many
+    assert quantile(counts, 0.5) == size_of_bin(100)
 
 
 def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
@@ -303,6 +311,12 @@ def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:
     signals = measuring.measured().signals
     # Numbers that are not 0, and those of them that bfloat16 has: -0.25 and -0.7, -0.5 and -0.3.
     assert signals.rounded[:, :2].tolist() == [[2, 1], [2, 1]]
+    # More tokens than float32 can count.
+    shifts = torch.zeros_like(signals.shifts)
+    shifts[0, 0, 100], shifts[0, 0, 200] = 2.0**25, 2.0**25 + 1.0
+    upper = replace(signals, shifts=shifts).typical_shift()
+    shifts[0, 0, 200] -= 1.0
+    assert upper > replace(signals, shifts=shifts).typical_shift()
     # A behavior log-prob of 0 says nothing about the engines.
     sums = signals.tokens.line._asdict()
     assert (sums["num_tokens"], sums["difference"]) == pytest.approx((2, 0.1))
