@@ -93,3 +93,11 @@ def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_per
     proximal = behavior + sign * size * (1.0 - behavior.exp())
     found = {*diagnosed(part_of(([*proximal], [*behavior])))} & {"expert_routing", "few_tokens"}
     assert found == ({cause} if cause else set())
+
+
+@pytest.mark.parametrize(("count", "is_named"), [(15, False), (16, True)])
+def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named) -> None:
+    proximal, behavior = engines(1).sampled()
+    others = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0))
+    sides = [*proximal[:count]], [*(-4.0 * others), *behavior[2:count]]
+    assert ("retokenised_samples" in diagnosed(part_of(sides))) == is_named
