@@ -4,6 +4,7 @@ import math
 
 import plants
 import pytest
+import torch
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 
 import mis_ext
@@ -137,6 +138,16 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     assert [found.cause for found in by_report(tokens)] == expected
     assert [found.cause for found in by_audit(tokens)] == expected
     assert {*by_guards(tokens)} == {*expected}
+
+
+def test_the_share_of_placeholders_is_that_of_their_tokens() -> None:
+    tokens = SINGLE["zeros of greedy tokens"][1](0)
+    d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()
+    k3 = torch.expm1(d) - d
+    share = float(k3[torch.cat(tokens.behavior) == 0.0].sum() / k3.sum())
+    (found,) = by_report(tokens)
+    assert share < 0.99
+    assert found.k3_share == pytest.approx(share, rel=1e-4)
 
 
 def test_a_shift_is_said_with_the_mean_difference_of_both_readings() -> None:
