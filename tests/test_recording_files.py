@@ -55,3 +55,20 @@ def test_a_file_that_is_no_recording_is_an_error(tmp_path) -> None:
     for name in ("text.pt", "weights.pt"):
         with pytest.raises(ValueError, match=rf"{name} is not a (recording|file of tensors)"):
             Recording.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("change", ["a key less", "a name less", "fewer places", "a number for places"])
+def test_a_recording_that_is_damaged_is_an_error_with_its_name(change, tmp_path) -> None:
+    path = tmp_path / "a.pt"
+    recording_of(TinyDecoder(), packed(), modules=["head"]).save(path)
+    content = torch.load(path)
+    entry = content["outputs"]["head"][""]
+    if change == "a key less":
+        del content["skipped"]
+    elif change == "a name less":
+        del entry["order"]
+    else:
+        entry["position_N"] = entry["position_N"][:-1] if change == "fewer places" else 5
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"a.pt is a damaged recording: \w"):
+        Recording.load(path)

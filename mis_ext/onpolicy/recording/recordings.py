@@ -93,14 +93,12 @@ class Recording:
         content = load_tensors(path)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"{os.fspath(path)} is not a recording of format {_FORMAT!r}")
-        outputs, inputs = (
-            {
-                module: {label: Entry(**entry) for label, entry in entries.items()}
-                for module, entries in content[kind].items()
-            }
-            for kind in ("outputs", "inputs")
-        )
-        return cls(outputs=outputs, inputs=inputs, skipped=content["skipped"])
+        try:
+            outputs, inputs = (_entries(content[kind]) for kind in ("outputs", "inputs"))
+            return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]))
+        # What a changed byte of a file can make of names and kinds of values.
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)} is a damaged recording: {type(error).__name__}: {error}") from None
 
 
 class RecordingBuilder:
@@ -170,6 +168,14 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
     except Exception as error:
         reason = (str(error).splitlines() or ["it ends early"])[0]
         raise ValueError(f"{os.fspath(path)} is not a file of tensors: {reason}") from error
+
+
+def _entries(plain: dict[str, dict[str, dict[str, Any]]]) -> Entries:
+    entries = {module: {label: Entry(**entry) for label, entry in labels.items()} for module, labels in plain.items()}
+    for entry in (each for labels in entries.values() for each in labels.values()):
+        if not entry.sequence_N.shape == entry.position_N.shape == entry.values.shape[:1]:
+            raise ValueError("a tensor has not one place for each row")
+    return entries
 
 
 def describe(module: str, label: str = "") -> str:
