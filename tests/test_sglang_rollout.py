@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("
 
 TOKENIZER = english_tokenizer()
 END = TOKENIZER.eos_token_id
-CONTEXT = 512
+CONTEXT = 2048
 TEMPERATURE = 0.7
 SAMPLING = {
     "temperature": TEMPERATURE,
@@ -49,7 +49,8 @@ SAMPLING = {
     "skip_special_tokens": False,
 }
 # Long enough to be aborted while it runs.
-LONG = {**SAMPLING, "max_new_tokens": 400, "ignore_eos": True}
+NUM_LONG = 1600
+LONG = {**SAMPLING, "max_new_tokens": NUM_LONG, "ignore_eos": True}
 # float32 against float32 agrees to about 1e-6; another temperature is off by about 1.
 TOLERANCE = 1e-4
 QUESTIONS = [[{"role": "user", "content": f"What is the weather in Paris on day {day}?"}] for day in range(12)]
@@ -202,7 +203,7 @@ def test_an_aborted_sample_is_not_trained(server):
     assert (sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs) == ([], 0, None, None)
     counts = sample.metadata["on_policy_tokens"]
     assert counts["aborted_requests"] == 1
-    assert 0 < counts["discarded_tokens"] < 400
+    assert 0 < counts["discarded_tokens"] < NUM_LONG
 
 
 def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model):
@@ -211,7 +212,7 @@ def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model)
     run_and_abort(args, sample)
     before = sample.response_length
     assert sample.status is Status.ABORTED
-    assert 0 < before < 400
+    assert 0 < before < NUM_LONG
     call_server(args.sglang_router_port, "/update_weight_version", {"new_version": "8", "abort_all_requests": False})
     try:
         run(args, [sample], LONG)
@@ -220,9 +221,9 @@ def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model)
             args.sglang_router_port, "/update_weight_version", {"new_version": "7", "abort_all_requests": False}
         )
     assert sample.status is Status.TRUNCATED
-    assert sample.response_length == 400
+    assert sample.response_length == NUM_LONG
     assert sample.weight_versions == ["7", "8"]
-    assert sample.loss_mask == [1] * 400
+    assert sample.loss_mask == [1] * NUM_LONG
     assert largest_difference(model, [sample]) < TOLERANCE
 
 
