@@ -32,6 +32,8 @@ find all/site -name '*.so*' -size +1M -exec strip --strip-unneeded {} + 2> /dev/
 strip --strip-unneeded all/site/ray/core/src/ray/{raylet/raylet,gcs/gcs_server} 2> /dev/null || true
 cp "$here/numpy1/sitecustomize.py" all/numpy1/
 cp -r "$SLIME_DIR"/{slime,slime_plugins,train.py,train_async.py,setup.py,docker,scripts,LICENSE} all/slime/
+mkdir all/slime/examples
+cp -r "$SLIME_DIR/examples/train_infer_mismatch_helper" all/slime/examples/
 cp -r "$MEGATRON_DIR"/{megatron,gpt_builders.py,model_provider.py,pretrain_gpt.py,pyproject.toml,LICENSE} all/Megatron-LM/
 find all -name __pycache__ -prune -exec rm -rf {} +
 tar -C all -c . | xz -6 -T0 > "$out"

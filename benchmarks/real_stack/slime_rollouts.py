@@ -1,6 +1,6 @@
 """Recorded rollouts for ``slime_gpu.py recorded``: easy sums, sampled by another engine than the trainer.
 
-    python benchmarks/real_stack/slime_rollouts.py MODEL FOLDER [--number 4]
+    python benchmarks/real_stack/slime_rollouts.py MODEL FOLDER [--number 4] [--prompts 16]
 
 transformers samples from MODEL (``examples/slime/slime_gpu/model.py`` writes one) with weights rounded to e4m3, one
 scale per row: the mismatch is that of an engine with FP8 weights. slime's own ``Sample`` and writer make the files, so
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/slime"))
 from slime_gpu.arithmetic import draw_task, is_right
 
-NUM_PROMPTS, SAMPLES_PER_PROMPT, MAX_TOKENS = 16, 8, 32
+SAMPLES_PER_PROMPT, MAX_TOKENS = 8, 32
 LARGEST_E4M3 = 448.0
 
 
@@ -34,8 +34,9 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
 
 
 def engine_of(model: Path) -> LlamaForCausalLM:
-    """The model in float32, all products but the embedding rounded."""
+    """The model in float32, all products but the embedding rounded; on a GPU where there is one."""
     engine = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    engine.to("cuda" if torch.cuda.is_available() else "cpu")
     for name, parameter in engine.named_parameters():
         if parameter.dim() == 2 and "embed" not in name:
             parameter.data.copy_(round_to_e4m3(parameter.data))
@@ -46,8 +47,10 @@ def engine_of(model: Path) -> LlamaForCausalLM:
 def sampled(engine: LlamaForCausalLM, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
     """``[B, MAX_TOKENS]`` each: tokens drawn at temperature 1, and their log-probs."""
     width = max(map(len, prompts))
-    token_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    token_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=engine.device)
+    mask_BT = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=engine.device
+    )
     cache, tokens, log_probs = None, [], []
     for _ in tqdm(range(MAX_TOKENS), desc="tokens", leave=False):
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -token_BT.shape[1] :]
@@ -60,14 +63,19 @@ def sampled(engine: LlamaForCausalLM, prompts: list[list[int]]) -> tuple[Tensor,
         tokens.append(token_BT)
         log_probs.append(log_prob_BV.gather(1, token_BT))
         mask_BT = torch.cat([mask_BT, torch.ones_like(token_BT)], 1)
-    return torch.cat(tokens, 1), torch.cat(log_probs, 1)
+    return torch.cat(tokens, 1).cpu(), torch.cat(log_probs, 1).cpu()
 
 
 def rollout(
-    engine: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, generator: random.Random, rollout_id: int
+    engine: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    generator: random.Random,
+    rollout_id: int,
+    *,
+    num_prompts: int,
 ) -> list[Sample]:
     """Draw the questions of one rollout, and sample answers."""
-    tasks = [draw_task(generator) for _ in range(NUM_PROMPTS)]
+    tasks = [draw_task(generator) for _ in range(num_prompts)]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=False
@@ -85,7 +93,7 @@ def rollout(
         text = tokenizer.decode(row[:length], skip_special_tokens=True)
         samples.append(
             Sample(
-                group_index=rollout_id * NUM_PROMPTS + index // SAMPLES_PER_PROMPT,
+                group_index=rollout_id * num_prompts + index // SAMPLES_PER_PROMPT,
                 index=rollout_id * len(prompts) + index,
                 prompt=question,
                 tokens=prompt + row[:length],
@@ -107,13 +115,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--number", type=int, default=4, help="of rollouts")
+    parser.add_argument("--prompts", type=int, default=16, help="of a rollout; as slime's --rollout-batch-size")
     args = parser.parse_args()
     torch.manual_seed(0)
     generator = random.Random(1)
     engine, tokenizer = engine_of(args.model), AutoTokenizer.from_pretrained(args.model)
     args.folder.mkdir(parents=True, exist_ok=True)
     for rollout_id in tqdm(range(args.number), desc="rollouts"):
-        samples = rollout(engine, tokenizer, generator, rollout_id)
+        samples = rollout(engine, tokenizer, generator, rollout_id, num_prompts=args.prompts)
         path = str(args.folder / "{rollout_id}.pt")
         save_debug_rollout_data(path, samples, rollout_id=rollout_id, evaluation=False)
         rewards = [sample.reward for sample in samples]

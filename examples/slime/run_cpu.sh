@@ -33,6 +33,7 @@ venv="${VENV:-.venv-slime}"
 install_host requirements/slime-cpu.txt
 
 export SLIME_DIR MEGATRON_DIR
-# Both hosts have a package "examples": ours is not on their path, only one folder of it.
-export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$PWD/examples/cpu:$PWD/examples/grpo/sglang_cpu"
+# Both hosts have a package "examples": ours is not on their path, only one folder of it. So is slime's, for its own
+# example of a correction.
+export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$SLIME_DIR/examples:$PWD/examples/cpu:$PWD/examples/grpo/sglang_cpu"
 exec "$venv/bin/python" -m host_cpu.run slime "$@"

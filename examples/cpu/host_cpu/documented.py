@@ -19,12 +19,16 @@ _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
 ELSEWHERE = {
     "--custom-tis-function-pth": "misspelt, to say what happens then",
     "--enable-return-routed-experts": "SGLang",
+    "--enable-scale-out": "vLLM",
     "--engine-settings": "examples/train_grpo.py",
+    "--incremental-streaming-output": "SGLang",
+    "--logprobs-mode": "vLLM",
     "--no-deps": "pip",
     "--observe-training-entropy": "Miles",
     "--overwrite": "examples/train_grpo.py",
     "--request-b": "mis-ext diff, which makes the name in a loop",
     "--resume": "examples/train_grpo.py",
+    "--return-sampling-mask": "vLLM",
     "--skip-actor-forward-only": "Miles",
     "--true-on-policy-mode": "Miles",
 }

@@ -49,6 +49,19 @@ _CASES = (
         is_alike=True,
     ),
     Case(
+        name="example",
+        title="slime's own example of a correction, cap 2",
+        flags=("--use-tis", HOOK[0], "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"),
+        # It reads all of them.
+        config={
+            **{"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0},
+            **dict.fromkeys(("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
+            **{"use_rs": False, "rs_level": "token", "tis_batch_normalize": False},
+        },
+        is_alike=True,
+        is_optional=True,
+    ),
+    Case(
         name="hook",
         title="three flags",
         flags=("--use-tis", *HOOK, *CHECK),
