@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ TOLERANCE = 1e-5
 """Of gradient norms and of weights, relative: float32, six optimizer steps in which differences of 1e-7 grow."""
 APART = 1e-2
 """How far the gradient norms of another correction must be in some step, at least."""
+
+OPENRLHF_PLACES = (
+    r"        self\.actor_loss_fn = PolicyLoss\(.*?\n        \)\n",
+    r"        experience\.info\[\"ppo_kl\"\] = .*?\n",
+)
+"""Below which the lines for OpenRLHF stand in its ``ppo_actor.py``."""
+
+
+def with_openrlhf_lines(text: str, *, page: str, keys: Path) -> str:
+    """OpenRLHF's ``ppo_actor.py`` with the lines of the page of hosts in it."""
+    (block,) = re.findall(r"^## OpenRLHF\n[^#]*?```text\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    lines = re.sub(r"^\+", "", block, flags=re.MULTILINE).replace("/path/on/every/node/mis.yaml", str(keys))
+    first, last = lines.split("\n\n")
+    for below, added in zip(OPENRLHF_PLACES, (first + "\n", last), strict=True):
+        text, count = re.subn(below, lambda found, added=added: found[0] + added, text, flags=re.DOTALL)
+        assert count == 1, below
+    return text
 
 
 def digest(weights: dict[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 from pathlib import Path
+from types import SimpleNamespace as namespace
 
 import peer_training
 import peer_training_cases as cases
@@ -22,6 +23,36 @@ RUNS |= json.loads(lzma.decompress((DATA / "peer_training" / "training.json.xz")
 def test_ours_takes_the_steps_of_their_own_correction_and_others_do_not(host) -> None:
     assert set(RUNS[host]) == set(cases.CASES[host])
     assert peer_training.faults(RUNS[host], cases.CASES[host]) == []
+
+
+PPO_ACTOR = """
+class ActorPPOTrainer:
+    def __init__(self):
+        self.actor_loss_fn = PolicyLoss(
+            token_level_loss=True,
+        )
+
+    def training_step(self, experience):
+        loss = self.actor_loss_fn()
+        experience.info["ppo_kl"] = 0.25
+        return loss
+"""
+"""The places in OpenRLHF's file, and nothing else of it."""
+
+
+def test_the_lines_of_the_page_go_into_openrlhfs_file(tmp_path) -> None:
+    (tmp_path / "mis.yaml").write_text("use_tis: true\n")
+    page = (Path(__file__).parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
+    host = namespace(token_level_loss=True)
+    names = {"PolicyLoss": lambda **_: host}
+    exec(peer_training.with_openrlhf_lines(PPO_ACTOR, page=page, keys=tmp_path / "mis.yaml"), names)
+    trainer, experience = names["ActorPPOTrainer"](), namespace(info={})
+    assert trainer.actor_loss_fn.host is host
+    assert trainer.actor_loss_fn.keys == {"use_tis": True}
+    trainer.actor_loss_fn = lambda: 1.5
+    trainer.actor_loss_fn.metrics = {"mis_k3_kl": 0.5}
+    assert trainer.training_step(experience) == 1.5
+    assert experience.info == {"ppo_kl": 0.25, "mis_k3_kl": 0.5}
 
 
 @pytest.mark.parametrize("host", cases.CASES)

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import lzma
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -83,11 +82,6 @@ NOTHING = (
     "ref_kl_weights",
 )
 """What a micro-batch of prime-rl may have, and has not."""
-PLACES = (
-    r"        self\.actor_loss_fn = PolicyLoss\(.*?\n        \)\n",
-    r"        experience\.info\[\"ppo_kl\"\] = .*?\n",
-)
-"""Below which the lines for OpenRLHF stand."""
 
 
 def skyrl(clone: Path, model: Path) -> dict[str, Any]:
@@ -444,13 +438,8 @@ def _rows(rollout: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 def with_lines(clone: Path, keys: Path) -> Any:
     """OpenRLHF's trainer of the actor with the lines of docs/hosts.md in it."""
     path = clone / "openrlhf" / "trainer" / "ray" / "ppo_actor.py"
-    section = (ROOT / "docs" / "hosts.md").read_text().partition("{ #openrlhf }")[2]
-    blocks = [block.replace("+", "") for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL)[:2]]
-    blocks[0] = blocks[0].replace("/path/on/every/node/mis.yaml", str(keys))
-    text = path.read_text()
-    for below, block in zip(PLACES, blocks, strict=True):
-        text, count = re.subn(below, lambda found, block=block: found[0] + block, text, flags=re.DOTALL)
-        assert count == 1, below
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    text = peer_training.with_openrlhf_lines(path.read_text(), page=page, keys=keys)
     module = types.ModuleType("openrlhf.trainer.ray.ppo_actor_with_lines")
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module.ActorPPOTrainer
