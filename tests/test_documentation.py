@@ -112,12 +112,26 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     )
 
 
+LIMITS = {
+    "README.md": "0.01 in bf16, 0.03 with an fp8 engine, 0.1 for a mixture of experts",
+    "docs/presets.md": r"$10^{-2}$ in bf16, $3 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ for a mixture of experts",
+    "docs/metrics.md": r"above $10^{-2}$ (fp8 engine: $3 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
+}
+"""The k3 from which on a user should act, as each page writes it."""
+
+
+def test_pages_and_report_name_the_same_limits_of_k3() -> None:
+    highest = {each.what: each.high for each in REFERENCES}
+    assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (3e-2, 1e-1)
+    assert "above 1e-2 (fp8: 3e-2, experts: 1e-1)" in MEANING["k3"]
+    assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
+
+
 def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
     (found,) = [each for each in REFERENCES if each.what == "mixtures of experts"]
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
     ((factor, low, high),) = re.findall(r"mixture of experts \$(\d) \\cdot 10\^\{(-\d)\}\$ to \$10\^\{(-\d)\}\$", page)
     assert (float(f"{factor}e{low}"), float(f"1e{high}")) == (found.low, found.high)
-    assert f"(experts: 1e{high})" in MEANING["k3"]
 
 
 def blocks(language: str) -> list:

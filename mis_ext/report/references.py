@@ -23,7 +23,8 @@ REFERENCES = (
 """All of fresh weights but the last; files are those of ``benchmarks/evidence``, ``slime_gpu.md`` of ``real_stack``."""
 
 MEANING = {
-    "k3": "KL(behavior, proximal) per token. Worry if it grows, or is above 1e-2 (experts: 1e-1) with fresh weights.",
+    "k3": "KL(behavior, proximal) per token. Worry if it grows, or is above 1e-2 (fp8: 3e-2, experts: 1e-1) with fresh "
+    "weights.",
     "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
     "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores what cannot have been sampled.",
     "abs_mean": "Mean |d| in nats. Above 0.3 it is a mistake or stale weights, not kernels.",
