@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from grpo.engine_settings import attention_backend, check_settings, machine_sett
 from grpo.report import plot, read_metrics, summary_table
 from grpo.rollout import Sample, grade_groups, own_share
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
+from grpo.transfer import moved
 from process_ranks import run_processes
 
 from mis_ext.dumps import Dumps
@@ -127,6 +129,53 @@ def test_samples_of_a_rank_say_which_weights_sampled_them_as_the_hosts_do():
     share = partial(own_share, CountingTask(response_length=4), dp_size=2, padded=False, device=torch.device("cpu"))
     assert share(samples, dp_rank=0)["weight_versions"] == [["8"], ["9"]]
     assert share([Sample(problem=PROBLEM, response_ids=[1])], dp_rank=0)["weight_versions"] == [[]]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # Of Megatron-Core's imports.
+@pytest.mark.parametrize("padded", [False, True])
+def test_copies_to_the_device_do_not_grow_with_the_samples(monkeypatch, padded: bool):
+    from grpo.layout import build_inputs
+    from grpo.trainer import Trainer
+
+    crossings: list[str] = []
+
+    def counted(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counting(*args: Any, **options: Any) -> torch.Tensor:
+            if torch.device("meta") in (*args, *options.values()):
+                crossings.append(make.__name__)
+            return make(*args, **options)
+
+        return counting
+
+    monkeypatch.setattr(torch, "tensor", counted(torch.tensor))
+    monkeypatch.setattr(torch.Tensor, "to", counted(torch.Tensor.to))
+    copies = []
+    for count in (2, 9):
+        crossings.clear()
+        samples = [Sample(problem=PROBLEM, response_ids=[1, 4, 7][: 1 + row % 3]) for row in range(count)]
+        device = torch.device("meta")
+        data = own_share(CountingTask(response_length=4), samples, dp_rank=0, dp_size=1, padded=padded, device=device)
+        inputs = build_inputs(
+            data["tokens"],
+            data["response_lengths"],
+            max_seq_lens=data.get("max_seq_lens"),
+            cp_rank=0,
+            cp_size=1,
+            device=device,
+        )
+        assert [len(index) for index in inputs.response_indices] == data["response_lengths"]
+        engine = [[-1.0] * length for length in data["response_lengths"]]
+        trainer = SimpleNamespace(_ranks=SimpleNamespace(device=device))
+        own = Trainer.own_tokens(trainer, engine, [SimpleNamespace(inputs=inputs)])
+        assert [len(log_probs) for log_probs in own] == data["response_lengths"]
+        assert {mask.device.type for mask in data["loss_masks"]} == {"meta"}
+        copies.append(len(crossings))
+    # Masks, tokens, positions, rows, targets, places in the response, log-probs; where it is packed, boundaries.
+    assert copies == [8 - padded] * 2
+    assert [part.tolist() for part in moved([torch.tensor([3, 1]), torch.tensor([4])], torch.device("cpu"))] == [
+        [3, 1],
+        [4],
+    ]
 
 
 def test_right_response_has_full_reward():

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from mis_ext.correction.zigzag import owned_chunks
 
+from .transfer import moved
+
 
 def zigzag_positions(lengths_S: Tensor, *, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
     """Return the sequence and the position in it of every token that a rank holds, sequence after sequence.
@@ -127,7 +129,7 @@ def build_inputs(
         packed_seq_params=_packed_seq_params(lengths, device=device) if max_seq_lens is None else None,
         logit_index_R=torch.cat([part.logit_index_R for part in parts]).to(device),
         target_R=torch.cat(target).to(device),
-        response_indices=[part.response_index_R.to(device) for part in parts],
+        response_indices=moved([part.response_index_R for part in parts], device),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .engine import Completion
 from .questions import Question, QuestionTask
 from .task import CountingTask, Problem
+from .transfer import moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +92,14 @@ def own_share(
     tokens = [torch.tensor(sample.problem.prompt_ids + sample.response_ids) for sample in samples]
     own = slice(dp_rank, None, dp_size)
     masks = [
-        torch.tensor(task.loss_mask(sample.problem, len(sample.response_ids)), dtype=torch.int, device=device)
+        torch.tensor(task.loss_mask(sample.problem, len(sample.response_ids)), dtype=torch.int)
         for sample in samples[own]
     ]
     data = {
         "tokens": tokens[own],
         "total_lengths": [len(sample_tokens) for sample_tokens in tokens[own]],
         "response_lengths": [len(sample.response_ids) for sample in samples[own]],
-        "loss_masks": masks,
+        "loss_masks": moved(masks, device),
         "advantages": [sample.advantage for sample in samples[own]],
         "sample_indices": [*range(len(samples))][own],
         "engine_log_probs": [sample.rollout_log_probs for sample in samples[own]],

@@ -24,6 +24,7 @@ from .distributed import Ranks
 from .layout import ModelInputs, build_inputs
 from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, transformer_config
+from .transfer import moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ class Trainer:
     def own_tokens(self, responses: list[list[float]], batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return of values of whole responses those of this rank's tokens, one tensor per sample."""
         indices = [index for batch in batches for index in batch.inputs.response_indices]
-        values = [torch.tensor(response, device=self._ranks.device) for response in responses]
+        values = moved([torch.tensor(response) for response in responses], self._ranks.device)
         return [value[index] for value, index in zip(values, indices, strict=True)]
 
     def train(self, data: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, float]:
