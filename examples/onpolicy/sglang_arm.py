@@ -24,6 +24,10 @@ from .sglang_scheduler import run_scheduler
 from .trainer import Trainer
 
 
+MAX_GRAPHED_REQUESTS = 32
+"""As many as the largest workload of the demonstration has."""
+
+
 class SGLang:
     """``sglang.Engine`` in a process of its own, whose scheduler, in another one, runs an aligned model."""
 
@@ -41,6 +45,9 @@ class SGLang:
             # Attention of a prefill needs lengths on the host. With overlap, a request that has ended is decoded once
             # more, and recorded.
             settings |= {"disable_prefill_cuda_graph": True, "disable_overlap_schedule": True}
+        if torch.cuda.is_available():
+            # Every alignment captures all graphs anew. Larger decodes would run without.
+            settings |= {"cuda_graph_max_bs_decode": MAX_GRAPHED_REQUESTS}
         self._directory, self._engine = _engine_for(policy, dtype, seed, max_batch_tokens, settings)
         # What the cache holds was computed otherwise.
         self._engine.flush_cache()
