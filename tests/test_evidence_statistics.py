@@ -109,6 +109,35 @@ def test_the_gaussian_law_is_that_of_simulated_ratios() -> None:
         assert mismatch._share(sums, length, band) == pytest.approx(mismatch._law(k3, length, band), abs=0.03)
 
 
+def streams_of(rows: list[list[float]]) -> mismatch.Streams:
+    width = max(map(len, rows))
+    d = np.array([[row + [9.0] * (width - len(row)) for row in rows]], dtype=np.float16)
+    mask = np.array([[[True] * len(row) + [False] * (width - len(row)) for row in rows]])
+    return mismatch.Streams(behavior=np.full_like(d, -3.0), log_ratio=d, mask=mask)
+
+
+def test_a_length_has_the_responses_that_are_as_long(tmp_path) -> None:
+    # Of one token, two, two, four; behind its end a response has 9.0, which is nobody's log-ratio.
+    pieces = [streams_of([[0.25], [0.5, 0.5], [-0.75, 0.25], [0.0, 0.0, 2.0, -2.0]])]
+    header, _, *lines = mismatch._plot_length({"engine": {"step0": pieces}}, tmp_path / "length.png")
+    assert header.startswith("| engine | step | tokens | their k3 | product in [1/2, 2]: kept (law)")
+    kept = {int(line.split("|")[3]): float(line.split("|")[5].split()[0]) for line in lines}
+    # Sums of one token: only 0.75 is above log 2. Of two: 1, -0.5, 0. A quarter of all is longer than two.
+    assert kept == {1: 0.75, 2: pytest.approx(2 / 3, abs=0.01)}
+    numbers = mismatch._numbers(pieces).split(" | ")
+    assert (numbers[0], float(numbers[2])) == (
+        "9",
+        pytest.approx(np.mean([0.25, 0.5, 0.5, 0.75, 0.25, 0, 0, 2, 2]), rel=0.06),
+    )
+
+
+def test_responses_of_about_one_length_are_compared_as_far_as_all_reach() -> None:
+    def reach(*lengths: int) -> int:
+        return mismatch._reach(mismatch._rows([streams_of([[0.1] * length for length in lengths])]))
+
+    assert [reach(5, 5, 5, 5), reach(5, 6, 7, 10), reach(4, 9, 9, 9), reach(1, 2, 2, 4)] == [5, 5, 9, 2]
+
+
 def test_exact_weights_have_no_bias_and_the_spread_is_that_of_draws() -> None:
     exact = Method(name="exact", keys={"use_tis": True, "tis_level": "sequence", "tis_mode": "unbounded"})
     problem = Enumerated(0.3, seed=1)

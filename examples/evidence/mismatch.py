@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,10 @@ from scipy import stats
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from .group import Group
 from .outcomes import pareto_k
 from .pictures import save
+from .results import Results
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 1.0)
 BANDS = {
@@ -39,6 +42,15 @@ class Streams:
 
 
 Steps = dict[str, list[Streams]]
+
+
+def of_groups(groups: Iterable[Group], results: Results) -> dict[str, Steps]:
+    """What finished groups kept, by condition and step, over all seeds."""
+    merged: dict[str, Steps] = {}
+    for group in groups:
+        for step, streams in results.log_probs(group).items():
+            merged.setdefault(group.condition, {}).setdefault(step, []).append(Streams(**streams))
+    return merged
 
 
 def section(name: str, conditions: dict[str, Steps], output: Path) -> list[str]:
@@ -66,7 +78,7 @@ def section(name: str, conditions: dict[str, Steps], output: Path) -> list[str]:
 def _numbers(pieces: list[Streams]) -> str:
     d = _valid(pieces, "log_ratio")
     probability = np.exp(_valid(pieces, "behavior"))
-    k3 = np.expm1(d) - d
+    k3, rows = np.expm1(d) - d, _rows(pieces)
     rare = probability < 0.1
     return " | ".join(
         (
@@ -76,7 +88,7 @@ def _numbers(pieces: list[Streams]) -> str:
             f"{(d > np.log(2)).mean():.1e}",
             f"{(d < -np.log(2)).mean():.1e}",
             f"{pareto_k(np.exp(d)):.2f}",
-            f"{pareto_k(np.exp(_prefixes(pieces).sum(1))):.2f}",
+            f"{pareto_k(np.exp(np.nansum(rows[:, : _reach(rows)], 1))):.2f}",
             f"{k3[rare].sum() / k3.sum():.2f}",
             f"{rare.mean():.2f}",
         )
@@ -152,7 +164,7 @@ def _plot_where(conditions: dict[str, Steps], path: Path) -> None:
 def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
     """Acceptance of bands against the length of prefixes, beside the law for independent Gaussian log-ratios.
 
-    Each length has the k3 of its own prefixes: k3 falls with the position.
+    Each length has the k3 of its own prefixes: k3 falls with the position. It has the responses that are as long.
     """
     figure, axes = plt.subplots(
         1, len(conditions), figsize=(6 * len(conditions), 4.5), squeeze=False, constrained_layout=True
@@ -161,11 +173,11 @@ def _plot_length(conditions: dict[str, Steps], path: Path) -> list[str]:
     lines.append("|---|---|---|---|" + "---|" * len(BANDS))
     for axis, (condition, steps) in zip(axes[0], conditions.items(), strict=True):
         for step, pieces in steps.items():
-            d = _prefixes(pieces)
-            sums = np.cumsum(d, 1)
-            lengths = np.unique(np.geomspace(1, sums.shape[1], 24).astype(int))
-            k3 = [float((np.expm1(d) - d)[:, :n].mean()) for n in lengths]
-            kept = {band: [_share(sums, n, band) for n in lengths] for band in BANDS}
+            rows = _rows(pieces)
+            counts, sums = (~np.isnan(rows)).sum(1), np.cumsum(rows, 1)
+            lengths = np.unique(np.geomspace(1, _reach(rows), 24).astype(int))
+            k3 = [float((np.expm1(d) - d).mean()) for d in (rows[counts >= n, :n] for n in lengths)]
+            kept = {band: [_share(sums[counts >= n], n, band) for n in lengths] for band in BANDS}
             law = {band: [_law(of_prefix, n, band) for of_prefix, n in zip(k3, lengths, strict=True)] for band in BANDS}
             is_first = step == next(iter(steps))
             for index, band in enumerate(BANDS):
@@ -204,16 +216,20 @@ def _valid(pieces: list[Streams], stream: str) -> NDArray[np.float64]:
     return np.concatenate([getattr(piece, stream)[piece.mask] for piece in pieces]).astype(np.float64)
 
 
-def _prefixes(pieces: list[Streams]) -> NDArray[np.float64]:
-    """``[sequences, L]``: log-ratios of the first tokens, as many as the shortest response has."""
-    shortest = min(int(piece.mask.sum(-1).min()) for piece in pieces)
-    rows = [piece.log_ratio.reshape(-1, piece.mask.shape[-1])[:, :shortest] for piece in pieces]
-    return np.concatenate(rows).astype(np.float64)
+def _rows(pieces: list[Streams]) -> NDArray[np.float64]:
+    """``[sequences, L]``: log-ratios, NaN where the mask is 0."""
+    rows = [np.where(piece.mask, piece.log_ratio.astype(np.float64), np.nan) for piece in pieces]
+    return np.concatenate([row.reshape(-1, row.shape[-1]) for row in rows])
+
+
+def _reach(rows: NDArray[np.float64]) -> int:
+    """Tokens that all responses have; where some are less than half as long as others, those that a quarter has."""
+    counts = (~np.isnan(rows)).sum(1)
+    shortest, longest = int(counts.min()), int(counts.max())
+    return shortest if 2 * shortest >= longest else int(np.quantile(counts, 0.75, method="lower"))
 
 
 def _by_position(pieces: list[Streams]) -> NDArray[np.float64]:
-    d = np.concatenate([piece.log_ratio.reshape(-1, piece.mask.shape[-1]) for piece in pieces]).astype(np.float64)
-    mask = np.concatenate([piece.mask.reshape(-1, piece.mask.shape[-1]) for piece in pieces])
-    k3 = np.where(mask, np.expm1(d) - d, np.nan)
-    mean: NDArray[np.float64] = np.nanmean(k3, 0)
+    d = _rows(pieces)
+    mean: NDArray[np.float64] = np.nanmean(np.expm1(d) - d, 0)
     return mean

@@ -55,7 +55,7 @@ def _page(study: Study, done: list[Group], results: Results, output: Path, floor
         if len(conditions) > 2 and len(conditions[0].curves) > 1:
             lines += ["", f"![by condition]({study.name}_by_condition.png)"]
             _plot_by_condition(conditions, output / f"{study.name}_by_condition.png")
-    lines += mismatch.section(study.name, _log_probs(done, results), output)
+    lines += mismatch.section(study.name, mismatch.of_groups(done, results), output)
     return lines
 
 
@@ -217,13 +217,3 @@ def _plot_by_condition(conditions: list[Condition], path: Path) -> None:
     axis.set_ylabel("mean reward against no correction")
     axis.legend(fontsize=7)
     save(figure, path)
-
-
-def _log_probs(done: list[Group], results: Results) -> dict[str, mismatch.Steps]:
-    """By condition and step, over all seeds."""
-    merged: dict[str, mismatch.Steps] = {}
-    for group in done:
-        for step, streams in results.log_probs(group).items():
-            pieces = merged.setdefault(group.condition, {}).setdefault(step, [])
-            pieces.append(mismatch.Streams(**streams))
-    return merged

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from scipy import stats
 
+from evidence import mismatch
 from evidence.ensemble import Row
 from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
@@ -128,6 +129,7 @@ def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> 
             "|---|---|---|---|",
         ]
         lines += ages
+    lines += mismatch.section(study.name, mismatch.of_groups(done, results), output)
     lines += ["", f"![all seeds]({study.name}.png)"]
     _plot(arms, output / f"{study.name}.png")
     return lines
