@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.real_stack import slime_gpu
 from benchmarks.real_stack.slime_gpu import STEP, numbers, table
 from examples.slime.slime_gpu.arithmetic import draw_task, is_right, reward, second_try, write_prompts
 from examples.slime.slime_gpu.check import is_patched
@@ -111,3 +113,68 @@ def test_the_table_has_what_was_stopped_in_the_order_of_the_runs(tmp_path):
     rows = table(tmp_path).splitlines()[2:]
     assert rows[0].startswith("| nothing | stopped |  | 2.5 |  | 2.5 | 0.25 |")
     assert rows[1].startswith("| whole | stopped |  | 1.5 |")
+
+
+ENGINE = """
+import http.server, os, sys
+print("arguments", os.environ["ENGINE_ONLY"], os.environ["PORT"], os.environ.get("MODEL"), flush=True)
+if {fails}:
+    sys.exit("no memory")
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), type("Answer", (http.server.BaseHTTPRequestHandler,), {
+    "do_GET": lambda self: self.send_response(200) or self.end_headers(), "log_message": lambda *_: None
+})).serve_forever()
+"""
+
+
+def engine_script(tmp_path: Path, *, fails: bool) -> Path:
+    """In the place of run_gpu.sh: a server that answers."""
+    (tmp_path / "engine.py").write_text(ENGINE.replace("{fails}", str(fails)))
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(f"exec {sys.executable} {tmp_path / 'engine.py'}\n")
+    (tmp_path / "slime_gpu").symlink_to(SCRIPT.parent / "slime_gpu")
+    return script
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_whole_runs_share_an_engine_that_answers_and_ends_with_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(slime_gpu, "SCRIPT", engine_script(tmp_path, fails=False))
+    monkeypatch.setenv("MODEL", "a_model")
+    port = free_port()
+    with slime_gpu.shared_engine(tmp_path, port=port, python=sys.executable) as address:
+        assert address == f"127.0.0.1:{port}"
+        assert (tmp_path / "engine/engine.log").read_text() == f"arguments 1 {port} a_model\n"
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(slime_gpu, "SCRIPT", engine_script(tmp_path, fails=True))
+    with (
+        pytest.raises(subprocess.CalledProcessError),
+        slime_gpu.shared_engine(tmp_path, port=free_port(), python=sys.executable),
+    ):
+        pytest.fail("there is no engine")
+    assert "no memory" in capfd.readouterr().err
+
+
+def test_the_engine_alone_trains_nothing(tmp_path: Path) -> None:
+    """With what checks and makes the model replaced, the script becomes the engine's process."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$*" == *"slime_gpu.check"* ]] || echo "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    (tmp_path / "prompts.jsonl").touch()
+    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": str(python), "OUT": str(tmp_path)}
+    given |= {"CONFIG": "", "ATTENTION": "torch", "ENGINE_ONLY": "1"}
+    result = subprocess.run(["bash", str(SCRIPT)], env=os.environ | given, capture_output=True, text=True, check=True)
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    assert [line.split()[:2] for line in lines if "slime_gpu.train" in line or "launch_server" in line] == [
+        ["-m", "sglang.launch_server"]
+    ]

@@ -5,9 +5,10 @@
     python benchmarks/real_stack/slime_gpu.py table [--json FILE]
 
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
-router. Every run is ``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second
-call goes on. One run that fails does not stop the others. ``table`` shows what was stopped from its log, and
-``--json`` keeps all numbers that slime logged.
+router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
+``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
+that fails does not stop the others. ``table`` shows what was stopped from its log, and ``--json`` keeps all numbers
+that slime logged.
 """
 
 import argparse
@@ -18,8 +19,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.po
 TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
 UNSCORED = "--use-rollout-logprobs"
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-NUM_PORTS = 64
+PORT, NUM_PORTS = 31000, 64
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,40 @@ class Runner:
         return process.returncode
 
 
+def model_of(out: Path, *, python: str) -> Path:
+    """The model that all runs begin with, written once: several runs side by side would write it at the same time."""
+    model = out / "model"
+    if not (model / "config.json").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        subprocess.run([python, "-m", "slime_gpu.model", str(model)], check=True, cwd=SCRIPT.parent)
+    return model
+
+
+@contextmanager
+def shared_engine(out: Path, *, port: int, python: str) -> Iterator[str]:
+    """SGLang's server, as ``run_gpu.sh`` starts it: its address once it answers, and its end afterwards.
+
+    Raises:
+        subprocess.CalledProcessError: It ended, or does not answer in time; the end of its log is printed.
+    """
+    folder = out / "engine"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "engine.log"
+    given = {"OUT": str(folder), "CONFIG": "", "PORT": str(port), "PYTHON": python, "ENGINE_ONLY": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT)], env=os.environ | given, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        wait = [python, "-m", "slime_gpu.wait", f"http://127.0.0.1:{port}/health", str(process.pid), str(log)]
+        subprocess.run(wait, check=True, cwd=SCRIPT.parent)
+        yield f"127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def table(folder: Path) -> str:
     """Markdown: one row per run."""
     lines = [
@@ -266,7 +302,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
     parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
     parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
-    parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs")
+    parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
     parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
     parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
@@ -284,15 +320,20 @@ def main() -> None:
                 parser.error("recorded: --rollouts must name a folder with 0.pt")
             files = str(args.rollouts.resolve() / "{rollout_id}.pt")
             shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
+        if "MODEL" not in os.environ:
+            os.environ["MODEL"] = str(model_of(args.out, python=sys.executable))
         runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience)
         begin = time.monotonic()
 
         def start(item: tuple[int, str]) -> None:
             index, name = item
             if args.limit is None or time.monotonic() - begin < args.limit:
-                runner.start(name, known[name], port=31000 + index % NUM_PORTS, engine=args.engine)
+                runner.start(name, known[name], port=PORT + index % NUM_PORTS, engine=args.engine)
 
-        with ThreadPoolExecutor(args.jobs) as pool:
+        with ExitStack() as stack:
+            if args.what == "whole" and args.engine is None:
+                args.engine = stack.enter_context(shared_engine(args.out, port=PORT, python=sys.executable))
+            pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
             list(pool.map(start, enumerate(args.runs or known)))
     elif args.json is not None:
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, results(args.out))) + "\n]\n", encoding="utf-8")

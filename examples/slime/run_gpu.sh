@@ -13,6 +13,7 @@
 #   ATTENTION   te: Transformer Engine; torch: cpu/host_cpu/layers.py in its place. Without it: te where it is installed
 #   PORT        of the engine (31000); ENGINE=host:port takes one that runs
 #   ENGINE_FLAGS, PYTHON, GPU_SHARE (of memory, for the engine: 0.3)
+#   ENGINE_ONLY=1  is the engine, and trains nothing
 #   DRY_RUN=1   prints the commands, and starts nothing
 #   ON_CPU=1    rehearses without a GPU: cpu/host_cpu/device.py stands for CUDA, SGLang runs on the CPU
 #
@@ -115,6 +116,7 @@ mkdir -p "$out"
 [[ -e "$model/config.json" ]] || "$python" -m slime_gpu.model "$model"
 [[ -e "$out/prompts.jsonl" ]] || "$python" -m slime_gpu.arithmetic "$out/prompts.jsonl"
 
+[[ -z "${ENGINE_ONLY:-}" ]] || exec "${engine[@]}"
 if [[ -z "$train_only" && -z "${ENGINE:-}" ]]; then
     "${engine[@]}" > "$out/engine.log" 2>&1 &
     engine_pid=$!
