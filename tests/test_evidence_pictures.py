@@ -10,8 +10,11 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 
 pytest.importorskip("matplotlib")
 
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
 from evidence import front, overview  # noqa: E402
 from evidence.floor import Floor  # noqa: E402
+from evidence.mismatch import Streams  # noqa: E402
 from evidence.results import Results  # noqa: E402
 from evidence.studies import STUDIES  # noqa: E402
 
@@ -27,6 +30,23 @@ def test_the_front_picture_is_drawn_of_complete_studies_only(
     assert not (tmp_path / "front.png").exists()
     front.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
     assert (tmp_path / "front.png").read_bytes()[25] == PALETTE
+
+
+def test_each_engine_that_was_measured_has_a_row_of_all_its_tokens_the_pretrained_one_above() -> None:
+    def streams(*log_ratios: float) -> Streams:
+        d = np.array([[[*log_ratios, 9.0]]])
+        return Streams(behavior=-np.ones_like(d), log_ratio=d, mask=d != 9.0)
+
+    axis = plt.figure().subplots()
+    front._draw_mismatch(axis, {front.PRETRAINED: [streams(0.5, -1.0), streams(0.0)], "atlas_bf16": [streams(0.25)]})
+    assert [(text.get_text(), text.xy) for text in axis.texts] == [
+        ("tiny model, bf16", (0.25, 0)),
+        ("pretrained, bf16", (0.5, 1)),
+    ]
+    largest = [line.get_xdata()[1] for line in axis.lines if len(line.get_xdata()) == 2]
+    assert largest == [0.25, 1.0]
+    assert axis.get_title() == "SGLang against its trainer, 1 to 2 responses each"
+    plt.close(axis.figure)
 
 
 def test_the_overview_is_that_of_the_results(tmp_path: Path) -> None:

@@ -11,15 +11,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .mismatch import Streams
+from .mismatch import Streams, of_groups
 from .outcomes import Condition
 from .pictures import save
+from .pretrained.studies import PRETRAINED_STUDIES
 from .results import Results
 from .studies import STUDIES
 from .verdicts import moving_mean
 
+PRETRAINED = "pretrained_floor_lr1e-05"
+# By condition, from the top.
 ENGINES = {
-    "atlas_bf16": "bf16",
+    PRETRAINED: "pretrained, bf16",
+    "atlas_bf16": "tiny model, bf16",
     "atlas_deterministic": "bf16, deterministic",
     "atlas_int8_products": "int8 products",
     "atlas_fp8_products": "fp8 products",
@@ -42,20 +46,24 @@ def report(results: Results, output: Path) -> None:
         print("front: the studies atlas and staleness are not complete")
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    _draw_mismatch(left, {g.name: results.log_probs(g)["step0"] for g in groups if g.name in ENGINES})
+    pretrained = [g for study in PRETRAINED_STUDIES for g in study.groups if g.condition == PRETRAINED]
+    measured = [g for g in (*groups, *pretrained) if g.condition in ENGINES and results.is_done(g)]
+    _draw_mismatch(left, {name: steps["step0"] for name, steps in of_groups(measured, results).items()})
     rows = {name: [row for g in groups if g.condition == name for row in results.rows(g)] for name in (FRESH, STALE)}
     _draw_rewards(right, {name: Condition.of_rows(name, of_setting) for name, of_setting in rows.items()})
     save(figure, output / "front.png", dpi=120)
     print(output / "front.png")
 
 
-def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
+def _draw_mismatch(axis: Axes, measured: dict[str, list[Streams]]) -> None:
     """Quantiles of the ratio's distance from 1, of every sampled token."""
     counts = set()
-    for index, (name, label) in enumerate(reversed(ENGINES.items())):
-        streams = Streams(**steps[name])
-        counts.add(int(streams.mask.any(-1).sum()))
-        distance = np.sort(np.abs(streams.log_ratio[streams.mask].astype(np.float64)))
+    shown = [name for name in reversed(ENGINES) if name in measured]
+    for index, name in enumerate(shown):
+        pieces, label = measured[name], ENGINES[name]
+        counts.add(sum(int(piece.mask.any(-1).sum()) for piece in pieces))
+        log_ratio = np.concatenate([piece.log_ratio[piece.mask] for piece in pieces])
+        distance = np.sort(np.abs(log_ratio.astype(np.float64)))
         mean, rare, largest = distance.mean(), np.quantile(distance, 0.99), distance[-1]
         axis.plot([mean, largest], [index, index], color="0.75", linewidth=3, zorder=0)
         for value, marker, color in ((mean, "o", "C0"), (rare, "D", "C1"), (largest, "X", "C3")):
@@ -69,7 +77,7 @@ def _draw_mismatch(axis: Axes, steps: dict[str, dict[str, np.ndarray]]) -> None:
         xlabel="difference of the log-probs of a token, nats",
         xscale="log",
         xlim=(3e-5, 20),
-        ylim=(-0.7, len(ENGINES) + 0.2),
+        ylim=(-0.7, len(shown) + 0.2),
         yticks=[],
     )
 
