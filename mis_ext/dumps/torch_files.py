@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, ZipFile
 
 import torch
 
@@ -84,11 +83,11 @@ _PLAIN = {
 }
 
 
-def load_mapped(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, if that is plain data and tensors; pages are read when they are looked at.
+def load_plain(path: Path) -> Any:
+    """What a file of ``torch.save`` holds, if that is plain data and tensors.
 
     With ``weights_only`` torch unpickles in Python, which takes twice the time of all this for responses of 1,000
-    tokens. As with every mapped file, nobody may cut it short while its tensors are in use.
+    tokens. The tensors are copies: a file that was mapped, and is cut short meanwhile, would end the process.
 
     Raises:
         Exception: Of any kind: the file is none, is not whole, or holds something else. ``torch.load`` may read it.
@@ -96,15 +95,12 @@ def load_mapped(path: Path) -> Any:
     # torch.load would hand such a file to TorchScript, which runs what it holds.
     if "constants.pkl" in torch._C.PyTorchFileReader(os.fspath(path)).get_all_records():
         raise pickle.UnpicklingError("a program of TorchScript")
-    with ZipFile(path) as archive:
-        if any(record.compress_type != ZIP_STORED for record in archive.infolist()):
-            raise pickle.UnpicklingError("compressed numbers, which torch.load would map as they lie there")
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Plain)
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Plain)
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
     try:
-        return load_mapped(path)
+        return load_plain(path)
     # Whatever it was, torch says it better, and reads more.
     except Exception:
         return _load_copied(path, trust_pickle)
