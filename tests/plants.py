@@ -244,6 +244,7 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "experts": ("expert_routing", lambda seed: planted(seed, [experts])),
     "equal": ("equal", lambda seed: planted(seed, kernels=0.0)),
     "kernels": ("bf16_kernels", planted),
+    "a pretrained model's kernels": ("bf16_or_low_precision", lambda seed: planted(seed, kernels=0.07)),
     "quantised": ("low_precision", lambda seed: planted(seed, [quantised])),
     "far apart": ("large_mismatch", lambda seed: planted(seed, [older])),
 }

@@ -130,6 +130,16 @@ def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
     assert left.k3_left < 1e-3 or left.explained > 0.5
 
 
+def test_the_usual_case_comes_first_alone_and_last_behind_a_cause_that_shows_itself() -> None:
+    (alone,), (shown, rest) = (
+        by_report(planted(0, kernels=0.07)),
+        by_report(planted(0, [plants.slightly_warmer], kernels=0.07)),
+    )
+    assert (alone.cause, alone.confidence, alone.k3_share) == ("bf16_or_low_precision", "likely", 1.0)
+    assert (shown.cause, rest.cause, rest.confidence) == ("temperature", "bf16_or_low_precision", "possible")
+    assert rest.k3_share == pytest.approx(1.0 - shown.k3_share)
+
+
 def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     tokens = planted(0, [], [plants.shifted])
     for behavior in tokens.behavior:

@@ -18,6 +18,7 @@ from trained_pairs import limits_table, never_table, pairs_table, plants_table
 import mis_ext
 import mis_ext.cli
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
+from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
 from mis_ext.methods.table import methods_table
@@ -118,6 +119,7 @@ LIMITS = {
     "docs/metrics.md": r"above $10^{-2}$ (fp8 engine: $3 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
 }
 """The k3 from which on a user should act, as each page writes it."""
+SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
 
 
 def test_pages_and_report_name_the_same_limits_of_k3() -> None:
@@ -125,6 +127,21 @@ def test_pages_and_report_name_the_same_limits_of_k3() -> None:
     assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (3e-2, 1e-1)
     assert "above 1e-2 (fp8: 3e-2, experts: 1e-1)" in MEANING["k3"]
     assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
+
+
+def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
+    kernels, pretrained, quantised = (
+        (f"${factor} \\cdot " if factor != "1" else "$") + f"10^{{-{int(power)}}}$"
+        for factor, power in (f"{limit:.0e}".split("e-") for limit in (KERNEL_K3, PRETRAINED_K3, QUANTISED_K3))
+    )
+    report, causes, metrics, presets = (" ".join((DOCS / page).read_text().split()) for page in SIZES)
+    bands = (f"below {kernels}", f"{kernels} to {pretrained}", f"{pretrained} to {quantised}", f"above {quantised}")
+    assert [band for band in bands if f"| {band} |" not in report] == []
+    assert f"A k3 of {kernels} to {pretrained} has two readings." in causes
+    assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in metrics
+    assert f"for a pretrained model, in bf16 up to {pretrained}. Above, a [report](report.md) looks" in presets
+    highest = {each.what: each.high for each in REFERENCES}
+    assert (highest["dense models in bfloat16"], highest["fp8 weights or cache"]) == (PRETRAINED_K3, QUANTISED_K3)
 
 
 def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:

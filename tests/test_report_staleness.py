@@ -104,6 +104,13 @@ def test_only_stale_steps_are_possibly_stale_by_their_versions(dumps) -> None:
     assert "lower precision on one side" in found.alternatives
 
 
+@pytest.mark.parametrize(("kernels", "is_usual"), [(0.09, True), (0.12, False)])
+def test_tokens_that_are_all_stale_may_differ_as_a_pretrained_model_in_bfloat16_does(kernels, is_usual) -> None:
+    found = only(collected(step_of(0, kernels, behind=1.0)))
+    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if is_usual else ()
+    assert (found.cause, found.alternatives) == ("stale_weights", (*usual, "lower precision on one side"))
+
+
 def test_only_stale_tokens_that_differ_more_than_precision_explains_are_likely() -> None:
     found = only(collected(step_of(0, 0.5, behind=2.0), step_of(1, 0.5, behind=2.0)))
     assert (found.cause, found.confidence) == ("stale_weights", "likely")
@@ -191,4 +198,4 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
 
 def test_one_jump_is_no_drift() -> None:
     sizes = (0.020, 0.021, 0.022, 0.120, 0.121, 0.122)
-    assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "low_precision"
+    assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "bf16_or_low_precision"

@@ -25,6 +25,8 @@ FP16 = "fp16 kernels"
 RECORD = Path(__file__).parent / "data" / "planted_pairs.csv"
 KERNELS = "bf16_kernels"
 """In all tokens. Named where little else is."""
+NAMES_BOTH = {"bf16_or_low_precision": (KERNELS, "low_precision")}
+"""What a cause names in one breath, where their sizes are the same: either of them is among the alternatives then."""
 RIGHT, DOUBTFUL, WRONG = "right", "among the alternatives", "x"
 MIN_SHARE, FACTOR = 0.1, 2.0
 """From which share of k3 on a cause must be named, and within which factor its share must be right."""
@@ -156,7 +158,8 @@ def judged(plants: Sequence[str], *, seed: int = 0) -> Verdict:
 def _standing(plant: str, found: Sequence[Diagnosis]) -> list[Diagnosis]:
     """Which findings name a plant, or say that they could not be told from it, or from more of what is named."""
     cause, words = PLANTS[plant].cause, PLANTS[plant].words
-    named = [each for each in found if each.cause == cause or _is_among(words, each)]
+    causes = {cause, *(both for both, either in NAMES_BOTH.items() if cause in either)}
+    named = [each for each in found if each.cause in causes or _is_among(words, each)]
     return [each for each in found if each in named or (named and _is_among(MORE, each))]
 
 

@@ -36,11 +36,9 @@ MAX_LOG_PROB = 0.1
 CERTAIN = 0.98
 """Where the engine's probability is above, a token says little about the engines: both give 1."""
 
-KERNEL_K3, QUANTISED_K3 = 1e-3, 3e-2
-"""Up to where kernels in bfloat16, and low precision, explain a k3 per token."""
-
-PRETRAINED_K3 = 3e-3
-"""Up to where kernels in bfloat16 may explain it too: 1.7e-3 to 2.2e-3 in a pretrained model of 135M weights."""
+KERNEL_K3, PRETRAINED_K3, QUANTISED_K3 = 1e-3, 3e-3, 3e-2
+"""Up to where a k3 per token is explained by kernels in bfloat16 of a small model, by those of a pretrained one (1.7e-3
+to 2.2e-3 in 135M weights), and by low precision. Between the first two it may be either."""
 
 MAX_CHANCE = 1e-3
 """What has a smaller chance is no coincidence."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, QUANTISED_K3
+from mis_ext.diagnosis.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured, Samples
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
@@ -76,9 +76,17 @@ def _by_version(samples: Samples) -> Finding | None:
             confidence="possible",
             evidence=f"{evidence}; no fresh token tells which it is",
             k3_share=1.0,
-            alternatives=("other kernels",) if is_few else ("lower precision on one side",),
+            alternatives=_fresh_words(nearest.k3, is_few=is_few),
         )
     return None
+
+
+def _fresh_words(k3: float, *, is_few: bool) -> tuple[str, ...]:
+    """What gives so much with fresh weights."""
+    if is_few:
+        return ("other kernels",)
+    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if k3 < PRETRAINED_K3 else ()
+    return (*usual, "lower precision on one side")
 
 
 def _share_above(floor: float, groups: Iterable[_Group]) -> float:

@@ -10,19 +10,24 @@ import math
 from dataclasses import replace
 
 from mis_ext.correction.tables import Table
-from mis_ext.diagnosis.cause import Cause, Diagnosis
+from mis_ext.diagnosis.cause import Cause, Diagnosis, percent
 from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, late, prefix
+from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted
 from mis_ext.diagnosis.sampling import other_base, padding, temperature, truncation
-from mis_ext.diagnosis.size import equal, kernels, large, low_precision
+from mis_ext.diagnosis.size import MAX_EXPLAINED, equal, kernels, kernels_or_low_precision, large, low_precision
 from mis_ext.diagnosis.staleness import stale
 
 MIN_HIDING = 0.5
 """Share of k3 from which on a cause hides those that it would be taken for."""
 
-_SIZES = ("bf16_kernels", "low_precision", "large_mismatch")
 _TAILS = ("few_tokens", "expert_routing")
+
+
+def _left(k3: str) -> str:
+    return f"other causes explain at most {percent(MAX_EXPLAINED)} of k3, and the rest is {k3}"
+
 
 CAUSES: dict[str, Cause] = {
     cause.name: cause
@@ -213,15 +218,25 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="bf16_kernels",
             title="other kernels or rounding, no larger than that of bfloat16",
-            looks_like="no other cause, and k3 is below 0.001",
+            looks_like=f"no other cause, and k3 is below {KERNEL_K3:g}",
             needs=("signals",),
             rule=kernels,
             advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
         ),
         Cause(
+            name="bf16_or_low_precision",
+            title="kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
+            looks_like=_left(f"{KERNEL_K3:g} to {PRETRAINED_K3:g}"),
+            needs=("signals",),
+            rule=kernels_or_low_precision,
+            advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. In small models an "
+            "fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and no study of "
+            "mis_ext found it worse than no correction.",
+        ),
+        Cause(
             name="low_precision",
             title="lower precision on one side (fp8 or int8 weights or cache)",
-            looks_like="other causes explain at most 87 % of k3, and the rest is 0.001 to 0.03",
+            looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
             needs=("signals",),
             rule=low_precision,
             advice="Use token TIS (yaml/mis.yaml): no study of mis_ext found it worse than no correction.",
@@ -229,7 +244,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="large_mismatch",
             title="more than precision explains",
-            looks_like="other causes explain at most 87 % of k3, and the rest is above 0.03",
+            looks_like=_left(f"above {QUANTISED_K3:g}"),
             needs=("signals",),
             rule=large,
             advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+
 
 class Reference(NamedTuple):
     """A k3 per token that was seen, and where."""
@@ -15,8 +17,15 @@ class Reference(NamedTuple):
 
 
 REFERENCES = (
-    Reference(1e-5, 3e-3, "dense models in bfloat16", "5e-5 in a toy (bf16.md), 2e-3 pretrained (slime_gpu.md)"),
-    Reference(1e-3, 3e-2, "fp8 weights or cache", "1e-3 to 8e-3 in a toy (fp8_*.md), 2.3e-2 pretrained (slime_gpu.md)"),
+    Reference(
+        1e-5, PRETRAINED_K3, "dense models in bfloat16", "5e-5 in a toy (bf16.md), 2e-3 pretrained (slime_gpu.md)"
+    ),
+    Reference(
+        KERNEL_K3,
+        QUANTISED_K3,
+        "fp8 weights or cache",
+        "1e-3 to 8e-3 in a toy (fp8_*.md), 2.3e-2 pretrained (slime_gpu.md)",
+    ),
     Reference(4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one (moe_mismatch.md), more of slime and Miles users"),
     Reference(8e-2, 3.0, "weights 1 to 16 steps old", "controlled engine (staleness.md)"),
 )

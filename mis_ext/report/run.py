@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.diagnosis.cause import Diagnosis, percent
-from mis_ext.diagnosis.limits import KERNEL_K3
+from mis_ext.diagnosis.limits import PRETRAINED_K3
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
 from mis_ext.report.collector import NUM_WORST, Collector
@@ -29,7 +29,10 @@ class Unexplained:
         """A sentence for the page."""
         if math.isnan(self.k3):
             return "No token is left to explain."
-        small = f", of the size of kernels in bfloat16 (up to {KERNEL_K3:g})" if self.k3 < KERNEL_K3 else ""
+        is_small = 0.0 < self.k3 < PRETRAINED_K3
+        small = (
+            f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)" if is_small else ""
+        )
         return f"Left unexplained: {percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
 
 
