@@ -3,6 +3,7 @@
 And the fixtures that several files share.
 """
 
+import gc
 import os
 import sys
 from types import ModuleType
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items):
     """Files with long tests first, so that at the end no process is left alone with one of them."""
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("distributed")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish():
+    """What was imported stays: a collector that looks through all of it takes a fifth of the time of the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 ``thread_ranks`` has ranks as threads, for what needs no process group of torch's own.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -47,7 +48,13 @@ def run_processes(
     multiprocessing.set_forkserver_preload([work.__module__, *preload])
     # Before Python 3.13 that process would not find modules where this one does, and import none, without a word.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        mp.start_processes(work, args=args, nprocs=world_size, start_method=start_method)
+        mp.start_processes(_work, args=(work, *args), nprocs=world_size, start_method=start_method)
+
+
+def _work(rank: int, work: Callable[..., None], *args: Any) -> None:
+    # As in conftest.
+    gc.freeze()
+    work(rank, *args)
 
 
 def run_checks(
