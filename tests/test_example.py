@@ -9,7 +9,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 MISSING = [
     name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
@@ -31,10 +29,7 @@ MISSING = [
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, learned, on_ranks, run_program, target, train
 from grpo import engine_settings
 from grpo.arguments import parse_args
 from grpo.engine import Completion
@@ -43,20 +38,12 @@ from grpo.report import plot, read_metrics, summary_table
 from grpo.rollout import Sample, grade_groups, own_share
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
 from grpo.transfer import moved
-from process_ranks import run_processes
 
 from mis_ext.dumps import Dumps
 from mis_ext.report import Parts, summarize
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-SMALL_RUN = [
-    *["--num-layers", "2", "--hidden-size", "32", "--rollout-max-response-len", "12"],
-    *["--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--micro-batch-size", "4", "--warmup-steps", "2"],
-    *["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"],
-    *["--custom-config-path", str(ROOT / "yaml" / "mis.yaml")],
-]
-WHOLE_LOSS = ["--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss"]
 TIMEOUT_SECONDS = 120
 PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
 
@@ -77,44 +64,6 @@ def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-
-
-def on_ranks(work: Callable[..., None], *args: Any) -> None:
-    """Call it on two ranks that find what torchrun says; of their start, most is imports, which they share."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    environment = os.environ | address | {"WORLD_SIZE": "2"}
-    run_processes(as_rank, environment, work, *args, world_size=2, preload=("grpo.run",))
-
-
-def as_rank(rank: int, environment: dict[str, str], work: Callable[..., None], *args: Any) -> None:
-    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(1)
-    work(*args)
-
-
-def run_program(*arguments: str) -> None:
-    sys.argv = ["train_grpo.py", *arguments]
-    importlib.import_module("train_grpo").main()
-
-
-def train(output_dir: Path, *flags: str) -> list[dict[str, float]]:
-    on_ranks(run_program, "--output-dir", str(output_dir), *SMALL_RUN, *flags)
-    return read_metrics(output_dir / "metrics.jsonl")
-
-
-def target(folder: Path, gain: float) -> list[str]:
-    """Flags for a band that follows a target."""
-    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": gain}
-    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
-    config = folder / "target.yaml"
-    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
-    return ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]
-
-
-def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Leave out what depends on the clock."""
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 
 def test_prompt_is_noise_then_step_then_start():
@@ -423,11 +372,11 @@ def leave_a_run(folder: Path) -> None:
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
     done, flags = len(read_metrics(interrupted / "metrics.jsonl")), target(tmp_path, gain=0.3)
-    resumed = train(interrupted, *flags, "--num-rollout", str(done + 2), "--resume")
+    resumed = train(interrupted, *SMALL_RUN, *flags, "--num-rollout", str(done + 2), "--resume")
     assert [row["step"] for row in resumed] == list(range(done + 2))
     leave_a_run(tmp_path)
     dump = ("--rollout-data-postprocess-path", "prepared_dump.save")
-    whole = train(tmp_path, *flags, "--num-rollout", str(done + 2), "--overwrite", *dump)
+    whole = train(tmp_path, *SMALL_RUN, *flags, "--num-rollout", str(done + 2), "--overwrite", *dump)
     assert learned(resumed) == learned(whole)
     # The band narrows from rollout to rollout, so that one that began anew would be wider.
     lows = [row["train/mis_rs_mask_bound_low"] for row in whole]

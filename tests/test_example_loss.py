@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_example import WHOLE_LOSS, parse_args, target, train
+from example_runs import SMALL_RUN, WHOLE_LOSS, target, train
+from test_example import parse_args
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -28,7 +29,7 @@ def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_host
     config.write_text(yaml.safe_dump(keys | {"mis_loss_mode": mode}))
     flags = ["--use-rollout-logprobs"] if mode in SKIPS_SCORING else []
     run = ["--custom-config-path", str(config), "--entropy-coef", "0.01", "--num-rollout", "2"]
-    rows = train(tmp_path / "run", *WHOLE_LOSS, *flags, *run)
+    rows = train(tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, *run)
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
         names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
@@ -45,7 +46,7 @@ def test_with_one_step_per_rollout_no_pass_scores_and_the_ratio_is_one(tmp_path:
     config = tmp_path / "current.yaml"
     config.write_text(yaml.safe_dump(TOKEN_TIS | {"mis_loss_proximal": "current", "mis_loss_inplace": inplace}))
     flags = ["--use-rollout-logprobs", "--num-steps-per-rollout", "1", "--entropy-coef", "0.01", "--num-rollout", "1"]
-    (row,) = train(tmp_path / "run", *WHOLE_LOSS, *flags, "--custom-config-path", str(config))
+    (row,) = train(tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, "--custom-config-path", str(config))
     assert "perf/score_seconds" not in row
     assert row["train/ppo_kl"] == row["train/pg_clipfrac"] == 0.0
     assert row["train/mis_k3_kl"] > 0
@@ -70,7 +71,9 @@ def test_a_short_run_with_a_method_by_its_name_learns(tmp_path: Path, method: st
     config.write_text(yaml.safe_dump(gates | {"mis_loss_method": {"name": method} | CHOSEN[method]}))
     skips = method in ("dppo_tv", "prime_rl", "vaco")
     flags = ["--use-rollout-logprobs"] if skips else []
-    (row,) = train(tmp_path / "run", *WHOLE_LOSS, *flags, "--custom-config-path", str(config), "--num-rollout", "1")
+    (row,) = train(
+        tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, "--custom-config-path", str(config), "--num-rollout", "1"
+    )
     names = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
     assert all(math.isfinite(row[f"train/{name}"]) for name in names)
     assert row["train/grad_norm"] > 0
@@ -110,7 +113,7 @@ def test_the_help_says_where_the_mode_comes_from(capsys):
 
 @pytest.mark.whole_run
 def test_a_run_keeps_the_share_of_responses_that_is_asked_for(tmp_path: Path):
-    rows = train(tmp_path / "run", *target(tmp_path, gain=1.0), "--num-rollout", "3")
+    rows = train(tmp_path / "run", *SMALL_RUN, *target(tmp_path, gain=1.0), "--num-rollout", "3")
     for row in rows:
         # 24 of the rollout's 32 responses, on both ranks and in both optimizer steps together.
         assert row["train/mis_kept_seq_fraction"] == pytest.approx(0.75, abs=1e-6)

@@ -5,10 +5,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +18,10 @@ MISSING = [name for name in ("megatron", "transformers") if importlib.util.find_
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
 with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
+    from example_runs import CORRECTION, learned, train
     from grpo import evaluation
     from grpo.arguments import parse_args
     from grpo.conversion import export_weights, load_weights
@@ -174,19 +168,9 @@ def test_another_architecture_is_refused_with_those_that_are_known() -> None:
 
 def run_of(output: Path, model: Path, *flags: str, ranks: int = 1) -> list[dict[str, float]]:
     """The rows of a run of the program."""
-    correction = ["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"]
     sizes = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
-    command = [
-        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
-        *["examples/train_grpo.py", "--output-dir", str(output), "--model", str(model)],
-        *["--rollout-max-response-len", "2", "--num-steps-per-rollout", "1", "--custom-config-path", "yaml/mis.yaml"],
-        *[*correction, *sizes, "--qkv-format", "bshd", *flags],
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+    sizes += ["--rollout-max-response-len", "2", "--num-steps-per-rollout", "1", "--qkv-format", "bshd"]
+    return learned(train(output, "--model", str(model), *CORRECTION, *sizes, *flags, world_size=ranks))
 
 
 @pytest.mark.whole_run
@@ -195,13 +179,13 @@ def run_of(output: Path, model: Path, *flags: str, ranks: int = 1) -> list[dict[
 def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
-    # Some of 256 answers of the random model are right.
-    flags = ["--seed", "1", "--bf16", "--lr", "1e-3"]
-    whole = run_of(tmp_path / "whole", model, *flags, "--num-rollout", "3")
+    # Some of 128 answers of the random model are right.
+    flags = ["--seed", "1", "--bf16", "--lr", "1e-3", "--rollout-batch-size", "4"]
+    whole = run_of(tmp_path / "whole", model, *flags, "--num-rollout", "2")
     assert any(row["train/grad_norm"] > 0 for row in whole)
     assert all(0 < row["train/mis_k3_kl"] < 0.01 for row in whole)
-    run_of(tmp_path / "parts", model, *flags, "--num-rollout", "2")
-    assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "3", "--resume") == whole
+    run_of(tmp_path / "parts", model, *flags, "--num-rollout", "1")
+    assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "2", "--resume") == whole
 
 
 @pytest.mark.whole_run
@@ -210,8 +194,8 @@ def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_sto
 def test_the_own_policy_is_worth_the_same_on_data_parallel_and_on_context_parallel_ranks(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
-    flags = ["--num-rollout", "3", "--lr", "0", "--eval-interval", "2", "--num-eval-prompts", "301"]
-    flags += ["--eval-temperature", "1"]
+    flags = ["--num-rollout", "3", "--lr", "0", "--eval-interval", "2", "--num-eval-prompts", "101"]
+    flags += ["--eval-temperature", "1", "--rollout-batch-size", "2", "--micro-batch-size", "32"]
     alone = run_of(tmp_path / "alone", model, *flags)
     rewards = [row.get("eval/reward") for row in alone]
     assert rewards == [rewards[0], None, rewards[0]]
