@@ -1,6 +1,7 @@
 """Two engines over a small vocabulary that differ in one known way."""
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,20 @@ class Engines(NamedTuple):
 
 def engines(seed: int, *, kernels: float = KERNELS) -> Engines:
     """Engines that differ by the noise of kernels; about half of the tokens are certain."""
+    logits, noise, state = _drawn(seed)
+    generator = torch.Generator()
+    generator.set_state(state)
+    return Engines(logits + noise * kernels, logits, generator)
+
+
+@cache
+def _drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, noise of deviation 1, and where the generator is after them."""
     generator = torch.Generator().manual_seed(seed)
     shape = (COUNT, LENGTH, VOCABULARY)
     sharpness = 0.5 + 6.0 * torch.rand(COUNT, LENGTH, 1, generator=generator, dtype=torch.float64)
     logits = torch.randn(shape, generator=generator, dtype=torch.float64) * sharpness
-    made = Engines(logits, logits, generator)
-    return made._replace(behavior=logits + made.noise(kernels))
+    return logits, torch.randn(shape, generator=generator, dtype=torch.float64), generator.get_state()
 
 
 def top_p(logits: Tensor, share: float) -> Tensor:

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 import triton_support
-from cases import correction_keys, gates_only, random_samples
+from cases import correction_keys, random_samples
 from reference import Samples
 
 import mis_ext
@@ -80,17 +80,15 @@ def test_an_old_triton_counts_as_none(monkeypatch) -> None:
         choose_backend(CUDA)
 
 
-CORRECTIONS = [
-    correction_keys(("sequence", "clip"), gate="token gate", normalizer="valid", mis_denominator="kept"),
-    {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"},
-    gates_only({"reduce": "segment_mean", "low": 0.9, "high": 1.1}),
-]
+SEGMENTS = [{"reduce": "segment_mean", "low": 0.9, "high": 1.1}]
+CORRECTION = correction_keys(
+    ("sequence", "clip"), gate="token gate", normalizer="valid", mis_denominator="kept", rs_gates=SEGMENTS
+)
+METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"}
 
 
 @pytest.mark.parametrize(
-    ("keys", "cp_rank"),
-    [(CORRECTIONS[0], 1), (CORRECTIONS[1], None), (CORRECTIONS[2], 1)],
-    ids=["part of sequences", "metrics only", "segments"],
+    ("keys", "cp_rank"), [(CORRECTION, 1), (METRICS_ONLY, None)], ids=["part of sequences", "metrics only"]
 )
 def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeypatch) -> None:
     samples = random_samples([5, 40, 3], seed=4)
@@ -131,7 +129,7 @@ def test_the_whole_call_can_be_captured_in_a_cuda_graph(name, monkeypatch) -> No
     first, second = (random_samples([50, 1, 2000, 7], seed=seed) for seed in (1, 2))
     static = Samples(*([x.cuda() for x in column] for column in (first.train, first.rollout, first.masks)))
     pg_loss = torch.linspace(-1.0, 2.0, 2058).cuda()
-    args = Namespace(**CORRECTIONS[0], mis_max_reject_fraction=1.0)
+    args = Namespace(**CORRECTION, mis_max_reject_fraction=1.0)
 
     def call() -> list[torch.Tensor]:
         loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(

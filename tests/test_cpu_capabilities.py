@@ -18,7 +18,6 @@ FILES = (
     "comparison_megatron",
     "definition_scoring",
     "evidence_engines",
-    "evidence_training",
     "method_properties",
     "padded",
     "policy_loss",
@@ -27,6 +26,8 @@ FILES = (
     "toy_policy",
     "true_on_policy_mixture",
 )
+TESTS = [f"tests/test_{name}.py" for name in FILES]
+TESTS.append("tests/test_evidence_training.py::test_a_run_alone_is_the_run_of_its_group")
 
 
 @pytest.mark.whole_run
@@ -36,7 +37,7 @@ def test_numbers_agree_with_the_kernels_of_lesser_cpus_too(capability) -> None:
     if own not in CAPABILITIES[CAPABILITIES.index(capability) + 1 :]:
         pytest.skip(f"this CPU has the kernels {own}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not whole_run", *(f"tests/test_{name}.py" for name in FILES)],
+        [sys.executable, "-m", "pytest", "-m", "not whole_run", *TESTS],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability.lower()},
         capture_output=True,

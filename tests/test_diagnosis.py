@@ -73,11 +73,10 @@ MISTAKES = {
 """The log-probs are not those of the policy that sampled: a weight would be of another distribution."""
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("plant", SINGLE)
-def test_all_who_can_judge_name_the_planted_cause_and_nothing_else(plant, seed) -> None:
+def test_all_who_can_judge_name_the_planted_cause_and_nothing_else(plant) -> None:
     cause, make = SINGLE[plant]
-    tokens = make(seed)
+    tokens = make(0)
     assert [(found.cause, found.is_fault) for found in by_report(tokens)] == [(cause, cause in MISTAKES)]
     # Of equal streams the audit has a verdict, and no cause of a difference.
     assert [found.cause for found in by_audit(tokens)] == ([] if cause == "equal" else [cause])

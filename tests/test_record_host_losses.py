@@ -1,7 +1,9 @@
 """`tests/data/host_losses/record.py --check` without the hosts: what it compares, prints and leaves alone."""
 
+import copy
 import importlib.util
 import lzma
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,16 +14,20 @@ DATA = Path(__file__).parent / "data" / "host_losses"
 CLONES = ["--slime", "slime", "--miles", "miles"]
 
 
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    return read(DATA / "losses.pt.xz")
+
+
 @pytest.fixture
-def recorder(monkeypatch, tmp_path):
+def recorder(monkeypatch, tmp_path, recorded):
     """The program over a copy of its file, and with the hosts' numbers of that file in place of a run of them."""
     spec = importlib.util.spec_from_file_location("record_host_losses", DATA / "record.py")
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    copy = tmp_path / "losses.pt.xz"
-    copy.write_bytes((DATA / "losses.pt.xz").read_bytes())
-    monkeypatch.setattr(program, "FILE", copy)
-    program.found = {"host": read(copy), "mis_ext": read(copy), "fused": exact(read(copy))}
+    monkeypatch.setattr(program, "FILE", Path(shutil.copy(DATA / "losses.pt.xz", tmp_path)))
+    program.found = {whose: copy.deepcopy(recorded) for whose in ("host", "mis_ext", "fused")}
+    exact(program.found["fused"])
     program.run_in_hosts = program.run_hosts
     monkeypatch.setattr(program, "run_hosts", lambda *_, **__: program.found)
     return program
@@ -34,13 +40,12 @@ def read(path: Path) -> dict:
     return record
 
 
-def exact(losses: dict) -> dict:
+def exact(losses: dict) -> None:
     """With slime's gradients in Miles, whose own are rounded."""
     for topology in [name for name in losses if name.startswith("miles") and name.endswith("thd")]:
         for rank, of in losses[topology].items():
             for name, loss in of.items():
                 loss["gradient"] = losses[topology.replace("miles", "slime")][rank][name]["gradient"].clone()
-    return losses
 
 
 def test_a_check_says_what_it_compared_and_writes_nothing(recorder, capsys) -> None:
