@@ -38,22 +38,6 @@ def summary() -> Summary:
     return summarize([gaussian()])
 
 
-def test_a_gaussian_mismatch_has_the_divergences_of_theory(summary) -> None:
-    found = summary.overall
-    # The standard error of a mean of log-ratios; k1 of the wrong sign would be 20 of them away.
-    error = math.sqrt(2 * K3 / (NUM_SEQUENCES * LENGTH))
-    for name in ("k1", "reverse_k1"):
-        assert vars(found)[name] == pytest.approx(K3, abs=4 * error)
-    for name in ("k3", "reverse_k3"):
-        assert vars(found)[name] == pytest.approx(K3, rel=0.02)
-    assert found.abs_mean == pytest.approx(math.sqrt(2 * K3) * math.sqrt(2 / math.pi), rel=0.01)
-    assert found.abs_p99 == pytest.approx(math.sqrt(2 * K3) * 2.576, rel=0.02)
-    assert found.chi_square == pytest.approx(math.expm1(2 * K3), rel=0.02)
-    assert found.total_variation == pytest.approx(math.sqrt(2 * K3) / math.sqrt(2 * math.pi), rel=0.02)
-    assert abs(found.ratio_mean - 1.0) < 4 * found.ratio_mean_error
-    assert found.perplexity_ratio == pytest.approx(found.perplexity_proximal / found.perplexity_behavior, rel=1e-5)
-
-
 def test_a_gaussian_mismatch_has_the_effective_sample_size_and_acceptance_of_theory(summary) -> None:
     found = summary.overall
     assert found.ess_token == pytest.approx(math.exp(-2 * K3), abs=1e-4)
@@ -145,16 +129,6 @@ def test_steps_files_and_parts_add_up() -> None:
     assert torch.equal(one.density, two.density)
 
 
-def test_tokens_without_a_ratio_and_masked_tokens_are_counted_and_change_nothing() -> None:
-    behavior = torch.tensor([-1.0, -2.0, -0.5, -1.0])
-    proximal = torch.tensor([-1.1, math.nan, -0.5, 77.0])
-    part = Part.of_lists(proximal=[proximal], behavior=[behavior], masks=[torch.tensor([1, 1, 1, 0])])
-    found = summarize([part]).overall
-    assert (found.num_tokens, found.num_without_ratio, found.num_masked) == (2, 1, 1)
-    assert found.abs_max == pytest.approx(0.1)
-    assert found.zero_share == 0.5
-
-
 def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
     base = gaussian(count=2, length=8, k3=1e-6).streams
     behavior = [*base.behavior_logprobs_T.view(2, 8).clone()]
@@ -177,11 +151,6 @@ def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
     assert [(group.name, group.num_tokens) for group in summary.by_version] == [("0 behind", 8), ("2 behind", 8)]
     assert summary.by_position[2].low == 3
     assert summary.by_position[2].k3_share > 0.99
-
-
-def test_the_sign_of_the_difference_is_kept() -> None:
-    part = Part.of_lists(proximal=[torch.tensor([-1.0, -2.0, -3.0])], behavior=[torch.tensor([-0.5, -1.5, -3.5])])
-    assert summarize([part]).sizes.sum(1).tolist() == [2.0, 1.0]
 
 
 def test_counts_side_by_side_are_those_one_after_the_other() -> None:
@@ -262,46 +231,6 @@ def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
     assert outcome.variance == pytest.approx(float(factor_T.square().sum()) / num_response, rel=1e-5, abs=1e-12)
     removed = sum(outcome.removed_by.values())
     assert removed == pytest.approx(1.0 - outcome.kept_tokens, abs=0.5 / num_response + 1e-9) or point.config.gates
-
-
-def test_what_each_gate_removed_adds_up_to_what_is_gone() -> None:
-    config = mis_ext.CorrectionConfig(
-        gates=(
-            mis_ext.Gate(low=0.95, high=1.05, name="tokens"),
-            mis_ext.Gate(reduce="mean", low=0.998, high=1.002, name="means"),
-        )
-    )
-    what_if = WhatIf(config)
-    what_if.add(gaussian(count=50))
-    outcome = what_if.outcome()
-    assert len(outcome.removed_by) == 3
-    assert sum(outcome.removed_by.values()) == pytest.approx(1.0 - outcome.kept_tokens, abs=1e-9)
-    assert outcome.removed_by["two or more gates"] > 0.01
-
-
-def test_who_is_dropped_is_said_by_length_reward_and_sign() -> None:
-    parts = gaussian(count=3, length=4).streams
-    behavior = [*parts.behavior_logprobs_T.view(3, 4)]
-    part = Part.of_lists(
-        proximal=[behavior[0], behavior[1] - 1.0, behavior[2]],
-        behavior=behavior,
-        advantages=[torch.tensor(1.0), torch.tensor(-2.0), torch.tensor(-2.0)],
-        origins=[Origin(reward=1.0), Origin(reward=0.25), Origin(reward=1.0)],
-    )
-    what_if = WhatIf(mis_ext.preset("sequence_mis"))
-    what_if.add(part)
-    outcome = what_if.outcome()
-    assert outcome.dropped == {"sequences": 1.0, "mean_length": 4.0, "mean_reward": 0.25}
-    assert outcome.kept["mean_reward"] == 1.0
-    assert (outcome.removed_positive, outcome.removed_negative) == (0.0, 0.5)
-    # Of squared advantages 1, 4 and 4 the second is gone.
-    assert outcome.variance == pytest.approx(5 / 9)
-
-
-def test_tokens_without_an_advantage_have_no_sign() -> None:
-    values = [torch.full((length,), -1.0) for length in (2, 3, 4)]
-    part = Part.of_lists(proximal=values, behavior=values, advantages=[None, torch.tensor(1.0), torch.tensor(0.0)])
-    assert [(group.name, group.num_tokens) for group in summarize([part]).by_sign] == [("zero", 4), ("positive", 3)]
 
 
 def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:

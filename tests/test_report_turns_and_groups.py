@@ -25,17 +25,6 @@ def test_a_turn_is_a_run_of_trained_tokens() -> None:
     assert part.turns.place_T[trained_T].tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
 
 
-def test_the_mismatch_is_told_by_turn() -> None:
-    difference = torch.tensor([9.0, 0.01, 0.01, 9.0, 9.0, 0.1, 0.1, 0.1, 9.0, 0.3])
-    behavior = torch.full((10,), -1.0)
-    part = Part.of_lists(proximal=[behavior + difference] * 2, behavior=[behavior] * 2, masks=[MASK] * 2)
-    first, others = summarize([part]).by_turn
-    assert (first.name, first.num_tokens, others.name, others.num_tokens) == ("1", 4, "2 to 3", 8)
-    assert first.mean_abs_difference == pytest.approx(0.01, rel=1e-4)
-    assert others.mean_abs_difference == pytest.approx(0.15, rel=1e-4)
-    assert summarize([part, part]).by_turn[1].num_tokens == 16
-
-
 def test_responses_of_one_turn_have_no_table_of_turns() -> None:
     part = Part.of_lists(proximal=[torch.zeros(4)], behavior=[torch.zeros(4)])
     assert summarize([part]).by_turn == []
