@@ -74,19 +74,22 @@ def test_what_lies_under_masked_tokens_changes_nothing_bit_for_bit(weight, gate)
     samples = random_samples(LENGTHS, seed=31, mask=0.6)
     samples.masks[4].zero_()
 
-    def with_garbage(train: float, rollout: float) -> Samples:
-        return Samples(
-            [torch.where(m != 0, t, train) for t, m in zip(samples.train, samples.masks, strict=True)],
-            [torch.where(m != 0, r, rollout) for r, m in zip(samples.rollout, samples.masks, strict=True)],
-            samples.masks,
-        )
+    def with_garbage(pairs: list[tuple[float, float]]) -> Samples:
+        """Under each masked token the next of the pairs."""
+        num_tokens = sum(LENGTHS)
+        columns = torch.tensor(pairs).repeat(num_tokens, 1)[:num_tokens].T
+        dirty = [
+            torch.where(response, torch.cat(own), garbage).split(LENGTHS)
+            for own, garbage in zip((samples.train, samples.rollout), columns, strict=True)
+        ]
+        return Samples(*map(list, dirty), samples.masks)
 
     response, pg_loss = torch.cat(samples.masks) != 0, torch.linspace(-1, 1, sum(LENGTHS))
     for veto, normalizer, denominator in [("all vetoes", "kept", "kept"), ("no veto", "valid", "fixed")]:
         keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
-        loss, masks, metrics = call_hook(keys, with_garbage(0.0, 0.0), pg_loss=pg_loss)
-        for garbage in GARBAGE:
-            dirty_loss, dirty_masks, dirty_metrics = call_hook(keys, with_garbage(*garbage), pg_loss=pg_loss)
+        loss, masks, metrics = call_hook(keys, with_garbage([(0.0, 0.0)]), pg_loss=pg_loss)
+        for garbage in (GARBAGE, GARBAGE[-2:]):
+            dirty_loss, dirty_masks, dirty_metrics = call_hook(keys, with_garbage(garbage), pg_loss=pg_loss)
             assert torch.equal(loss, dirty_loss), garbage
             assert all(torch.equal(a, b) for a, b in zip(masks, dirty_masks, strict=True)), garbage
             assert_same(
