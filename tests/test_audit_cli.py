@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -285,10 +284,6 @@ def test_columns_of_different_lengths_are_an_error(tmp_path, capsys) -> None:
     assert "'train_weight_version': 1" in error_of(capsys, dump(tmp_path, 0, data))
 
 
-def test_a_missing_file_is_an_error(tmp_path, capsys) -> None:
-    assert "none.pt" in error_of(capsys, tmp_path / "none.pt")
-
-
 class Dangerous:
     """Reading it writes a file."""
 
@@ -308,11 +303,6 @@ def test_code_in_a_file_runs_only_if_the_user_trusts_it(tmp_path, capsys) -> Non
     assert not mark.exists()
     assert main(path, "--trust-pickle") == 0
     assert mark.exists()
-
-
-def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert "pip install mis_ext[cli]" in error_of(capsys, dump(tmp_path, 0, rollout_data(4)))
 
 
 def test_tensors_keep_the_dtype_they_were_dumped_in(tmp_path) -> None:

@@ -3,8 +3,6 @@
 import argparse
 import math
 import pickle
-import types
-import warnings
 
 import pytest
 import torch
@@ -135,13 +133,6 @@ def test_masked_tokens_do_not_trip_the_guards() -> None:
     call(batch)
 
 
-def test_guards_that_have_seen_enough_look_no_more() -> None:
-    args, batch = argparse.Namespace(use_tis=True), make_batch()
-    mis_ext.compute_mis_weights_with_cp(args, **batch)
-    zeros(batch)
-    mis_ext.compute_mis_weights_with_cp(args, **batch)
-
-
 @pytest.mark.parametrize("spoil", [zeros, constant, sentinel, shifted_later])
 def test_a_mistake_that_stopped_a_call_stops_the_next_one_too(spoil) -> None:
     args, batch = argparse.Namespace(use_tis=True), make_batch()
@@ -226,21 +217,6 @@ def test_a_small_micro_batch_does_not_say_that_there_are_always_several_sequence
         mis_ext.compute_mis_weights_with_cp(args, **make_batch(1))
 
 
-def test_rejecting_too_much_warns_one_call_late_and_once() -> None:
-    keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.1}
-    args, batch = argparse.Namespace(**keys, mis_max_reject_fraction=0.3), make_batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mis_ext.compute_mis_weights_with_cp(args, **batch)
-    with pytest.warns(
-        MismatchWarning, match=r"of the tokens of a micro-batch were rejected.*mis_max_reject_fraction = 0\.3"
-    ):
-        mis_ext.compute_mis_weights_with_cp(args, **batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mis_ext.compute_mis_weights_with_cp(args, **batch)
-
-
 @pytest.mark.filterwarnings("error")
 def test_what_only_loses_its_weight_is_not_rejected() -> None:
     gate = {"statistic": "abs_log_ratio", "high": 0.005, "action": "zero"}
@@ -282,21 +258,3 @@ def test_a_session_leaves_args_as_they_were() -> None:
     mis_ext.compute_mis_weights_with_cp(args, **make_batch())
     assert vars(args) == before
     assert pickle.loads(pickle.dumps(args)) == args
-
-
-@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
-def test_any_namespace_will_do(kind) -> None:
-    args = kind(use_tis=True)
-    loss, _, _ = mis_ext.compute_mis_weights_with_cp(args, **make_batch())
-    again, _, _ = mis_ext.compute_mis_weights_with_cp(args, **make_batch())
-    assert torch.equal(loss, again)
-    assert session_for(args) is session_for(args)
-
-
-def test_a_configuration_is_built_once_per_args() -> None:
-    args = argparse.Namespace(use_tis=True)
-    assert session_for(args) is session_for(args)
-    assert session_for(args) is not session_for(argparse.Namespace(use_tis=True))
-    first = session_for(args)
-    args.tis_upper_bound = 3.0
-    assert session_for(args) is not first

@@ -65,6 +65,8 @@ DUMPS = {
     "words": (".pt", dump(log_probs=["abc", ["x", "y"]])),
     "a number for a list": (".pt", dump(log_probs=5)),
     "lengths of another dump": (".pt", dump(response_lengths=[30, 2])),
+    "nothing of the trainer": (".pt", dump(log_probs=None)),
+    "no trained token": (".pt", dump(loss_masks=[torch.zeros(3), torch.zeros(2)])),
     "deep": (".jsonl", content(b'{"log_probs":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")),
     "a huge number": (".jsonl", content(b'{"log_probs":[-' + b"9" * 400 + b'],"rollout_log_probs":[-1]}\n')),
     "more digits than Python reads": (".jsonl", content(b'{"log_probs":[-' + b"9" * 5000 + b"]}\n")),
@@ -74,6 +76,8 @@ DUMPS = {
     "no Parquet": (".parquet", content(b"PAR1xxxxPAR1")),
     "an endless header": (".safetensors", content((1 << 60).to_bytes(8, "little") + b"{}")),
 }
+JUDGED = ("lengths of another dump", "nothing of the trainer", "no trained token", "words in a mask")
+"""Of these the audit has a verdict."""
 YAMLS = {
     "a pipe": os.mkfifo,
     "an endless device": lambda path: path.symlink_to("/dev/zero"),
@@ -142,8 +146,7 @@ def test_a_dump_that_cannot_be_read_is_refused_in_a_line(name, fails, tmp_path):
     path = tmp_path / f"dump{ending}"
     make(path)
     assert str(path) in fails("report", path, "--out", tmp_path / "out")
-    # Of these the audit has a verdict.
-    if name not in ("lengths of another dump", "words in a mask"):
+    if name not in JUDGED:
         assert str(path) in fails("audit", path)
     # A recording has an ending of its own, and no JSON lines.
     fails("diff", path, path)

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_report_cli import Page, empty, masked, truncated, without_log_probs
+from test_hostile_files import DUMPS
+from test_report_cli import Page
 from test_report_comparison import rows_of, written
 
 from mis_ext.cli import main
@@ -72,27 +73,20 @@ def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:
     assert shown.index("k3 of A is") < shown.index("what each configuration would do")
 
 
-def no_json(path: Path) -> None:
-    path.with_suffix(".jsonl").write_text("[1, 2\n")
-
-
-def no_dump(path: Path) -> None:
-    path.with_suffix(".txt").write_text("text")
-
-
-HOSTILE = (empty, truncated, without_log_probs, masked, no_json, no_dump, lambda path: None)
+BAD = ("no byte", "a pickle that ends early", "nothing of the trainer", "no trained token", "a list a line", "nothing")
+HOSTILE = {name: DUMPS[name] for name in BAD} | {"no dump": (".txt", lambda path: path.write_text("text"))}
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
-@pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize(("ending", "make"), HOSTILE.values(), ids=HOSTILE)
 def test_a_second_run_that_cannot_be_read_ends_it_before_anything_is_written(
-    tmp_path, capsys, spoil, as_folder
+    tmp_path, capsys, ending, make, as_folder
 ) -> None:
     dumps = written(tmp_path / "run.jsonl", rows_of(0, spread=0.1, prompts=1, steps=1))
     (tmp_path / "other").mkdir()
-    spoil(tmp_path / "other" / "broken.pt")
-    left = [*(tmp_path / "other").iterdir()]
-    other = tmp_path / "other" if as_folder else left[0] if left else tmp_path / "other" / "none.pt"
+    path = tmp_path / "other" / f"broken{ending}"
+    make(path)
+    other = path.parent if as_folder else path
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(dumps), "--against", str(other), "--preset", "mis", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()

@@ -244,33 +244,6 @@ def test_what_is_not_used_is_said(tmp_path) -> None:
     assert any("its sample 2: no log-probs of the trainer" in text for text in report.skipped)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def truncated(path: Path) -> None:
-    torch.save({"log_probs": [torch.zeros(99)], "rollout_log_probs": [torch.zeros(99)]}, path)
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def without_log_probs(path: Path) -> None:
-    torch.save({"rollout_log_probs": [torch.zeros(3)]}, path)
-
-
-def masked(path: Path) -> None:
-    torch.save({"log_probs": [torch.ones(3)], "rollout_log_probs": [torch.ones(3)], "loss_masks": [[0, 0, 0]]}, path)
-
-
-@pytest.mark.parametrize("spoil", [empty, truncated, without_log_probs, masked], ids=lambda spoil: spoil.__name__)
-def test_a_file_that_cannot_be_used_is_named(tmp_path, capsys, spoil) -> None:
-    path = tmp_path / "broken.pt"
-    spoil(path)
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(path), "--out", str(tmp_path / "out")])
-    assert str(path) in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
     path = tmp_path / "mixed.pt"
     values = -torch.rand(2, 80, generator=torch.Generator().manual_seed(0)) - 0.1
