@@ -68,23 +68,9 @@ def test_versions_of_another_number_of_tokens_are_an_error() -> None:
         build_samples([replace(FIRST, weight_versions=["1"])])
 
 
-@pytest.mark.parametrize(
-    ("sampled", "history", "goes_on"),
-    [
-        ("hello ", "hello", " world<|im_end|>"),
-        ("def f():\n    x = 1\n    ", "def f():\n    x = 1\n", "    y = 2<|im_end|>"),
-    ],
-)
-@pytest.mark.parametrize("finish_reason", ["length", "stop"])
-def test_trimmed_white_space_inside_a_turn_that_goes_on_is_an_edit(sampled, history, goes_on, finish_reason) -> None:
-    calls = [
-        call("first", ids(HEAD), ids(sampled), finish_reason=finish_reason),
-        call("second", ids(HEAD + history), ids(goes_on)),
-    ]
-    assert kinds_and_actions(calls) == [("history_edited", "split")]
-
-
 IN_A_TURN = {
+    "trimmed where the turn goes on": ("", "hello ", "hello"),
+    "an indent that was trimmed": ("", "def f():\n    x = 1\n    ", "def f():\n    x = 1\n"),
     "an observation behind a stripped end": ("", "Action: search[x]\n", "Action: search[x] Observation: y"),
     "a line for a space behind a stripped end": ("", "Action: search[x] ", "Action: search[x]\nObservation: y"),
     "a line less": ("", "a = 1\n\n", "a = 1\nb = 2"),
@@ -94,6 +80,11 @@ IN_A_TURN = {
     "beside a tag": ("", "<think>a</think>b", "<think>a</think>\nb Observation: y"),
     "in a list of a program": ("", "x = [1,2]\n", "x = [1, 2]\ny = 3"),
     "beside what is no tag of the tokenizer": ("", "if a <b> c: d<|im_end|>", "if a<b>c: d<|im_end|>"),
+    "beside a number that JSON cannot tell": (
+        "",
+        '{"x": 1e400}<|im_end|>',
+        '{"x":1e999}<|im_end|>' + TAIL,
+    ),
 }
 
 
@@ -222,14 +213,6 @@ def test_deep_json_is_compared_and_never_an_error(depth) -> None:
     text = "[" * depth + "]" * depth
     calls = [call("first", ids(HEAD), ids(text + " <|im_end|>")), call("second", ids(HEAD + text + "<|im_end|>"), [5])]
     assert kinds_and_actions(calls) == [("retemplated", "split")]
-
-
-def test_numbers_that_json_cannot_tell_apart_are_an_edit() -> None:
-    calls = [
-        call("first", ids(HEAD), ids('{"x": 1e400}<|im_end|>')),
-        call("second", ids(HEAD + '{"x":1e999}<|im_end|>' + TAIL), ids("ok")),
-    ]
-    assert kinds_and_actions(calls) == [("history_edited", "split")]
 
 
 def test_calls_that_sampled_nothing_are_counted_wherever_they_are() -> None:
