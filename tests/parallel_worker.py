@@ -253,7 +253,7 @@ class Worker:
                     partition=partition,
                     device=torch.device("cpu"),
                 )
-                for keys, _ in grid()[::31]:
+                for keys, _ in grid()[::53]:
                     expected = correct(calls, keys)[self.dp_rank]
                     correction = mis_ext.compute_correction(
                         proximal_logprobs_T=torch.cat(self.local(samples.train, totals, partition=partition)),
@@ -275,7 +275,7 @@ class Worker:
 
     def run_collectives(self) -> list[str]:
         failures: list[str] = []
-        for keys in [METRICS_ONLY, *(keys for keys, _ in grid()[::31])]:
+        for keys in [METRICS_ONLY, *(keys for keys, _ in grid()[::53])]:
             args = args_of(keys)
             seen = []
             for lengths in [[8, 8, 8], [800, 8, 8], [8, 8, 8], [1] * 40]:
@@ -419,7 +419,7 @@ class Worker:
         everything = [samples for calls, _ in parts for samples in calls]
         mine = parts[0][0][self.dp_rank] + parts[1][0][self.dp_rank]
         totals = parts[0][1][self.dp_rank] + parts[1][1][self.dp_rank]
-        for keys, per_token_loss in grid()[::9]:
+        for keys, per_token_loss in grid()[::17]:
             if not keys.get("tis_batch_normalize") and keys["mis_denominator"] == "fixed":
                 continue
             keys = keys | {"tis_normalize_scope": "rollout"}
