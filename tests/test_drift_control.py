@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_method_toy import each_seed
-from test_toy_policy import Toy
+from toy import Toy
 
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS, Method

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from test_toy_policy import Toy
+from toy import Toy
 
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, RatioWeight, Score
