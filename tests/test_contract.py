@@ -149,25 +149,6 @@ def test_missing_log_probs_are_an_error_with_a_correction_and_nan_without(host, 
         assert not value[~response].any(), name
 
 
-@pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
-def test_recomputation_calls_the_hook_twice_and_gets_the_same(weight):
-    samples = random_samples(LENGTHS, seed=65)
-    keywords = miles_keywords(samples, qkv_format="thd")
-    keys = correction_keys(weight, gate="token gate", veto="low veto", normalizer="kept", mis_denominator="kept")
-    args = args_of(keys)
-    values = torch.linspace(-1, 2, sum(LENGTHS))
-    with torch.no_grad():
-        first = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=values.clone(), **keywords)
-    pg_loss = values.clone().requires_grad_()
-    second = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **keywords)
-    assert not first[0].requires_grad
-    assert second[0].requires_grad
-    assert torch.equal(first[0], second[0].detach())
-    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
-    assert list(first[2]) == list(second[2])
-    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
-
-
 @pytest.mark.parametrize("mask_dtype", [torch.int32, torch.int64, torch.bool, torch.float32, torch.bfloat16])
 def test_returned_masks_work_where_the_host_multiplies_by_them(mask_dtype):
     samples = random_samples(LENGTHS, seed=66)
