@@ -23,7 +23,6 @@ from .policy import Policy
 from .sglang_scheduler import run_scheduler
 from .trainer import Trainer
 
-
 MAX_GRAPHED_REQUESTS = 32
 """As many as the largest workload of the demonstration has."""
 
