@@ -75,8 +75,9 @@ def check_bash(words: list[str]) -> None:
         check_pytest(arguments)
     elif script == "docs/run.sh":
         assert arguments in ([], ["serve"])
-    elif script.endswith("/run_cpu.sh"):
-        check_script("examples/cpu/host_cpu/run.py", [Path(script).parent.name, *arguments])
+    elif script.endswith("_cpu.sh"):
+        (host,) = re.findall(r"-m host_cpu\.run (\w+)", (ROOT / script).read_text())
+        check_script("examples/cpu/host_cpu/run.py", [host, *arguments])
     elif script.endswith("/run_gpu.sh"):
         # What follows goes to the host.
         assert not arguments

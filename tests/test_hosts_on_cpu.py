@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples.cpu.host_cpu import documented
-from examples.cpu.host_cpu.cases import CHECK
+from examples.cpu.host_cpu.cases import CHECK, Host
 from examples.cpu.host_cpu.comparison import Result, faults_of_comparison, faults_of_run
 from examples.cpu.host_cpu.logged import MODEL_BUILT, Logged, read_log
+from examples.cpu.host_cpu.miles_megatron_runs import MILES_MEGATRON
 from examples.cpu.host_cpu.miles_runs import MILES
 from examples.cpu.host_cpu.report import page, record, table
 from examples.cpu.host_cpu.slime_runs import SLIME
@@ -59,6 +60,20 @@ def test_numbers_are_read_from_a_hosts_log_with_all_digits() -> None:
     assert log.rollouts == [{"rollout/rewards": -7.450580596923828e-09}]
     assert log.perf == [{"perf/train_time": 0.25}]
     assert log.names == {"train/loss", "train/ppo_kl", "train/grad_norm", "train/step"}
+
+
+def test_the_line_of_a_step_that_miles_writes_twice_is_one_step() -> None:
+    lines = [
+        f"{file} - step {index}: {{'train/grad_norm': {norm}, 'train/step': {index}}}\n"
+        for index, norm in enumerate((0.25, 0.5))
+        for file in ("log_utils.py:542", "model.py:854")
+    ]
+    assert read_log("".join(lines)).steps == [
+        {"train/grad_norm": 0.25, "train/step": 0},
+        {"train/grad_norm": 0.5, "train/step": 1},
+    ]
+    with pytest.raises(ValueError, match="step 1 follows 2"):
+        read_log("".join(lines) + lines[-1].replace("0.5", "0.75"))
 
 
 def test_a_step_that_is_missing_or_unreadable_is_an_error() -> None:
@@ -140,12 +155,12 @@ def test_runs_are_chosen_by_name_and_those_of_the_comparison_are_the_default() -
         SLIME.chosen(["hok"], everything=False)
 
 
-@pytest.mark.parametrize("host", [SLIME, MILES], ids=lambda host: host.name)
-def test_every_run_has_its_file_and_in_slime_the_check_at_start(host, tmp_path) -> None:
+@pytest.mark.parametrize("host", [SLIME, MILES, MILES_MEGATRON], ids=lambda host: host.name)
+def test_every_run_has_its_file_and_with_megatron_the_check_at_start(host, tmp_path) -> None:
     for case in host.cases:
         words = case.command(host.common(tmp_path), root=ROOT, folder=tmp_path)
         ours = any(word.startswith("mis_ext.") for word in words)
-        assert (" ".join(CHECK) in " ".join(words)) == (ours and host is SLIME), case.name
+        assert (" ".join(CHECK) in " ".join(words)) == (ours and host is not MILES), case.name
         if "--custom-config-path" in words:
             assert Path(words[words.index("--custom-config-path") + 1]).is_file()
 
@@ -237,13 +252,14 @@ def test_a_checkout_that_is_not_given_is_fetched_once_or_the_variable_is_named(r
 
 def checkouts_are_there(*names: str) -> bool:
     fetched = {"SLIME_DIR": "slime", "MEGATRON_DIR": "Megatron-LM", "MILES_DIR": "miles"}
+    fetched |= {"MILES_MEGATRON_DIR": "miles-Megatron-LM"}
     return all(os.environ.get(name) or (ROOT / ".checkouts" / fetched[name] / "README.md").exists() for name in names)
 
 
-def run_on_cpu(host: str, folder: Path) -> str:
+def run_on_cpu(host: Host, folder: Path) -> str:
     # VENV is that of these tests.
-    environment = os.environ | {"VENV": os.environ.get(f"{host.upper()}_VENV", f".venv-{host}")}
-    command = ["bash", f"examples/{host}/run_cpu.sh", "--out", str(folder)]
+    environment = os.environ | {"VENV": os.environ.get(f"{host.package.upper()}_VENV", f".venv-{host.package}")}
+    command = ["bash", host.script, "--out", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "FAULT" not in done.stdout
@@ -256,7 +272,7 @@ def run_on_cpu(host: str, folder: Path) -> str:
     reason="no checkouts of both: set SLIME_DIR and MEGATRON_DIR, or run examples/slime/run_cpu.sh once",
 )
 def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "7 runs are as they must be" in run_on_cpu("slime", tmp_path)
+    assert "7 runs are as they must be" in run_on_cpu(SLIME, tmp_path)
 
 
 @pytest.mark.whole_run
@@ -265,4 +281,13 @@ def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp
     reason="no checkout of Miles: set MILES_DIR, or run examples/miles/run_cpu.sh once",
 )
 def test_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "5 runs are as they must be" in run_on_cpu("miles", tmp_path)
+    assert "5 runs are as they must be" in run_on_cpu(MILES, tmp_path)
+
+
+@pytest.mark.whole_run
+@pytest.mark.skipif(
+    not checkouts_are_there("MILES_DIR", "MILES_MEGATRON_DIR"),
+    reason="no checkouts of both: set MILES_DIR and MILES_MEGATRON_DIR, or run examples/miles/run_megatron_cpu.sh once",
+)
+def test_the_megatron_trainer_of_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
+    assert "7 runs are as they must be" in run_on_cpu(MILES_MEGATRON, tmp_path)

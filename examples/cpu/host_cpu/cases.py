@@ -85,11 +85,15 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of which this repository runs an unmodified checkout.
+    """A host of which this repository runs an unmodified checkout, with one of its trainers.
 
     Attributes:
-        name: Its package.
+        name: How the command line, the records and the folder of its runs call it.
+        package: Its Python package.
+        title: For people.
+        script: Starts the runs.
         common: The flags of every run, given the folder of the inputs.
+        conversion: Words for `host_cpu.convert`, given that folder, where the host needs a checkpoint of Megatron-LM.
         cases: Its runs, in the order of the table.
         checkouts: Repository to the variable of the environment with its folder.
         patches: Repository to the patch that its checkout has.
@@ -98,12 +102,16 @@ class Host:
     """
 
     name: str
+    package: str
+    title: str
+    script: str
     common: Callable[[Path], list[str]]
     cases: tuple[Case, ...]
     checkouts: dict[str, str]
     patches: dict[str, str]
     packages: tuple[str, ...]
     stand_ins: dict[str, str]
+    conversion: Callable[[Path], list[str]] | None = None
 
     def chosen(self, names: Sequence[str], *, everything: bool) -> list[Case]:
         """Return the runs that a command line asks for.

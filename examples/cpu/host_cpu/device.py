@@ -16,6 +16,8 @@ import torch
 from torch.distributed import device_mesh
 from torch.overrides import TorchFunctionMode
 
+from . import weight_transfer
+
 MEMORY_BYTES = 2**34
 # They ask torch.cuda while they are imported, and must hear the truth.
 ASK_AT_IMPORT = ("torch._dynamo", "transformers.modeling_utils", "sglang.srt.server_args", "sglang.srt.utils")
@@ -85,6 +87,8 @@ def install() -> None:
     CudaTensorsOnCpu().__enter__()
     if find_spec("slime") is not None:
         _register_accelerator()
+    if find_spec("miles") is not None:
+        weight_transfer.install()
 
 
 def _replace_cuda_functions() -> None:

@@ -2,6 +2,8 @@
 
     python -m host_cpu.inputs HOST FOLDER
 
+HOST is its package.
+
 The rollouts stand for an engine: random tokens, with log-probs of the same model plus a drawn mismatch. They are the
 host's own samples, in the files of its ``--save-debug-rollout-data``.
 """

@@ -52,6 +52,9 @@ def read_log(text: str) -> Logged:
     text = _COLOUR.sub("", text)
     found: dict[str, list[dict[str, float]]] = {"step": [], "rollout": [], "perf": []}
     for kind, index, values in _entries(text):
+        if values in found[kind][-1:]:
+            # Miles' Megatron trainer writes the line of a step twice.
+            continue
         if index != len(found[kind]):
             raise ValueError(f"the host's log: {kind} {index} follows {len(found[kind])} others of its kind")
         found[kind].append(values)

@@ -73,6 +73,9 @@ _CASES = (
 
 MILES = Host(
     name="miles",
+    package="miles",
+    title="Miles",
+    script="examples/miles/run_cpu.sh",
     common=_common,
     cases=_CASES,
     checkouts={"Miles": "MILES_DIR"},

@@ -105,9 +105,9 @@ def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdic
     commits = "\n".join(f"| {name} | `{commit}` |" for name, commit in about["commits"].items())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     stand_ins = "\n".join(f"| {name} | {what} |" for name, what in host.stand_ins.items())
-    return f"""# {host.name} on a CPU
+    return f"""# {host.title} on a CPU
 
-Written by `{about["command"]}` on {about["date"]}. All numbers that {host.name} logged are in
+Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title} logged are in
 `{host.name}_cpu.json`.
 
 {verdict}

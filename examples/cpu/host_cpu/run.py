@@ -1,7 +1,7 @@
-"""Trains with an unmodified host on a CPU, and compares: ``python -m host_cpu.run slime`` or ``miles``.
+"""Trains with an unmodified host on a CPU, and compares: ``python -m host_cpu.run slime``, or another of `HOSTS`.
 
-``run_cpu.sh`` in examples/slime and examples/miles start it. Every run is a process of the host's own ``train.py`` with
-its own Ray. Exit code 1: a number or a line that must be there is not; each is named.
+The scripts ``run*_cpu.sh`` in examples/slime and examples/miles start it. Every run is a process of the host's own
+``train.py`` with its own Ray. Exit code 1: a number or a line that must be there is not; each is named.
 """
 
 import argparse
@@ -21,11 +21,12 @@ from . import documented, report
 from .cases import Case, Host
 from .comparison import Result, faults_of_comparison, faults_of_run
 from .logged import read_log
+from .miles_megatron_runs import MILES_MEGATRON
 from .miles_runs import MILES
 from .slime_runs import SLIME
 
 ROOT = Path(__file__).parents[3]
-HOSTS = {host.name: host for host in (SLIME, MILES)}
+HOSTS = {host.name: host for host in (SLIME, MILES, MILES_MEGATRON)}
 TIME_LIMIT_S = 900
 CHANGED = " with changes"
 # No network, no statistics to Ray; one thread per process, as several of them share few cores.
@@ -39,10 +40,19 @@ ENVIRONMENT = {
 }
 
 
+def prepare(host: Host, *, inputs: Path) -> None:
+    """Write what every run reads."""
+    modules = [["host_cpu.inputs", host.package, str(inputs)]]
+    if host.conversion is not None:
+        modules.append(["host_cpu.convert", *host.conversion(inputs)])
+    for words in modules:
+        subprocess.run([sys.executable, "-m", *words], env=os.environ | ENVIRONMENT, check=True)
+
+
 def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
     """Run the host once."""
     words = case.command(host.common(inputs), root=ROOT, folder=folder)
-    command = [sys.executable, "-m", "host_cpu.train", host.name, *words]
+    command = [sys.executable, "-m", "host_cpu.train", host.package, *words]
     log = folder / f"{case.name}.log"
     # Ray's sockets lie below its folder, and their paths must be short.
     with log.open("w") as out, tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
@@ -77,7 +87,7 @@ def check_documented(host: Host, *, inputs: Path, folder: Path) -> tuple[str, li
     answers = folder / "parsed.json"
     with (folder / "parse.log").open("w") as out:
         subprocess.run(
-            [sys.executable, "-m", "host_cpu.parse", host.name, str(answers)],
+            [sys.executable, "-m", "host_cpu.parse", host.package, str(answers)],
             input=json.dumps(command_lines),
             text=True,
             env=os.environ | ENVIRONMENT,
@@ -150,8 +160,7 @@ def main() -> int:
     print("Not as on a GPU:")
     for name, what in host.stand_ins.items():
         print(f"  {name}: {what}")
-    write_inputs = [sys.executable, "-m", "host_cpu.inputs", host.name, str(inputs)]
-    subprocess.run(write_inputs, env=os.environ | ENVIRONMENT, check=True)
+    prepare(host, inputs=inputs)
     checked, faults = check_documented(host, inputs=inputs, folder=folder)
     print(f"the host's parser: {checked}, {len(faults)} faults", flush=True)
     results = []
@@ -172,7 +181,7 @@ def main() -> int:
     verdict = f"{len(results)} runs are as they must be. The host's own parser takes {checked}."
     print(verdict)
     if options.record:
-        command = shlex.join(["bash", f"examples/{host.name}/run_cpu.sh", *sys.argv[2:]])
+        command = shlex.join(["bash", host.script, *sys.argv[2:]])
         about_them = about(host, command)
         report.write(ROOT / "benchmarks" / "real_stack", results, host=host, about=about_them, verdict=verdict)
     return 0

@@ -1,0 +1,128 @@
+"""What the Megatron trainers of slime and Miles share: the flags of a small model on a CPU, and the runs."""
+
+import shlex
+
+from .cases import CHECK, CORE, HOOK, LOSS, MEASURED, MODEL, Case, flat
+
+# Without Transformer Engine and CUDA kernels.
+MODEL_FLAGS = [
+    *flat({f"--{name}": value for name, value in MODEL.items()}),
+    *shlex.split("""
+    --swiglu --group-query-attention --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm
+    --qk-layernorm --attention-dropout 0 --hidden-dropout 0
+    --transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
+    --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+    """),
+]
+
+CALLED = "mis_ext: the host's own loss calls compute_mis_weights_with_cp"
+REPLACED = "mis_ext: policy_loss in place of the host's loss"
+
+
+def own_corrections(package: str, *, whose: str) -> tuple[Case, ...]:
+    """Without a correction, and with those that a host ships: ``whose`` is ``"slime's"``."""
+    return (
+        Case(name="nothing", title="no correction"),
+        Case(
+            name=f"{package}_tis",
+            title=f"{whose} own TIS, cap 2",
+            flags=("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0"),
+            is_alike=True,
+        ),
+        Case(
+            name="example",
+            title=f"{whose} own example of a correction, cap 2",
+            flags=("--use-tis", HOOK[0], "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"),
+            # It reads all of them.
+            config={
+                **{"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0},
+                **dict.fromkeys(("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")),
+                **{"use_rs": False, "rs_level": "token", "tis_batch_normalize": False},
+            },
+            is_alike=True,
+            is_optional=True,
+        ),
+    )
+
+
+OURS = (
+    Case(
+        name="hook",
+        title="three flags",
+        flags=("--use-tis", *HOOK, *CHECK),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(CALLED,),
+        is_alike=True,
+    ),
+    Case(
+        name="policy_loss",
+        title="`policy_loss`",
+        flags=("--use-tis", *LOSS, *CHECK),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(REPLACED,),
+        is_alike=True,
+    ),
+    Case(
+        name="current",
+        title="`policy_loss`, `mis_loss_proximal: current`",
+        flags=("--use-rollout-logprobs", *LOSS, *CHECK),
+        config={"mis_loss_proximal": "current", "use_tis": True, "tis_upper_bound": 2.0},
+        metrics=CORE,
+        says=(REPLACED,),
+        is_alike=True,
+        is_optional=True,
+    ),
+    Case(
+        name="bypass",
+        title="`policy_loss`, `mis_loss_mode: bypass`",
+        flags=("--use-rollout-logprobs", *LOSS, *CHECK),
+        config={"mis_loss_mode": "bypass", "use_tis": True, "tis_upper_bound": 2.0},
+        metrics=CORE,
+        says=(REPLACED, "mis_loss_mode: bypass"),
+        is_optional=True,
+    ),
+    Case(
+        name="method",
+        title="`policy_loss`, `mis_loss_method: icepop`",
+        flags=(*LOSS, *CHECK),
+        config={"mis_loss_method": "icepop"},
+        says=(REPLACED, "mis_loss_method: icepop"),
+        is_optional=True,
+    ),
+    Case(
+        name="metrics_only",
+        title="metrics only",
+        flags=("--get-mismatch-metrics", *HOOK, *CHECK),
+        config="metrics_only.yaml",
+        metrics=MEASURED,
+        says=(CALLED, "measures only"),
+        is_optional=True,
+    ),
+)
+
+REFUSED = (
+    Case(
+        name="misspelt_key",
+        title="a misspelt key",
+        flags=("--use-tis", *HOOK, *CHECK),
+        config={"tis_uper_bound": 2.0},
+        refusal="tis_uper_bound",
+    ),
+    Case(
+        name="misspelt_value",
+        title="a misspelt value of a flag",
+        flags=("--use-tis", HOOK[0], "mis_ext.compute_mis_weight_with_cp", *CHECK),
+        config="mis.yaml",
+        refusal="compute_mis_weight_with_cp",
+    ),
+    Case(
+        name="misspelt_flag",
+        title="a misspelt flag",
+        flags=("--use-tis", "--custom-tis-function-pth", HOOK[1], *CHECK),
+        config="mis.yaml",
+        refusal="mis_ext would not be called: --custom-tis-function-path is not set",
+    ),
+)

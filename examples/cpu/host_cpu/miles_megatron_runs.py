@@ -1,0 +1,56 @@
+"""The runs of Miles with its Megatron trainer: its fork of Megatron-LM, and a checkpoint that its own tool wrote."""
+
+from pathlib import Path
+
+from .cases import CHECK, CORE, HOOK, TRAINING, Case, Host, flat, input_files
+from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
+from .miles_runs import MILES
+
+_BACKEND = ("--train-backend", "megatron", "--distributed-backend", "gloo")
+
+
+def _checkpoint(inputs: Path) -> str:
+    return str(inputs / "megatron")
+
+
+def _common(inputs: Path) -> list[str]:
+    return [*MODEL_FLAGS, *_BACKEND, *TRAINING, *flat(input_files(inputs) | {"--ref-load": _checkpoint(inputs)})]
+
+
+def _conversion(inputs: Path) -> list[str]:
+    return [*MODEL_FLAGS, "--hf-checkpoint", input_files(inputs)["--hf-checkpoint"], "--save", _checkpoint(inputs)]
+
+
+_WITHOUT_SCORING = Case(
+    name="no_scoring_pass",
+    title="three flags, `--skip-actor-forward-only`",
+    flags=("--use-tis", "--skip-actor-forward-only", *HOOK, *CHECK),
+    config="mis.yaml",
+    metrics=CORE,
+    says=(CALLED,),
+    is_alike=True,
+    is_optional=True,
+)
+
+MILES_MEGATRON = Host(
+    name="miles_megatron",
+    package="miles",
+    title="Miles' Megatron trainer",
+    script="examples/miles/run_megatron_cpu.sh",
+    common=_common,
+    conversion=_conversion,
+    cases=(*own_corrections("miles", whose="Miles'"), *OURS, _WITHOUT_SCORING, *REFUSED),
+    checkouts={"Miles": "MILES_DIR", "Megatron-LM, Miles' fork": "MILES_MEGATRON_DIR"},
+    patches={},
+    packages=(*(name for name in MILES.packages if name != "megatron-core"), "mbridge"),
+    stand_ins={
+        "CUDA": "its calls go to the CPU (device.py), NCCL's to gloo, by Miles' own flag",
+        "torch.compile": "leaves functions as they are (device.py)",
+        "Transformer Engine": "a layer spec with packed attention and its parameter names (layers.py)",
+        "Megatron-Bridge": "is not installed: Miles' own tool converts the weights with mbridge (convert.py)",
+        "Mooncake, and three names of Miles' own SGLang": "classes that do nothing, for weights sent from machine to "
+        "machine (weight_transfer.py)",
+        "the engine": MILES.stand_ins["the engine"],
+        "torchvision": MILES.stand_ins["torchvision"],
+    },
+)
