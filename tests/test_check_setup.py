@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import mis_ext
+from mis_ext.hosts.slime_miles.host import MILES
 from mis_ext.hosts.slime_miles.sessions import run_of
 
 PATH = "mis_ext.check_setup"
@@ -201,6 +202,18 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
             start(switches | needs)
         start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+@pytest.mark.parametrize("path", [None, "mis_ext.prepare_rollout"])
+def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
+    needs, path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    for switches in (HOOK, LOSS | {"use_tis": True}):
+        start(switches | {"rollout_data_postprocess_path": path})
+        with pytest.raises(ValueError, match="Miles passes no rollout data; write fixed bounds, and tis_normalize_sco"):
+            start(switches | needs | {"rollout_data_postprocess_path": path})
 
 
 def test_the_session_of_the_check_is_the_one_of_the_run() -> None:

@@ -10,6 +10,7 @@ from mis_ext.explain.words import steps_of
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+from mis_ext.hosts.slime_miles.host import is_miles
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
 from mis_ext.hosts.slime_miles.near_misses import near_miss
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss
@@ -37,7 +38,7 @@ _LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_l
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _LAUNCHES = (
     f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
-    f"{_LOSS.flag} {_LOSS.name}. The host ignores a misspelt flag without a message: compare yours letter by letter"
+    f"{_LOSS.flag} {_LOSS.name}. slime ignores a misspelt flag without a message: compare yours letter by letter"
 )
 
 
@@ -48,8 +49,8 @@ def check_setup(args: Any) -> None:
     after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
     backend does not call it. Ranks do not communicate, because all have the same arguments. Rank 0 prints the line.
 
-    The hosts ignore a flag that their parser does not know. So a misspelt flag is found only if it leaves something
-    missing. A misspelt key of a file is still among ``args``, and the error names it.
+    slime ignores a flag that its parser does not know; Miles refuses it. So in slime a misspelt flag is found only if
+    it leaves something missing. A misspelt key of a file is still among ``args``, and the error names it.
 
     Args:
         args: The host's arguments, with the keys of mis_ext among them.
@@ -132,11 +133,20 @@ def _not_called(args: Any, why: str) -> ValueError:
 def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
     """Without any function at that flag nobody can have seen the rollout; one of the user's may call ours."""
     correction, path = config.correction, read_argument(args, "rollout_data_postprocess_path")
-    if path is not None or (config.whole_loss is not None and not config.whole_loss.has_correction):
+    if config.whole_loss is not None and not config.whole_loss.has_correction:
+        return
+    # Miles calls that function with its arguments alone.
+    is_useless = is_miles()
+    if path is not None and not is_useless:
         return
     needs = [f"a gate with target_accept ({name})" for name in correction.adapted_gates]
     if correction.scope == "rollout" and correction.is_scaled:
         needs.append("scope: rollout")
+    if needs and is_useless:
+        raise ValueError(
+            f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "
+            "data_parallel or micro_batch"
+        )
     if needs:
         raise ValueError(
             f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"

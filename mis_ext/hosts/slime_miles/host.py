@@ -36,13 +36,18 @@ class Host(NamedTuple):
     metrics: frozenset[str] = frozenset()
 
 
+def is_miles() -> bool:
+    """Whether this process has imported Miles' training modules."""
+    return MILES in sys.modules
+
+
 def find_host(args: Any, config: RunConfig) -> Host:
     """Miles or slime, whose training modules this process has imported; else Megatron-Core, or nothing, by itself.
 
     The hosts' own functions for log-probs take their ``args``; nobody else sees them.
     """
     is_fused = _whole_loss(config).scoring.by == "fused"
-    if MILES in sys.modules:
+    if is_miles():
         state = sys.modules[MILES_PARALLEL].get_parallel_state()
         score = partial(_miles_fused_scores, state) if is_fused else partial(_miles_scores, args)
         return Host(find_groups(state), score, MILES_METRICS)
