@@ -1,14 +1,17 @@
 """The runs of unmodified slime and Miles on a CPU: they fail where they must, and pass where the checkouts are."""
 
+import importlib
 import math
 import os
 import subprocess
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from examples.cpu.host_cpu import documented
+from examples.cpu.host_cpu import documented, weight_transfer
 from examples.cpu.host_cpu.cases import CHECK, Host
 from examples.cpu.host_cpu.comparison import Result, faults_of_comparison, faults_of_run
 from examples.cpu.host_cpu.logged import MODEL_BUILT, Logged, read_log
@@ -74,6 +77,24 @@ def test_the_line_of_a_step_that_miles_writes_twice_is_one_step() -> None:
     ]
     with pytest.raises(ValueError, match="step 1 follows 2"):
         read_log("".join(lines) + lines[-1].replace("0.5", "0.75"))
+    with pytest.raises(ValueError, match="step 0 follows 2"):
+        read_log("".join(lines) + lines[0])
+
+
+def test_a_name_is_added_only_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = types.ModuleType("there")
+    there.Known = kept = object()
+    monkeypatch.setitem(sys.modules, "there", there)
+    names = {"there": ("Known", "Absent"), "gone_package": (), "gone_package.engine": ("Engine",)}
+    monkeypatch.setattr(weight_transfer, "MISSING", names)
+    for name in ("gone_package", "gone_package.engine"):
+        # So that it is removed again.
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    weight_transfer.install()
+    assert there.Known is kept
+    assert isinstance(there.Absent, type)
+    assert isinstance(importlib.import_module("gone_package.engine").Engine, type)
 
 
 def test_a_step_that_is_missing_or_unreadable_is_an_error() -> None:
@@ -140,6 +161,9 @@ def test_the_table_has_a_row_for_each_run() -> None:
     about = {"command": "bash x", "date": "today", "commits": {"slime": "1a"}, "versions": {"torch": "2"}}
     about |= {"cpu": "C", "cores": 2, "memory_gib": 4}
     assert shown in page(results, host=SLIME, about=about, verdict="")
+    # So says argparse.
+    by_parser = refused("misspelt_flag", f"usage\ntrain.py: error: {CASES['misspelt_flag'].refusal}\n")
+    assert f"| `train.py: error: {CASES['misspelt_flag'].refusal}` |" in table([by_parser])
     runs = record(results, about=about)["runs"]
     assert runs["hook"]["steps"][0]["train/grad_norm"] == NORM
     assert runs["misspelt_key"]["error"] == "ValueError: unknown keys: 'tis_uper_bound'"

@@ -62,7 +62,7 @@ def _error(result: Result) -> str:
     """The line of the log that has the refusal."""
     lines = [line for line in result.logged.text.splitlines() if str(result.case.refusal) in line]
     # Ray puts the worker in front, and shows the error several times.
-    found = next((line for line in reversed(lines) if "Error: " in line), "none")
+    found = next((line for line in reversed(lines) if "rror: " in line), "none")
     error = found.split(") ", 1)[-1] if found.startswith("(") else found
     return error if len(error) <= ERROR_LENGTH else error[: ERROR_LENGTH - 4] + " ..."
 

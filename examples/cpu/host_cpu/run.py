@@ -40,13 +40,15 @@ ENVIRONMENT = {
 }
 
 
-def prepare(host: Host, *, inputs: Path) -> None:
+def prepare(host: Host, *, inputs: Path, folder: Path) -> None:
     """Write what every run reads."""
     modules = [["host_cpu.inputs", host.package, str(inputs)]]
     if host.conversion is not None:
         modules.append(["host_cpu.convert", *host.conversion(inputs)])
-    for words in modules:
-        subprocess.run([sys.executable, "-m", *words], env=os.environ | ENVIRONMENT, check=True)
+    with (folder / "inputs.log").open("w") as out:
+        for words in modules:
+            command = [sys.executable, "-m", *words]
+            subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT, check=True)
 
 
 def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
@@ -160,7 +162,8 @@ def main() -> int:
     print("Not as on a GPU:")
     for name, what in host.stand_ins.items():
         print(f"  {name}: {what}")
-    prepare(host, inputs=inputs)
+    print(f"inputs ... log: {folder / 'inputs'}.log", flush=True)
+    prepare(host, inputs=inputs, folder=folder)
     checked, faults = check_documented(host, inputs=inputs, folder=folder)
     print(f"the host's parser: {checked}, {len(faults)} faults", flush=True)
     results = []
