@@ -205,7 +205,7 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
 
 
 @pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
-@pytest.mark.parametrize("path", [None, "mis_ext.prepare_rollout"])
+@pytest.mark.parametrize("path", [None, "my_project.prepare"])
 def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
     needs, path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +214,16 @@ def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_t
         start(switches | {"rollout_data_postprocess_path": path})
         with pytest.raises(ValueError, match="Miles passes no rollout data; write fixed bounds, and tis_normalize_sco"):
             start(switches | needs | {"rollout_data_postprocess_path": path})
+
+
+@pytest.mark.parametrize("path", ["mis_ext.prepare_rollout", "mis_ext.log_mismatch"])
+def test_in_miles_a_function_of_ours_gets_no_rollout_and_is_refused(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
+        start(switches | {"rollout_data_postprocess_path": path})
+    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
+        with pytest.raises(ValueError, match=f"--rollout-data-postprocess-path {path}: Miles passes no rollout data"):
+            start(switches | {"rollout_data_postprocess_path": path})
 
 
 def test_the_session_of_the_check_is_the_one_of_the_run() -> None:
