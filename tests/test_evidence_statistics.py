@@ -109,6 +109,10 @@ def test_the_gaussian_law_is_that_of_simulated_ratios() -> None:
         assert mismatch._share(sums, length, band) == pytest.approx(mismatch._law(k3, length, band), abs=0.03)
 
 
+def test_the_law_keeps_all_where_log_probs_are_equal() -> None:
+    assert {mismatch._law(0.0, 5, band) for band in mismatch.BANDS} == {1.0}
+
+
 def streams_of(rows: list[list[float]]) -> mismatch.Streams:
     width = max(map(len, rows))
     d = np.array([[row + [9.0] * (width - len(row)) for row in rows]], dtype=np.float16)

@@ -207,8 +207,9 @@ def _share(sums: NDArray[np.float64], length: int, band: str) -> float:
 
 def _law(k3: float, length: int, band: str) -> float:
     """If the log-ratios of tokens were independent with mean -k3 and variance 2 k3."""
-    spread = np.sqrt(2 * k3 * length)
-    sums = stats.norm.ppf((np.arange(2000) + 0.5) / 2000, -k3 * length, spread)
+    spread = np.sqrt(2 * max(k3, 0.0) * length)
+    # Equal log-probs have no spread.
+    sums = -k3 * length + spread * stats.norm.ppf((np.arange(2000) + 0.5) / 2000)
     return float(BANDS[band](sums, length).mean())
 
 
