@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("dump", type=Path)
     parser.add_argument("--samples", type=int, default=512, help="the first so many")
     args = parser.parse_args()
-    samples = torch.load(args.dump, map_location="cpu", weights_only=False)["samples"][: args.samples]
+    samples = torch.load(args.dump, map_location="cpu")["samples"][: args.samples]
     streams = scored(args.model, samples)
     for name, key in (("the engine", "rollout_log_probs"), ("the trainer", "log_probs")):
         streams[name] = torch.cat([torch.as_tensor(sample[key]).double() for sample in samples])

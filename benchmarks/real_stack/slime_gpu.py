@@ -331,7 +331,8 @@ def main() -> None:
                 runner.start(name, known[name], port=PORT + index % NUM_PORTS, engine=args.engine)
 
         with ExitStack() as stack:
-            if args.what == "whole" and args.engine is None:
+            is_left = any(not (args.out / name / "done.json").exists() for name in args.runs or known)
+            if args.what == "whole" and args.engine is None and is_left:
                 args.engine = stack.enter_context(shared_engine(args.out, port=PORT, python=sys.executable))
             pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
             list(pool.map(start, enumerate(args.runs or known)))

@@ -131,22 +131,23 @@ def _not_called(args: Any, why: str) -> ValueError:
 
 
 def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
-    """Without any function at that flag nobody can have seen the rollout; one of the user's may call ours."""
+    """Without any function at that flag nobody can have seen the rollout; one of the user's may call ours.
+
+    Miles calls that function with its arguments alone, so there nobody ever has.
+    """
     correction, path = config.correction, read_argument(args, "rollout_data_postprocess_path")
-    # Miles calls that function with its arguments alone.
-    is_useless = is_miles()
-    if is_useless and path is not None and path.startswith("mis_ext."):
+    if is_miles() and path is not None and path.startswith("mis_ext."):
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
     if config.whole_loss is not None and not config.whole_loss.has_correction:
         return
-    if path is not None and not is_useless:
+    if path is not None and not is_miles():
         return
     needs = [f"a gate with target_accept ({name})" for name in correction.adapted_gates]
     if correction.scope == "rollout" and correction.is_scaled:
         needs.append("scope: rollout")
-    if needs and is_useless:
+    if needs and is_miles():
         raise ValueError(
             f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "
             "data_parallel or micro_batch"
