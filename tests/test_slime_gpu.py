@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -178,3 +179,26 @@ def test_the_engine_alone_trains_nothing(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in lines if "slime_gpu.train" in line or "launch_server" in line] == [
         ["-m", "sglang.launch_server"]
     ]
+
+
+def test_a_run_waits_for_its_turn_until_the_one_before_has_ended(tmp_path: Path) -> None:
+    code = (
+        "from slime_gpu.in_turn import wait; print('asks', flush=True); wait(); wait(None, 1); "
+        "print('trains', flush=True); input()"
+    )
+    environment = os.environ | {"TURN_LOCK": str(tmp_path / "lock"), "PYTHONPATH": str(SCRIPT.parent)}
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
+        assert first.stdout is not None
+        assert [first.stdout.readline() for _ in range(2)] == ["asks\n", "trains\n"]
+        with start() as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "asks\n"
+            assert not select.select([second.stdout], [], [], 1.0)[0], "both train"
+            first.kill()
+            assert second.stdout.readline() == "trains\n"
+            second.kill()

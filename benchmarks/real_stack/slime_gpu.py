@@ -7,8 +7,9 @@
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
 router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
 ``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
-that fails does not stop the others. ``table`` shows what was stopped from its log, and ``--json`` keeps all numbers
-that slime logged.
+that fails does not stop the others. With ``--in-turn`` runs start side by side and train one after the other: that is
+for their times, as a start takes longer than ten steps. ``table`` shows what was stopped from its log, and ``--json``
+keeps all numbers that slime logged.
 """
 
 import argparse
@@ -34,6 +35,7 @@ HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", *CH
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss", *CHECK)
 TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
 UNSCORED = "--use-rollout-logprobs"
+IN_TURN = ("--custom-megatron-before-train-step-hook-path", "slime_gpu.in_turn.wait")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 PORT, NUM_PORTS = 31000, 64
 
@@ -59,6 +61,8 @@ def method(name: str, *flags: str, **keys: Any) -> Run:
 GATED = TOKEN_TIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
 RECORDED = {
     "nothing": Run(),
+    # What times differ by without a reason.
+    "nothing_again": Run(),
     "slime_tis": Run(("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0")),
     # slime's own example of a correction, with the keys that it reads.
     "example": Run(
@@ -183,6 +187,7 @@ class Runner:
             flags += ["--custom-config-path", str(folder / "keys.yaml")]
         environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
         environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
+        environment["TURN_LOCK"] = str(self.out / "turn.lock")
         if run.path:
             folders = [str(Path(environment["SLIME_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -302,6 +307,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
     parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
     parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
+    parser.add_argument("--in-turn", action="store_true", help="start recorded runs side by side, train one at a time")
     parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
     parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
@@ -320,6 +326,9 @@ def main() -> None:
                 parser.error("recorded: --rollouts must name a folder with 0.pt")
             files = str(args.rollouts.resolve() / "{rollout_id}.pt")
             shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
+            if args.in_turn:
+                shared += IN_TURN
+                args.jobs = len(args.runs or known)
         if "MODEL" not in os.environ:
             os.environ["MODEL"] = str(model_of(args.out, python=sys.executable))
         runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience)
