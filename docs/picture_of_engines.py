@@ -15,6 +15,7 @@ DTYPES = ("bfloat16", "float32")
 COLORS, MARKERS = {"bfloat16": "#0072B2", "float32": "#D55E00"}, {"bfloat16": "o", "float32": "s"}
 EXACT = 1e-10
 """Where an exact 0 stands on the logarithmic axis."""
+ALIGNED, STALE = "all aligned", "the same, stale weights"
 NUMBER = re.compile(r"\d\.\d+e-\d+|\d\.\d+|\d+")
 TITLES = {
     "engine's attention": "all but the engine's attention",
@@ -36,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def read_differences(results: Path) -> list[Difference]:
-    """What the tables of the H200 say of transformers, from top to bottom.
+    """What the tables of the H200 say of a random model in transformers, from top to bottom.
 
     Args:
         results: The page of measurements.
@@ -50,31 +51,43 @@ def read_differences(results: Path) -> list[Difference]:
             title = TITLES[name.removeprefix("transformers, ")]
             # "tokens, mean", or a bare 0.
             found += [_difference(title, dtype, cells[n].split(", ")[-1]) for n, dtype in enumerate(DTYPES)]
-    found += [_difference("all aligned", dtype, whole[dtype][3].split(" on all")[0]) for dtype in DTYPES]
+    found += [_difference(ALIGNED, dtype, whole[dtype][3].split(" on all")[0]) for dtype in DTYPES]
     stale = [re.findall(r"mean (\d\.\d)", whole[dtype][4])[0] for dtype in DTYPES]
-    return found + [_difference("the same, stale weights", *each) for each in zip(DTYPES, stale, strict=True)]
+    return found + [_difference(STALE, *each) for each in zip(DTYPES, stale, strict=True)]
 
 
-def draw_engines(results: Path, path: Path) -> None:
+def read_pretrained(results: Path) -> list[Difference]:
+    """What the table of the H100 says of a pretrained model in SGLang, from top to bottom.
+
+    Args:
+        results: The page of measurements.
+    """
+    page = results.read_text(encoding="utf-8").split("### A pretrained model on one H100")[1].split("\n### ")[0]
+    table = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    titles = {"nothing": "nothing aligned", "all": ALIGNED, "all, but the last weights did not arrive": STALE}
+    return [_difference(titles.get(row[0], row[0]), "bfloat16", row[5]) for row in table[2:]]
+
+
+def draw_engines(differences: list[Difference], path: Path) -> None:
     """Draw them on a logarithmic axis with a place for exactly 0."""
-    differences = read_differences(results)
     rows = list(dict.fromkeys(each.row for each in differences))
     figure, axis = plt.subplots(figsize=(7, 4.4), constrained_layout=True)
     axis.axvspan(EXACT / 10, EXACT * 10, color="0.92", linewidth=0)
-    axis.axhspan(*(rows.index("all aligned") + end for end in (-0.45, 0.45)), color="#F0E442", alpha=0.45, linewidth=0)
+    axis.axhspan(*(rows.index(ALIGNED) + end for end in (-0.45, 0.45)), color="#F0E442", alpha=0.45, linewidth=0)
     for each in differences:
         _draw(axis, rows.index(each.row), each)
     axis.text(EXACT, -0.75, "exactly 0", ha="center", va="bottom", fontsize=12)
     axis.set(xscale="log", xlim=(EXACT / 10, 30), ylim=(len(rows) - 0.4, -0.6))
     axis.set_xticks([1e-8, 1e-6, 1e-4, 1e-2, 1])
     axis.set_yticks(range(len(rows)), rows, fontsize=12)
-    axis.get_yticklabels()[rows.index("all aligned")].set_fontweight("bold")
+    axis.get_yticklabels()[rows.index(ALIGNED)].set_fontweight("bold")
     axis.tick_params(axis="x", labelsize=12)
     axis.grid(axis="x", color="0.85", linewidth=0.7)
     axis.set_axisbelow(True)
     axis.set_xlabel("trainer against engine, mean difference of a log-prob, nats", fontsize=12, loc="right")
-    handles = [plt.Line2D([], [], linestyle="", marker=MARKERS[d], color=COLORS[d], markersize=9) for d in DTYPES]
-    axis.legend(handles, DTYPES, loc="center", bbox_to_anchor=(0.45, 0.67), fontsize=12, framealpha=1)
+    dtypes = list(dict.fromkeys(each.dtype for each in differences))
+    handles = [plt.Line2D([], [], linestyle="", marker=MARKERS[d], color=COLORS[d], markersize=9) for d in dtypes]
+    axis.legend(handles, dtypes, loc="center", bbox_to_anchor=(0.45, 0.67), fontsize=12, framealpha=1)
     save(figure, path)
 
 

@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "examples
 
 import matplotlib.pyplot as plt  # noqa: E402
 from evidence.pictures import save  # noqa: E402
-from picture_of_engines import draw_engines  # noqa: E402
+from picture_of_engines import draw_engines, read_differences, read_pretrained  # noqa: E402
 from picture_of_scoring import draw_scoring  # noqa: E402
 from picture_of_tokens import draw_tokens  # noqa: E402
 
@@ -44,6 +44,8 @@ def draw_bounds(path: Path) -> None:
 if __name__ == "__main__":
     images = ROOT / "docs" / "images"
     draw_bounds(images / "bounds.png")
-    draw_engines(ROOT / "benchmarks" / "RESULTS.md", images / "true_on_policy.png")
+    results = ROOT / "benchmarks" / "RESULTS.md"
+    draw_engines(read_differences(results), images / "true_on_policy.png")
+    draw_engines(read_pretrained(results), images / "true_on_policy_pretrained.png")
     draw_tokens(images / "on_policy_tokens.png")
     draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", images / "scoring.png")

@@ -16,6 +16,7 @@ for needed in ("matplotlib", "tokenizers", "transformers"):
 import picture_of_engines  # noqa: E402
 import picture_of_scoring  # noqa: E402
 import picture_of_tokens  # noqa: E402
+from picture_of_engines import draw_engines, read_differences, read_pretrained  # noqa: E402
 from picture_of_tokens import EXACT, NEVER, PROMPT, SHIFTED  # noqa: E402
 from pictures import draw_bounds  # noqa: E402
 
@@ -25,7 +26,8 @@ PALETTE, MOST_BYTES = 3, 80_000
 
 def test_they_are_drawn_as_small_files(tmp_path: Path) -> None:
     draw_bounds(tmp_path / "bounds.png")
-    picture_of_engines.draw_engines(RESULTS, tmp_path / "true_on_policy.png")
+    for read, name in ((read_differences, "true_on_policy.png"), (read_pretrained, "true_on_policy_pretrained.png")):
+        draw_engines(read(RESULTS), tmp_path / name)
     picture_of_tokens.draw_tokens(tmp_path / "on_policy_tokens.png")
     picture_of_scoring.draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", tmp_path / "scoring.png")
     for path in tmp_path.iterdir():
@@ -35,7 +37,7 @@ def test_they_are_drawn_as_small_files(tmp_path: Path) -> None:
 
 
 def test_of_the_engines_all_rows_of_the_page_are_shown_and_only_all_aligned_is_zero_in_both_dtypes() -> None:
-    found = picture_of_engines.read_differences(RESULTS)
+    found = read_differences(RESULTS)
     largest = {(each.row, each.dtype): each.high for each in found}
     assert len(found) == len(largest) == 2 * (3 + len(picture_of_engines.TITLES))
     assert all(math.isfinite(each.low) and each.low <= each.high for each in found)
@@ -43,6 +45,14 @@ def test_of_the_engines_all_rows_of_the_page_are_shown_and_only_all_aligned_is_z
     assert [row for row in rows if largest[row, "bfloat16"] == largest[row, "float32"] == 0.0] == ["all aligned"]
     assert min(size for size in largest.values() if size) > picture_of_engines.EXACT
     assert largest["nothing aligned", "bfloat16"] == 9.7e-2
+
+
+def test_of_the_pretrained_model_every_row_of_the_page_is_shown() -> None:
+    found = {each.row: each for each in read_pretrained(RESULTS)}
+    assert len(found) == 10
+    assert found["nothing aligned"][1:] == ("bfloat16", 3.9e-2, 5.0e-2)
+    assert [row for row, each in found.items() if each.high == 0.0] == ["all but fixed-tile products", "all aligned"]
+    assert found[picture_of_engines.STALE].low == found[picture_of_engines.STALE].high == 7.2e-2
 
 
 def test_of_the_tokens_one_written_again_makes_the_rest_of_its_turn_another_context() -> None:
