@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402
 from evidence import front, overview  # noqa: E402
 from evidence.floor import Floor  # noqa: E402
 from evidence.mismatch import Streams  # noqa: E402
+from evidence.outcomes import Condition  # noqa: E402
 from evidence.results import Results  # noqa: E402
 from evidence.studies import STUDIES  # noqa: E402
 
@@ -22,7 +23,7 @@ PALETTE = 3
 """The color type of such a PNG, in its header."""
 
 
-def test_the_front_picture_is_drawn_of_complete_studies_only(
+def test_the_front_picture_is_drawn_of_what_ran_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     front.report(Results(tmp_path), tmp_path)
@@ -46,6 +47,25 @@ def test_each_engine_that_was_measured_has_a_row_of_all_its_tokens_the_pretraine
     largest = [line.get_xdata()[1] for line in axis.lines if len(line.get_xdata()) == 2]
     assert largest == [0.25, 1.0]
     assert axis.get_title() == "SGLang against its trainer, 1 to 2 responses each"
+    plt.close(axis.figure)
+
+
+def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_evaluated() -> None:
+    def row(method: str, seed: int, step: int, own: float | None) -> dict[str, object]:
+        found = {"method": method, "seed": seed, "step": step, "reward": 0.5}
+        return found if own is None else found | {"own_reward": own}
+
+    rows = [row(method, 1, step, own) for method in front.CURVES for step, own in enumerate((0.25, None, 0.75))]
+    rows += [row("none", 2, step, own) for step, own in enumerate((0.5, None, 0.5))]
+    axis = plt.figure().subplots()
+    front._draw_rewards(axis, Condition.of_rows(front.STALE, rows))
+    lines = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
+    assert [line[1:] for line in lines[:3]] == [([0, 2], [0.25, 0.75]), ([0, 2], [0.5, 0.5]), ([0, 2], [0.375, 0.625])]
+    assert [label for label, *_ in lines if not str(label).startswith("_")] == [
+        "no correction, 2 seeds",
+        "bypass, 1 seeds",
+        "token TIS (yaml/mis.yaml), 1 seeds",
+    ]
     plt.close(axis.figure)
 
 

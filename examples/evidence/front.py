@@ -17,7 +17,6 @@ from .pictures import save
 from .pretrained.studies import PRETRAINED_STUDIES
 from .results import Results
 from .studies import STUDIES
-from .verdicts import moving_mean
 
 PRETRAINED = "pretrained_floor_lr1e-05"
 # By condition, from the top.
@@ -30,27 +29,26 @@ ENGINES = {
     "atlas_cache_e4m3": "fp8 cache, e4m3",
     "atlas_cache_e5m2": "fp8 cache, e5m2",
 }
-FRESH, STALE = "staleness_0", "staleness_8"
-# By setting and method.
+STALE = "pretrained_stale_4"
 CURVES = {
-    (FRESH, "none"): ("fresh weights, no correction", "0.6"),
-    (STALE, "none"): ("no correction", "black"),
-    (STALE, "token_tis"): ("token TIS (yaml/mis.yaml)", "C1"),
+    "none": ("no correction", "black"),
+    "bypass": ("bypass", "C0"),
+    "token_tis": ("token TIS (yaml/mis.yaml)", "C1"),
 }
 
 
 def report(results: Results, output: Path) -> None:
-    """Write ``front.png``, once the two studies are complete."""
-    groups = [*STUDIES["atlas"].groups, *(g for g in STUDIES["staleness"].groups if g.condition in (FRESH, STALE))]
-    if not all(results.is_done(group) for group in groups):
-        print("front: the studies atlas and staleness are not complete")
+    """Write ``front.png``, once the atlas is complete and every method of `CURVES` has a run."""
+    pretrained = [g for study in PRETRAINED_STUDIES for g in study.groups if results.is_done(g)]
+    rows = [row for g in pretrained if g.condition == STALE for row in results.rows(g)]
+    trained = Condition.of_rows(STALE, rows)
+    if not all(results.is_done(g) for g in STUDIES["atlas"].groups) or not CURVES.keys() <= trained.curves.keys():
+        print(f"front: the study atlas is not complete, or {STALE} lacks one of {', '.join(CURVES)}")
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    pretrained = [g for study in PRETRAINED_STUDIES for g in study.groups if g.condition == PRETRAINED]
-    measured = [g for g in (*groups, *pretrained) if g.condition in ENGINES and results.is_done(g)]
+    measured = [g for g in (*STUDIES["atlas"].groups, *pretrained) if g.condition in ENGINES]
     _draw_mismatch(left, {name: steps["step0"] for name, steps in of_groups(measured, results).items()})
-    rows = {name: [row for g in groups if g.condition == name for row in results.rows(g)] for name in (FRESH, STALE)}
-    _draw_rewards(right, {name: Condition.of_rows(name, of_setting) for name, of_setting in rows.items()})
+    _draw_rewards(right, trained)
     save(figure, output / "front.png", dpi=120)
     print(output / "front.png")
 
@@ -82,15 +80,15 @@ def _draw_mismatch(axis: Axes, measured: dict[str, list[Streams]]) -> None:
     )
 
 
-def _draw_rewards(axis: Axes, conditions: dict[str, Condition]) -> None:
-    """Each seed in a thin line, their mean in a thick one."""
-    counts = set()
-    for (setting, method), (label, color) in CURVES.items():
-        seeds = [curves["reward"] for curves in conditions[setting].curves[method].values()]
-        counts.add(len(seeds))
+def _draw_rewards(axis: Axes, trained: Condition) -> None:
+    """The trainer's own policy at its evaluations: each seed in a thin line, their mean in a thick one."""
+    for method, (label, color) in CURVES.items():
+        seeds = [curves["own_reward"] for curves in trained.curves[method].values()]
+        (steps,) = np.nonzero(~np.isnan(seeds[0]))
         for curve in seeds:
-            axis.plot(*moving_mean(curve), color=color, linewidth=0.7, alpha=0.5)
-        axis.plot(*moving_mean(np.mean(seeds, axis=0)), color=color, linewidth=2.4, label=label)
-    axis.legend(fontsize=9, loc="center right")
-    title = f"Controlled engine, weights 8 steps old, {' to '.join(map(str, sorted(counts)))} seeds"
-    axis.set(title=title, xlabel="step", ylabel="reward", ylim=(0, 1))
+            axis.plot(steps, curve[steps], color=color, linewidth=0.7, alpha=0.5)
+        axis.plot(
+            steps, np.mean(seeds, axis=0)[steps], color=color, linewidth=2.4, label=f"{label}, {len(seeds)} seeds"
+        )
+    axis.legend(fontsize=9, loc="lower right")
+    axis.set(title="SmolLM2-135M, weights 4 steps old", xlabel="step", ylabel="reward, held-out questions", ylim=(0, 1))
