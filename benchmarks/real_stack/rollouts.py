@@ -1,20 +1,21 @@
 """Recorded rollouts for ``slime_gpu.py recorded``: easy sums, sampled by another engine than the trainer.
 
-    python benchmarks/real_stack/slime_rollouts.py MODEL FOLDER [--number 4] [--prompts 16]
+    python benchmarks/real_stack/rollouts.py HOST MODEL FOLDER [--number 4] [--prompts 16]
 
-transformers samples from MODEL (``examples/slime/slime_gpu/model.py`` writes one) with weights rounded to e4m3, one
-scale per row: the mismatch is that of an engine with FP8 weights. slime's own ``Sample`` and writer make the files, so
-slime must be on the path.
+HOST is slime or miles. transformers samples from MODEL (``examples/slime/slime_gpu/model.py`` writes one) with weights
+rounded to e4m3, one scale per row: the mismatch is that of an engine with FP8 weights. The host's own ``Sample`` and
+writer make the files, so the host must be on the path. Miles reads slime's files too.
 """
 
 import argparse
+import importlib
 import random
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
-from slime.observability.rollout_data_utils import save_debug_rollout_data
-from slime.utils.types import Sample
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -73,8 +74,9 @@ def rollout(
     rollout_id: int,
     *,
     num_prompts: int,
-) -> list[Sample]:
-    """Draw the questions of one rollout, and sample answers."""
+    sample_type: Any,
+) -> list[Any]:
+    """Draw the questions of one rollout, and sample answers: each a ``Sample`` of the host."""
     tasks = [draw_task(generator) for _ in range(num_prompts)]
     prompts = [
         tokenizer.apply_chat_template(
@@ -92,7 +94,7 @@ def rollout(
         length = row.index(tokenizer.eos_token_id) + 1 if ends else MAX_TOKENS
         text = tokenizer.decode(row[:length], skip_special_tokens=True)
         samples.append(
-            Sample(
+            sample_type(
                 group_index=rollout_id * num_prompts + index // SAMPLES_PER_PROMPT,
                 index=rollout_id * len(prompts) + index,
                 prompt=question,
@@ -103,28 +105,41 @@ def rollout(
                 reward=float(is_right(text, label)),
                 rollout_log_probs=log_prob_BT[index, :length].tolist(),
                 loss_mask=[1] * length,
-                status=Sample.Status.COMPLETED if ends else Sample.Status.TRUNCATED,
+                status=sample_type.Status.COMPLETED if ends else sample_type.Status.TRUNCATED,
             )
         )
     return samples
 
 
+def write(host: str, folder: Path, samples: list[Any], rollout_id: int) -> None:
+    """Write one rollout with the host's own function."""
+    path = str(folder / "{rollout_id}.pt")
+    if host == "slime":
+        module = importlib.import_module("slime.observability.rollout_data_utils")
+        module.save_debug_rollout_data(path, samples, rollout_id=rollout_id, evaluation=False)
+    else:
+        module = importlib.import_module("miles.ray.rollout.debug_data")
+        flags = Namespace(save_debug_rollout_data=path, save_debug_trajectory_data=None)
+        module.save_debug_rollout_data(flags, samples, rollout_id, evaluation=False)
+
+
 def main() -> None:
     """Write the files that ``--load-debug-rollout-data FOLDER/{rollout_id}.pt`` names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("host", choices=("slime", "miles"))
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--number", type=int, default=4, help="of rollouts")
     parser.add_argument("--prompts", type=int, default=16, help="of a rollout; as slime's --rollout-batch-size")
     args = parser.parse_args()
+    sample_type = importlib.import_module(f"{args.host}.utils.types").Sample
     torch.manual_seed(0)
     generator = random.Random(1)
     engine, tokenizer = engine_of(args.model), AutoTokenizer.from_pretrained(args.model)
     args.folder.mkdir(parents=True, exist_ok=True)
     for rollout_id in tqdm(range(args.number), desc="rollouts"):
-        samples = rollout(engine, tokenizer, generator, rollout_id, num_prompts=args.prompts)
-        path = str(args.folder / "{rollout_id}.pt")
-        save_debug_rollout_data(path, samples, rollout_id=rollout_id, evaluation=False)
+        samples = rollout(engine, tokenizer, generator, rollout_id, num_prompts=args.prompts, sample_type=sample_type)
+        write(args.host, args.folder, samples, rollout_id)
         rewards = [sample.reward for sample in samples]
         print(f"rollout {rollout_id}: reward {sum(rewards) / len(rewards):.3f}")
 

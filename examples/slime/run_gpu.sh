@@ -20,7 +20,6 @@
 # With --debug-train-only among the flags no engine is started, and --load-debug-rollout-data says what is trained on.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
-root="$PWD"
 source examples/cpu/checkouts.sh
 
 failed=""
@@ -29,52 +28,10 @@ checkout_at MEGATRON_DIR Megatron-LM https://github.com/NVIDIA/Megatron-LM 1dcf0
     failed=1
 [[ -z "$failed" ]] || exit 1
 
-python="${PYTHON:-python3}"
-out="$(realpath -m -- "${OUT:-runs/slime_gpu}")"
-model="$(realpath -m -- "${MODEL:-$out/model}")"
-config="${CONFIG-yaml/mis.yaml}"
+export SLIME_DIR MEGATRON_DIR
+host=slime host_dir="$SLIME_DIR" megatron_dir="$MEGATRON_DIR"
+source examples/slime/one_gpu.sh
 port="${PORT:-31000}"
-train_only=""
-[[ " $* " != *" --debug-train-only "* ]] || train_only=1
-
-export SLIME_DIR MEGATRON_DIR ON_CPU="${ON_CPU:-}"
-# Both hosts have a package "examples": ours is not on their path, only two folders of it.
-export PYTHONPATH="$MEGATRON_DIR:$SLIME_DIR:$root:$root/examples/slime:$root/examples/cpu${PYTHONPATH:+:$PYTHONPATH}"
-export CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 PYTHONUNBUFFERED=1
-export TENSORBOARD_DIR="$out/tensorboard"
-# Proxies of a machine would take the requests to its own servers.
-export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
-
-attention="${ATTENTION:-$("$python" -c 'import transformer_engine.pytorch' 2> /dev/null && echo te || echo torch)}"
-case "$attention" in
-    # cuDNN's attention, which needs no further package.
-    te) layers=(--transformer-impl transformer_engine --attention-backend fused) ;;
-    torch) layers=(--transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
-        --no-rope-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion) ;;
-    *) echo "ATTENTION=$attention: must be te or torch" >&2; exit 1 ;;
-esac
-model_args=(
-    --swiglu --num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9
-    --group-query-attention --num-query-groups 3 --kv-channels 64 --max-position-embeddings 8192
-    --use-rotary-position-embeddings --rotary-base 100000 --disable-bias-linear
-    --normalization RMSNorm --norm-epsilon 1e-5 --vocab-size 49152
-    --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
-)
-train_args=(
-    --actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1
-    --hf-checkpoint "$model" --ref-load "$model"
-    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
-    --optimizer adam --lr 1e-5 --lr-decay-style constant --weight-decay 0 --adam-beta1 0.9 --adam-beta2 0.95
-    --use-dynamic-batch-size --max-tokens-per-gpu 8192
-    --use-tensorboard --dump-details "$out/dumps"
-)
-rollout_args=(
-    --prompt-data "$out/prompts.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
-    --custom-rm-path slime_gpu.arithmetic.reward
-    --num-rollout 20 --rollout-batch-size 64 --n-samples-per-prompt 8 --num-steps-per-rollout 1
-    --rollout-max-response-len 32 --rollout-temperature 1
-    --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 --kl-coef 0
-)
 engine_args=(
     --rollout-external-engine-addrs "${ENGINE:-127.0.0.1:$port}"
     --update-weight-transport disk --update-weight-disk-dir "${WEIGHTS_DIR:-/dev/shm/slime_gpu_$port}"
@@ -85,13 +42,8 @@ engine_args=(
 # DistributedOptimizer.state_dict. Then a second run goes on with the weights and a fresh Adam.
 [[ "$attention" == te ]] || engine_args+=(--no-save-optim --no-load-optim)
 [[ -z "$train_only" ]] || engine_args=(--load "$model")
-mis_args=()
-if [[ -n "$config" ]]; then
-    read -ra mis_args <<< "$("$python" examples/launch_flags.py "$config")"
-    mis_args+=(--custom-megatron-init-path mis_ext.check_setup)
-fi
-train=("$python" -m slime_gpu.train "${model_args[@]}" "${layers[@]}" "${train_args[@]}" "${rollout_args[@]}"
-    "${engine_args[@]}" "${mis_args[@]}" "$@")
+train=("$python" -m slime_gpu.train slime "${model_args[@]}" "${layers[@]}" "${train_args[@]}" --ref-load "$model"
+    --dump-details "$out/dumps" "${rollout_args[@]}" "${engine_args[@]}" "${mis_args[@]}" "$@")
 
 engine=("$python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16
     --sampling-backend pytorch --grammar-backend none --skip-server-warmup --random-seed 0)
@@ -111,11 +63,7 @@ if [[ -n "${DRY_RUN:-}" ]]; then
     exit
 fi
 
-"$python" -m slime_gpu.check
-mkdir -p "$out"
-[[ -e "$model/config.json" ]] || "$python" -m slime_gpu.model "$model"
-[[ -e "$out/prompts.jsonl" ]] || "$python" -m slime_gpu.arithmetic "$out/prompts.jsonl"
-
+prepare_inputs
 [[ -z "${ENGINE_ONLY:-}" ]] || exec "${engine[@]}"
 if [[ -z "$train_only" && -z "${ENGINE:-}" ]]; then
     "${engine[@]}" > "$out/engine.log" 2>&1 &

@@ -1,4 +1,4 @@
-"""Is everything there that a run on one GPU needs? ``python -m slime_gpu.check`` says what is missing.
+"""Is everything there that a host's run on one GPU needs? ``python -m slime_gpu.check HOST`` says what is missing.
 
 Prints the versions, beside those with which the run was tried.
 """
@@ -24,14 +24,20 @@ PACKAGES = (
     ("tensorboard", "tensorboard", "2.21.0"),
     ("numpy", "numpy", "1.26.4"),
 )
+MORE = {"slime": (), "miles": (("mbridge", "mbridge", "0.15.1"), ("polars", "polars", "1.42.1"))}
+# Variable and a file of each checkout.
+CHECKOUTS = {
+    "slime": (("SLIME_DIR", "train.py"), ("MEGATRON_DIR", "megatron/core/__init__.py")),
+    "miles": (("MILES_DIR", "train.py"), ("MILES_MEGATRON_DIR", "megatron/core/__init__.py")),
+}
 # Runs so far had none: layers of PyTorch stood for it.
 OPTIONAL = (("transformer_engine", "transformer_engine", "none"),)
 
 
-def problems() -> list[str]:
-    """What keeps slime from training here."""
+def problems(host: str) -> list[str]:
+    """What keeps a host from training here."""
     found = []
-    for name, module, tried in PACKAGES:
+    for name, module, tried in (*PACKAGES, *MORE[host]):
         try:
             importlib.import_module(module)
         except ImportError as error:
@@ -41,20 +47,22 @@ def problems() -> list[str]:
     import numpy
     import torch
 
-    if not numpy.__version__.startswith("1."):
+    if host == "slime" and not numpy.__version__.startswith("1."):
         found.append(f"numpy {numpy.__version__}: slime refuses it: pip install numpy==1.26.4")
     if not torch.cuda.is_available() and not os.environ.get("ON_CPU"):
         found.append("torch.cuda: no GPU; ON_CPU=1 rehearses without one")
-    return found + checkout_problems()
+    return found + checkout_problems(host)
 
 
-def checkout_problems() -> list[str]:
+def checkout_problems(host: str) -> list[str]:
     """Whether both checkouts are what their variables say."""
     found = []
-    for variable, file in (("SLIME_DIR", "train.py"), ("MEGATRON_DIR", "megatron/core/__init__.py")):
+    for variable, file in CHECKOUTS[host]:
         folder = Path(os.environ[variable])
         if not (folder / file).exists():
             found.append(f"{variable}={folder}: no {file} in it")
+    if host != "slime":
+        return found
     patch = Path(os.environ["SLIME_DIR"]) / "docker/patch/latest/megatron.patch"
     if not found and patch.exists() and not is_patched(Path(os.environ["MEGATRON_DIR"]), patch):
         folder = os.environ["MEGATRON_DIR"]
@@ -83,9 +91,10 @@ def version(name: str) -> str:
 
 def main() -> None:
     """Print versions; end with every problem."""
-    found = problems()
+    host = sys.argv[1]
+    found = problems(host)
     print(f"python {platform.python_version()}")
-    for name, _, tried in (*PACKAGES, *OPTIONAL):
+    for name, _, tried in (*PACKAGES, *MORE[host], *OPTIONAL):
         print(f"{name} {version(name)}" + ("" if version(name) == tried else f" (tried with {tried})"))
     if found:
         sys.exit("missing:\n  " + "\n  ".join(found))
