@@ -1,15 +1,16 @@
-"""Unmodified slime on one GPU, run after run, each with its own log and time limit, and one table at the end.
+"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
 
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py whole [RUN ...]
+    MILES_DIR=... MILES_MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --host miles --rollouts DIR
     python benchmarks/real_stack/slime_gpu.py table [--json FILE]
 
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
 router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
-``examples/slime/run_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
+``examples/HOST/run_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
 that fails does not stop the others. With ``--in-turn`` runs start side by side and train one after the other: that is
 for their times, as a start takes longer than ten steps. ``table`` shows what was stopped from its log, and ``--json``
-keeps all numbers that slime logged.
+keeps all numbers that the host logged.
 """
 
 import argparse
@@ -23,12 +24,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/slime/run_gpu.sh"
+MILES_SCRIPT = ROOT / "examples/miles/run_gpu.sh"
 PRESET = str(ROOT / "yaml/mis.yaml")
 CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
 HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", *CHECK)
@@ -42,14 +44,14 @@ PORT, NUM_PORTS = 31000, 64
 
 @dataclass(frozen=True)
 class Run:
-    """One run: slime's flags after those of the script, keys of ours, and how often it is started and killed."""
+    """One run: the host's flags after those of the script, keys of ours, and how often it is started and killed."""
 
     flags: tuple[str, ...] = ()
     keys: dict[str, Any] | None = None
     seconds: int = 240
     kill_after_rollout: int | None = None
     path: str = ""
-    """A folder of slime's checkout for the Python path."""
+    """A folder of the host's checkout for the Python path."""
 
 
 def method(name: str, *flags: str, **keys: Any) -> Run:
@@ -123,13 +125,33 @@ WHOLE = {
         seconds=300,
     ),
 }
+OF_BOTH = (
+    *(
+        "nothing",
+        "nothing_again",
+        "hook_core",
+        "hook_all",
+        "loss_baseline",
+        "loss_current",
+        "loss_bypass",
+        "method_icepop",
+    ),
+    *("metrics_only", "refused"),
+)
+MILES = {
+    **{name: RECORDED[name] for name in OF_BOTH},
+    "miles_tis": RECORDED["slime_tis"],
+    "example": replace(RECORDED["example"], path="examples/infra_features"),
+    # Miles scores a rollout beforehand, unless it is told not to.
+    "hook_unscored": replace(RECORDED["hook_core"], flags=(*RECORDED["hook_core"].flags, "--skip-actor-forward-only")),
+}
 STEP = re.compile(r"step (\d+): (\{.*\})")
 ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
 PERF = re.compile(r"perf (\d+): (\{.*\})")
 
 
 def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
-    """Dictionaries that slime logged, by step. Non-finite numbers become None."""
+    """Dictionaries that the host logged, by step. Non-finite numbers become None."""
     found: dict[int, dict[str, float]] = {}
     for step, body in pattern.findall(text):
         body = re.sub(r"\b(nan|inf)\b", "None", re.sub(r"-inf\b", "None", body))
@@ -144,7 +166,7 @@ def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
 
 
 def logged(folder: Path) -> dict[str, Any]:
-    """What slime wrote into a run's log."""
+    """What the host wrote into a run's log."""
     text = (folder / "run.log").read_text(errors="replace")
     return {
         "steps": numbers(STEP, text),
@@ -158,7 +180,7 @@ def logged(folder: Path) -> dict[str, Any]:
 def results(folder: Path) -> list[dict[str, Any]]:
     """All runs below a folder, in their order here. One that was stopped has no exit code, and what its log has."""
     found = []
-    order = {name: place for place, name in enumerate((*RECORDED, *WHOLE))}
+    order = {name: place for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *MILES)))}
     logs = sorted(folder.glob("*/run.log"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for log in logs:
         done = log.with_name("done.json")
@@ -170,8 +192,9 @@ def results(folder: Path) -> list[dict[str, Any]]:
 class Runner:
     """Runs that write below one folder."""
 
-    def __init__(self, out: Path, *, shared: Sequence[str], python: str, patience: float) -> None:
+    def __init__(self, out: Path, *, shared: Sequence[str], python: str, patience: float, host: str = "slime") -> None:
         self.out, self.shared, self.python, self.patience = out, tuple(shared), python, patience
+        self.host = host
 
     def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
         """Run it, unless it is done, and write what it logged."""
@@ -189,7 +212,7 @@ class Runner:
         environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
         environment["TURN_LOCK"] = str(self.out / "turn.lock")
         if run.path:
-            folders = [str(Path(environment["SLIME_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
+            folders = [str(Path(environment[f"{self.host.upper()}_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         if engine:
             environment["ENGINE"] = engine
@@ -213,8 +236,9 @@ class Runner:
     def _process(self, name: str, flags: Sequence[str], environment: dict[str, str], run: Run, *, first: bool) -> int:
         log = self.out / name / "run.log"
         with log.open("a") as file:
+            script = MILES_SCRIPT if self.host == "miles" else SCRIPT
             process = subprocess.Popen(
-                ["bash", str(SCRIPT), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
+                ["bash", str(script), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
             )
         limit = run.seconds * self.patience
         end = time.monotonic() + limit
@@ -239,6 +263,16 @@ def model_of(out: Path, *, python: str) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         subprocess.run([python, "-m", "slime_gpu.model", str(model)], check=True, cwd=SCRIPT.parent)
     return model
+
+
+def checkpoint_of(out: Path, *, model: Path, python: str) -> Path:
+    """The model as Miles' Megatron trainer reads it, written once."""
+    checkpoint = out / "checkpoint"
+    given = {"OUT": str(out), "MODEL": str(model), "CHECKPOINT": str(checkpoint), "PYTHON": python, "PREPARE_ONLY": "1"}
+    # Its own rollouts are not needed.
+    command = ["bash", str(MILES_SCRIPT), "--load-debug-rollout-data", ""]
+    subprocess.run(command, env=os.environ | given, check=True)
+    return checkpoint
 
 
 @contextmanager
@@ -303,20 +337,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("recorded", "whole", "table"))
     parser.add_argument("runs", nargs="*", help="names; default all")
+    parser.add_argument("--host", choices=("slime", "miles"), default="slime", help="miles: recorded only")
     parser.add_argument("--out", type=Path, default=Path("runs/slime_gpu_record"))
     parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
     parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
     parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
     parser.add_argument("--in-turn", action="store_true", help="start recorded runs side by side, train one at a time")
     parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
-    parser.add_argument("--flags", default="", help="slime's flags for every run, after those of the script")
+    parser.add_argument("--flags", default="", help="the host's flags for every run, after those of the script")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
     parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with table: write all numbers there")
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.what != "table":
-        known = RECORDED if args.what == "recorded" else WHOLE
+        known = MILES if args.host == "miles" else RECORDED if args.what == "recorded" else WHOLE
+        if args.host == "miles" and args.what == "whole":
+            parser.error("whole: examples/miles/run_gpu.sh starts no engine, and says why")
         unknown = set(args.runs) - set(known)
         if unknown:
             parser.error(f"runs {sorted(unknown)}: must be among {', '.join(known)}")
@@ -331,7 +368,10 @@ def main() -> None:
                 args.jobs = len(args.runs or known)
         if "MODEL" not in os.environ:
             os.environ["MODEL"] = str(model_of(args.out, python=sys.executable))
-        runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience)
+        if args.host == "miles" and "CHECKPOINT" not in os.environ:
+            model = Path(os.environ["MODEL"])
+            os.environ["CHECKPOINT"] = str(checkpoint_of(args.out, model=model, python=sys.executable))
+        runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience, host=args.host)
         begin = time.monotonic()
 
         def start(item: tuple[int, str]) -> None:
