@@ -8,23 +8,15 @@
 # For Python 3.12 on x86-64, glibc 2.28. Left out of Ray is what slime does not import, and of wandb the program that uploads.
 set -euo pipefail
 : "${SLIME_DIR:?a checkout of slime}" "${MEGATRON_DIR:?a checkout of Megatron-LM with the patch of slime}"
-here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
-out="$(realpath -m -- "$1")"
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
-cd "$work"
+source "$(dirname -- "${BASH_SOURCE[0]}")/packing.sh"
 packages=(
     ray==2.60.0 sglang-router==0.3.2 torch_memory_saver==0.0.10 omegaconf==2.4.0 pylatexenc==2.11 platformdirs==4.14.7
     wandb==0.31.0 cwevals==0.0.1b1 googleapis-common-protos==1.76.0 opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2
     opentelemetry-proto==1.45.2 opentelemetry-semantic-conventions==0.66b2 opentelemetry-exporter-http-transport==0.66b2
     opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2
 )
-platforms=()
-for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_x86_64"); done
-platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
-python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" -d wheels "${packages[@]}"
-mkdir -p all/site all/numpy1 all/slime all/Megatron-LM
-for wheel in wheels/*.whl; do unzip -q -o "$wheel" -d all/site; done
+unpack_wheels all/site "${packages[@]}"
+mkdir -p all/numpy1 all/slime all/Megatron-LM
 # Headers, scripts and other languages of Ray; libraries of other CUDA releases.
 rm -rf all/site/*.data all/site/ray/{rllib,data,tune,train,serve,llm,jars,cpp,tests} all/site/ray/dashboard/client all/site/wandb/bin \
     all/site/torch_memory_saver_hook_mode_{preload,torch}{,_cu12}.abi3.so
@@ -35,6 +27,4 @@ cp -r "$SLIME_DIR"/{slime,slime_plugins,train.py,train_async.py,setup.py,docker,
 mkdir all/slime/examples
 cp -r "$SLIME_DIR/examples/train_infer_mismatch_helper" all/slime/examples/
 cp -r "$MEGATRON_DIR"/{megatron,gpt_builders.py,model_provider.py,pretrain_gpt.py,pyproject.toml,LICENSE} all/Megatron-LM/
-find all -name __pycache__ -prune -exec rm -rf {} +
-tar -C all -c . | xz -6 -T0 > "$out"
-ls -l "$out"
+write_archive
