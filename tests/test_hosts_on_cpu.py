@@ -81,20 +81,29 @@ def test_the_line_of_a_step_that_miles_writes_twice_is_one_step() -> None:
         read_log("".join(lines) + lines[0])
 
 
-def test_a_name_is_added_only_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_added_only_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = types.ModuleType("there")
     there.Known = kept = object()
     monkeypatch.setitem(sys.modules, "there", there)
-    names = {"there": ("Known", "Absent"), "gone_package": (), "gone_package.engine": ("Engine",)}
-    monkeypatch.setattr(weight_transfer, "MISSING", names)
-    for name in ("gone_package", "gone_package.engine"):
+    (tmp_path / "later.py").write_text("Known = kept = object()")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = dict.fromkeys(("there", "later"), ("Known", "Absent"))
+    monkeypatch.setattr(weight_transfer, "MISSING", names | {"gone_package": (), "gone_package.engine": ("Engine",)})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("later", "gone_package", "gone_package.engine"):
         # So that it is removed again.
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     weight_transfer.install()
-    assert there.Known is kept
-    assert isinstance(there.Absent, type)
+    weight_transfer.install()
+    assert "later" not in sys.modules
+    for module in (there, importlib.import_module("later")):
+        assert module.Known is (kept if module is there else module.kept)
+        assert isinstance(module.Absent, type)
     assert isinstance(importlib.import_module("gone_package.engine").Engine, type)
+    assert sum(isinstance(finder, weight_transfer.Finder) for finder in sys.meta_path) == 1
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("gone_package.other")
 
 
 def test_a_step_that_is_missing_or_unreadable_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The run of slime on one GPU: its command lines, its tasks, and what it says where something is missing."""
+"""The runs of slime and Miles on one GPU: their command lines, tasks, and what they say where something is missing."""
 
 import asyncio
 import json
@@ -16,17 +16,19 @@ import pytest
 from benchmarks.real_stack import slime_gpu
 from benchmarks.real_stack.slime_gpu import STEP, numbers, table
 from examples.slime.slime_gpu.arithmetic import draw_task, is_right, reward, second_try, write_prompts
-from examples.slime.slime_gpu.check import is_patched
+from examples.slime.slime_gpu.check import checkout_problems, is_patched
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/slime/run_gpu.sh"
+MILES_SCRIPT = ROOT / "examples/miles/run_gpu.sh"
+CHECKOUTS = dict.fromkeys(("SLIME_DIR", "MEGATRON_DIR", "MILES_DIR", "MILES_MEGATRON_DIR"), str(ROOT))
 
 
-def dry_run(*flags: str, **environment: str) -> list[str]:
+def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]:
     """The command lines that the script would start."""
-    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": sys.executable, "DRY_RUN": "1"}
+    given = CHECKOUTS | {"PYTHON": sys.executable, "DRY_RUN": "1"}
     result = subprocess.run(
-        ["bash", str(SCRIPT), *flags], env=os.environ | given | environment, capture_output=True, text=True, check=False
+        ["bash", str(script), *flags], env=os.environ | given | environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     return [line for line in result.stdout.splitlines() if line.strip()]
@@ -55,6 +57,81 @@ def test_attention_has_two_values() -> None:
     result = subprocess.run(["bash", str(SCRIPT)], env=os.environ | given, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "ATTENTION=flash: must be te or torch" in result.stderr
+
+
+def test_miles_converts_records_and_trains_without_an_engine() -> None:
+    convert, rollouts, train = dry_run("--num-rollout", "3", script=MILES_SCRIPT, ATTENTION="torch", OUT="/out")
+    assert f"{ROOT}/tools/convert_hf_to_torch_dist.py" in convert
+    assert convert.rstrip().endswith("--hf-checkpoint /out/model --save /out/model_megatron")
+    assert "rollouts.py miles /out/model /out/rollouts" in rollouts
+    assert "-m slime_gpu.train miles" in train
+    assert "--ref-load /out/model_megatron" in train
+    assert r"--debug-train-only --load-debug-rollout-data /out/rollouts/\{rollout_id\}.pt" in train
+    assert "--custom-megatron-init-path mis_ext.check_setup" in train
+    assert "sglang" not in train
+    assert train.rstrip().endswith("--num-rollout 3")
+
+
+def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
+    flags = ("--load-debug-rollout-data", "/own/{rollout_id}.pt")
+    _, train = dry_run(*flags, script=MILES_SCRIPT, ATTENTION="torch", CONFIG="")
+    assert train.rstrip().endswith(r"--load-debug-rollout-data /own/\{rollout_id\}.pt")
+    assert "--dump-details" not in train
+    assert "mis_ext" not in train
+
+
+def test_a_rehearsal_of_miles_needs_no_gpu() -> None:
+    convert, _, train = dry_run(script=MILES_SCRIPT, ATTENTION="torch", ON_CPU="1")
+    assert "-m host_cpu.convert" in convert
+    assert "--distributed-backend gloo" in train
+
+
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_DIR", str(tmp_path))
+    monkeypatch.setenv("MILES_MEGATRON_DIR", str(tmp_path))
+    assert checkout_problems("miles") == [
+        f"MILES_DIR={tmp_path}: no train.py in it",
+        f"MILES_MEGATRON_DIR={tmp_path}: no megatron/core/__init__.py in it",
+    ]
+    (tmp_path / "train.py").touch()
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").touch()
+    assert checkout_problems("miles") == []
+
+
+RUN = """
+import os, sys
+print(" ".join(sys.argv[1:]), os.environ["CHECKPOINT"], os.environ.get("PREPARE_ONLY"), os.environ.get("PYTHONPATH"))
+"""
+
+
+def test_recorded_runs_of_miles_share_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(f'exec {sys.executable} {tmp_path / "run.py"} "$@" >> {tmp_path / "calls"}\n')
+    (tmp_path / "0.pt").touch()
+    monkeypatch.setattr(slime_gpu, "MILES_SCRIPT", script)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("CHECKPOINT", raising=False)
+    monkeypatch.setenv("MODEL", "a_model")
+    monkeypatch.setenv("MILES_DIR", "/miles")
+    words = ["recorded", "example", "hook_core", "--host", "miles", "--rollouts", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", *words, "--out", str(tmp_path / "out")])
+    slime_gpu.main()
+    prepared, example, hook = (tmp_path / "calls").read_text().splitlines()
+    checkpoint = tmp_path / "out/checkpoint"
+    assert prepared.endswith(f" {checkpoint} 1 None")
+    assert example.endswith(f" {checkpoint} None /miles/examples/infra_features")
+    assert hook.endswith(f" {checkpoint} None None")
+    assert "mis_ext.compute_mis_weights_with_cp" in hook
+    assert f"--debug-train-only --load-debug-rollout-data {tmp_path}" in hook
+
+
+def test_miles_has_no_whole_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", "whole", "--host", "miles"])
+    with pytest.raises(SystemExit):
+        slime_gpu.main()
+    assert "run_gpu.sh starts no engine" in capsys.readouterr().err
 
 
 def test_tasks_have_one_right_answer(tmp_path: Path) -> None:
