@@ -1,8 +1,9 @@
-"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
+r"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
 
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py whole [RUN ...]
-    MILES_DIR=... MILES_MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded --host miles --rollouts DIR
+    MILES_DIR=... MILES_MEGATRON_DIR=... python benchmarks/real_stack/slime_gpu.py recorded [RUN ...] --host miles \
+        --rollouts DIR
     python benchmarks/real_stack/slime_gpu.py table [--json FILE]
 
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and

@@ -1,7 +1,8 @@
-"""Lets runs of slime that start side by side train one after the other, each alone on its machine.
+"""Lets runs of a host that start side by side train one after the other, each alone on its machine.
 
-slime calls `wait` with ``--custom-megatron-before-train-step-hook-path slime_gpu.in_turn.wait``. The first step of a
-run waits until the runs before it have ended: a lock on the file ``TURN_LOCK``, which ends with the run's process.
+slime and Miles call `wait` with ``--custom-megatron-before-train-step-hook-path slime_gpu.in_turn.wait``. The
+first step of a run waits until the runs before it have ended: a lock on the file ``TURN_LOCK``, which ends with the
+run's process.
 """
 
 import fcntl
