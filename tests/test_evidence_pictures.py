@@ -23,9 +23,7 @@ PALETTE = 3
 """The color type of such a PNG, in its header."""
 
 
-def test_the_front_picture_is_drawn_of_what_ran_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_front_picture_is_drawn_of_what_ran_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     front.report(Results(tmp_path), tmp_path)
     assert "not complete" in capsys.readouterr().out
     assert not (tmp_path / "front.png").exists()
