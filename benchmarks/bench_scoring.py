@@ -14,8 +14,9 @@ the tables of such a file.
 - **C**: errors against float64, on ordinary and on extreme logits.
 - **D**: one function's log-probs against the other's, as a first optimizer step sees them.
 
-Part A over two ranks: ``torchrun --standalone --nproc-per-node 2 benchmarks/bench_scoring.py --parts A --tp 2``, or
-``--cp 2``. One process with half the vocabulary, or half as long samples, is one rank's share.
+Part A over several ranks, here tensor- and context-parallel ones; what their product leaves is data-parallel:
+``torchrun --standalone --nproc-per-node 4 benchmarks/bench_scoring.py --parts A --tp 2 --cp 2``. One process with half
+the vocabulary, or half as long samples, is the share of one rank of two.
 
 Times are from the call until the device is idle, medians. The peak is ``torch.cuda.max_memory_allocated`` minus what
 was allocated before the call, logits and micro-batch included: everything that the call needs, with the gradient of
@@ -83,7 +84,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--parts {unknown[0]}: there are {', '.join(PARTS)}")
     if (options.tp, options.cp) != (1, 1) and options.parts != ["A"]:
         parser.error("--tp and --cp are for --parts A")
-    options.among = "" if (options.tp, options.cp) == (1, 1) else f":tp{options.tp}:cp{options.cp}"
     return options
 
 
@@ -133,11 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(record.parts["headers"][name].values()), record.markdown(name), sep="\n")
         return 0
     warnings.simplefilter("ignore")
-    world = World.join(options.device, options.cp)
-    if world.size != options.tp * options.cp:
-        raise SystemExit(
-            f"--tp {options.tp} --cp {options.cp} are not {world.size} processes; start them with torchrun"
-        )
+    world = World.join(options.device, options.cp, tp_size=options.tp)
+    if world.size > 1 and options.parts != ["A"]:
+        raise SystemExit(f"{world.size} processes are for --parts A")
+    ranks = scoring_whole.among(options, world)
     folders = {name: getattr(options, name) for name in ("miles", "slime") if getattr(options, name) is not None}
     hosts = scoring_hosts.load_hosts(folders, world, tp_size=options.tp, cp_size=options.cp) if folders else {}
     header = _header(world, options) | {"hosts": f"hosts: {', '.join(hosts) or 'none given'}"}
@@ -147,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.parts:
         title, part, _ = PARTS[name]
         say(f"part {name}: {title}")
-        record.begin(name, header, [f"{each}{options.among}" for each in options.problems])
+        record.begin(name, header, [f"{each}{ranks}" for each in options.problems])
         for row in part(hosts, world, options):
             record.add(name, row)
             is_wrong |= bool(row.get("is_wrong"))

@@ -16,7 +16,7 @@ python benchmarks/cost_of_metrics.py --device cuda 2>&1 | tee "${output}/cost_of
 python benchmarks/bench_correction.py --json "${output}/correction_cp1.json" | tee "${output}/correction_cp1.md"
 python benchmarks/bench_policy_loss.py --json "${output}/policy_loss.json" | tee "${output}/policy_loss.md"
 python benchmarks/bench_methods.py --json "${output}/methods.json" | tee "${output}/methods.md"
-for cp in 2 4; do
+for cp in 2 4 8; do
     [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -ge "${cp}" ] || continue
     # The baseline's collectives per sample take seconds per call with 4,096 samples.
     torchrun --standalone --nproc-per-node "${cp}" benchmarks/bench_correction.py --cp "${cp}" --no-step \

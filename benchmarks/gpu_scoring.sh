@@ -5,12 +5,17 @@
 #
 # HOSTS holds checkouts miles/ and slime/, flash_attn/cross_entropy.py (flash_attn/ops/triton/cross_entropy.py of
 # flash-attention), and, where the network cannot be reached, wheels/ with what is not installed. Steps are exact,
-# alone, problems of part A, such as 8x2048:151936:float32, and such a problem with :tp2 or :cp2, which needs two GPUs.
-# Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), STEP_SECONDS one step (default 200), BUDGET
+# alone, problems of part A, such as 8x2048:151936:float32, and such a problem with the ranks behind it: :tp2, :cp4,
+# :tp2cp2, :cp2dp2, whose product is the number of GPUs. Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), STEP_SECONDS one step (default 200), BUDGET
 # the timed calls of a row (default 1), DEVICE is cuda unless it is set. On two GPUs, beside what each of them has to do:
 #
 #   benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR 8x2048:151936:float32:tp2 8x2048:75968:float32 \
 #       8x2048:151936:float32:cp2 8x1024:151936:float32
+#
+# On four, and with 8 in the place of 4 on eight:
+#
+#   benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR 8x2048:151936:float32:tp4 8x2048:37984:float32 \
+#       8x2048:151936:float32:cp4 8x512:151936:float32 8x2048:151936:float32:tp2cp2 8x2048:151936:float32:cp2dp2
 #
 # Every step adds to OUTPUT_DIR/scoring.json; OUTPUT_DIR/scoring.md has the tables, OUTPUT_DIR/scoring.log what was said.
 set -uo pipefail
@@ -50,10 +55,17 @@ for step in "${steps[@]}"; do
     case "${step}" in
         exact) chosen=(--parts C,D) ;;
         alone) chosen=(--parts B) ;;
-        *:tp2 | *:cp2)
-            launch=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
-            by="${step##*:}"
-            chosen=(--parts A --problems "${step%:*}" "--${by%2}" 2)
+        *:[tcd]p[0-9]*)
+            by="${step##*:}" ranks=1
+            chosen=(--parts A --problems "${step%:*}")
+            while [[ "${by}" =~ ^([tcd]p)([0-9]+)(.*)$ ]]; do
+                ranks=$((ranks * BASH_REMATCH[2]))
+                # What the others leave is data-parallel.
+                [[ "${BASH_REMATCH[1]}" == dp ]] || chosen+=("--${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}")
+                by="${BASH_REMATCH[3]}"
+            done
+            [[ -z "${by}" ]] || { echo "${step}: ranks are tp, cp and dp with a number, as in tp2cp2" >&2; exit 1; }
+            launch=(python3 -m torch.distributed.run --standalone --nproc-per-node "${ranks}")
             ;;
         *) chosen=(--parts A --problems "${step}") ;;
     esac

@@ -106,6 +106,12 @@ def run(host: Host, args: argparse.Namespace, item: Item, *, is_direct: bool = F
     return loss.detach(), gradient.detach(), log
 
 
+def among(options: Any, world: World) -> str:
+    """What a problem's name ends with over several ranks."""
+    sizes = {"tp": options.tp, "cp": options.cp} | ({"dp": world.dp_size} if world.dp_size > 1 else {})
+    return "".join(f":{name}{size}" for name, size in sizes.items()) if world.size > 1 else ""
+
+
 def measured(host: Host, problem: Problem, batches: Batches, world: World, options: Any) -> Iterator[Row]:
     """Every contender on one problem: first all are compared, then all are timed."""
     every = contenders(host, metrics=options.metrics)
@@ -113,9 +119,9 @@ def measured(host: Host, problem: Problem, batches: Batches, world: World, optio
     ways = [way for way in every if not options.losses or any(word in way.name for word in options.losses)]
     if not ways:
         raise SystemExit(f"--losses {' '.join(options.losses)}: there are {'; '.join(way.name for way in every)}")
-    ranks = f"tensor {options.tp}, context {options.cp}"
+    ranks = f"tensor {options.tp}, context {options.cp}" + (f", data {world.dp_size}" if world.dp_size > 1 else "")
     names = {
-        "problem": f"{problem}{options.among}",
+        "problem": f"{problem}{among(options, world)}",
         "ranks": ranks,
         "host": host.name,
         "shape": str(problem.shape),

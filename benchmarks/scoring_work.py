@@ -105,11 +105,13 @@ class Rows(NamedTuple):
 
 
 class Batches:
-    """Micro-batches of one shape over one buffer of logits; on every rank the same samples."""
+    """Micro-batches of one shape over one buffer of logits: the same samples on all ranks but data-parallel ones."""
 
     def __init__(
         self, shape: Shape, vocabulary: int, *, dtype: torch.dtype, world: World, seed: int, part: Part = WHOLE
     ) -> None:
+        # No seed of a rank's rows is that of another's.
+        seed += 1000 * world.dp_rank
         responses = drawn(shape, seed=seed)
         self.world, self._part = world, part
         # Padding to chunks adds at most this to what the longest micro-batch has.

@@ -52,6 +52,12 @@ class Shape:
         return Shape(samples, min(self.mean_length, max(max_tokens // samples, 1)))
 
 
+def _own_group(groups: list[list[int]], rank: int) -> Any:
+    """Make every group on every rank, and return this rank's; None where it would be alone."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
+    return next((group for ranks, group in made if rank in ranks), None)
+
+
 @dataclass(frozen=True)
 class World:
     """This process among the others; groups as Miles passes them."""
@@ -67,11 +73,17 @@ class World:
     dp_group: Any = None
 
     @classmethod
-    def join(cls, device_type: str, cp_size: int) -> World:
-        """One process, or what torchrun started: neighbouring ranks share sequences."""
+    def join(cls, device_type: str, cp_size: int, *, tp_size: int = 1) -> World:
+        """One process, or what torchrun started, in Megatron-Core's order.
+
+        Neighbouring ranks share a vocabulary (``tp_size``), then sequences (``cp_size``); the others are data-parallel.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size % cp_size:
-            raise SystemExit(f"--cp {cp_size} does not divide {size} processes; start them with torchrun")
+        if size % (cp_size * tp_size):
+            raise SystemExit(
+                f"--tp {tp_size} --cp {cp_size}: their product does not divide {size} processes; start them with "
+                "torchrun"
+            )
         device = torch.device(device_type)
         if device_type == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -81,13 +93,13 @@ class World:
         if not dist.is_initialized():
             on_gpu = device.type == "cuda"
             dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-        rank, everyone = dist.get_rank(), list(range(size))
-        by_cp = [everyone[i : i + cp_size] for i in range(0, size, cp_size)]
-        by_dp = [everyone[i::cp_size] for i in range(cp_size)]
-        cp_group = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in by_cp][rank // cp_size]
-        dp_group = [dist.new_group(ranks) if len(ranks) > 1 else None for ranks in by_dp][rank % cp_size]
-        dp = {"dp_rank": rank // cp_size, "dp_size": size // cp_size, "dp_group": dp_group}
-        return cls(device, rank, size, cp_rank=rank % cp_size, cp_size=cp_size, cp_group=cp_group, **dp)
+        rank, dp_size = dist.get_rank(), size // (cp_size * tp_size)
+        rank_DCT = torch.arange(size).view(dp_size, cp_size, tp_size)
+        ((dp_rank, cp_rank, _),) = (rank_DCT == rank).nonzero().tolist()
+        by_dp, by_cp = (rank_DCT.movedim(axis, -1).flatten(0, 1).tolist() for axis in (0, 1))
+        dp = {"dp_rank": dp_rank, "dp_size": dp_size, "dp_group": _own_group(by_dp, rank)}
+        cp = {"cp_rank": cp_rank, "cp_size": cp_size, "cp_group": _own_group(by_cp, rank)}
+        return cls(device, rank, size, **cp, **dp)
 
     @property
     def parallel_state(self) -> SimpleNamespace:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mis_ext
 from mis_ext.loss.settings import LOSS_KEYS
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_scoring
 import scoring_exact
 import scoring_hosts
+import scoring_measure
 import scoring_whole
 from scoring_work import Batches, Logits, Rows
 from workload import Shape, World
@@ -178,6 +180,71 @@ def test_a_problem_that_is_measured_anew_replaces_its_own_rows_alone(tmp_path) -
     ]
 
 
+@pytest.mark.parametrize(("tp_size", "cp_size"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 8)])
+def test_ranks_are_in_the_order_of_megatron_core(tp_size, cp_size, monkeypatch) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state as mpu
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        try:
+            mpu.initialize_model_parallel(
+                tensor_model_parallel_size=tp_size, context_parallel_size=cp_size, create_gloo_process_groups=False
+            )
+            world = World.join("cpu", cp_size, tp_size=tp_size)
+            assert (world.cp_rank, world.dp_rank) == (
+                mpu.get_context_parallel_rank(),
+                mpu.get_data_parallel_rank(),
+            )
+            for ours, theirs in (
+                (world.cp_group, mpu.get_context_parallel_group()),
+                (world.dp_group, mpu.get_data_parallel_group()),
+            ):
+                ranks = dist.get_process_group_ranks(theirs)
+                assert ([rank] if ours is None else dist.get_process_group_ranks(ours)) == ranks
+        finally:
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def test_a_product_that_does_not_divide_the_ranks_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SystemExit, match="--tp 3 --cp 2: their product does not divide 8 processes"):
+        World.join("cpu", 2, tp_size=3)
+
+
+def test_a_rank_that_is_quick_calls_no_more_often_than_the_slowest() -> None:
+    class Slow(World):
+        def maximum(self, values):
+            return [100.0 for _ in values]
+
+    calls = []
+    scoring_measure.cost(calls.append, dict, world=Slow(CPU), repeats=1, budget=0.0)
+    # To warm up, for the peak, five that are timed, and one whose operations are counted.
+    assert len(calls) == 1 + 1 + 5 + 1
+
+
+def test_the_ranks_of_a_step_are_the_product_of_its_sizes(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/bash\nshift\necho "$*"\n')
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "benchmarks/gpu_scoring.sh"), str(tmp_path), str(tmp_path / "out")]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(step: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, step], env=environment, capture_output=True, text=True)
+
+    said = run("4x8:32:float32:tp2cp2dp2").stdout
+    assert "torch.distributed.run --standalone --nproc-per-node 8 benchmarks/bench_scoring.py" in said
+    assert said.rstrip().endswith("--parts A --problems 4x8:32:float32 --tp 2 --cp 2")
+    assert run("4x8:32:float32:cp4").stdout.rstrip().endswith("--problems 4x8:32:float32 --cp 4")
+    wrong = run("4x8:32:float32:tp2ep2")
+    assert wrong.returncode == 1
+    assert "ranks are tp, cp and dp with a number" in wrong.stderr
+
+
 def run_in_host(host: str, file: Path, *more: str, ranks: int = 1) -> dict:
     if HOSTS[host] is None:
         pytest.skip(f"MIS_EXT_{host.upper()} names no checkout of the host")
@@ -209,11 +276,11 @@ def test_in_the_code_of_a_host_every_loss_is_equal_and_measured(host, tmp_path) 
 
 @pytest.mark.whole_run
 @pytest.mark.distributed
-@pytest.mark.parametrize("by", ["tp", "cp"])
+@pytest.mark.parametrize(("by", "ranks"), [("--tp 2", 2), ("--cp 2", 2), ("--tp 2 --cp 2", 4), ("--cp 2", 4)])
 @pytest.mark.parametrize("host", ["miles", "slime"])
-def test_over_two_ranks_every_loss_is_equal_and_measured(host, by, tmp_path) -> None:
-    more = ["--parts", "A", f"--{by}", "2", "--problems", "3x24:32:float32"]
-    found = run_in_host(host, tmp_path / "scoring.json", *more, ranks=2)
+def test_over_several_ranks_every_loss_is_equal_and_measured(host, by, ranks, tmp_path) -> None:
+    more = ["--parts", "A", *by.split(), "--problems", "8x96:32:float32"]
+    found = run_in_host(host, tmp_path / "scoring.json", *more, ranks=ranks)
     assert len(found["A"]) == 10
 
 
