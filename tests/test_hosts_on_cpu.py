@@ -193,6 +193,20 @@ def test_the_runs_of_a_layout_are_compared_with_each_other_too() -> None:
     assert [fault.partition(":")[0] for fault in found] == ["nothing_float32", "nothing_cp2"]
 
 
+def test_only_the_whole_loss_in_miles_may_be_further_off_as_miles_rounds_its_own_gradient() -> None:
+    loose = {case.name for case in MILES_MEGATRON.cases if case.close > 1e-5}
+    assert loose == {case.name for case in MILES_MEGATRON.cases if case.layout and case.name.startswith("policy_loss")}
+    assert {case.close for case in (*SLIME.cases, *MILES.cases)} == {1e-5}
+    own, ours = ran("slime_tis_cp2"), ran("policy_loss_cp2", grad_norm=NORM * (1 - 3e-4))
+    assert len(faults_of_comparison([own, ours])) == 1
+    assert faults_of_comparison([own, replace(ours, case=replace(ours.case, close=5e-4))]) == []
+    far = replace(ran("policy_loss_cp2", grad_norm=NORM * 1.001), case=replace(ours.case, close=5e-4))
+    assert len(faults_of_comparison([own, far])) == 1
+    # Miles' own function scores for it.
+    (scored,) = (case for case in MILES_MEGATRON.cases if case.name == "policy_loss_cp2_allgather")
+    assert scored.partner == "hook_no_positions"
+
+
 def test_another_metric_than_that_of_one_rank_is_a_fault() -> None:
     one, two = ran("hook_float32"), ran("hook_cp2")
     metrics = two.logged.steps[0]

@@ -11,6 +11,10 @@ NUM_ROLLOUTS = 2
 NUM_PROMPTS = 2
 SAMPLES_PER_PROMPT = 4
 MAX_TOKENS = 128
+# float32 sums over 8 samples, in another order.
+SAME = 1e-5
+# Numbers of bfloat16 have 8 bits, and another order of sums rounds other partial sums.
+CLOSE_IN_BFLOAT16 = 5e-4
 SAMPLES_PER_ROLLOUT = NUM_PROMPTS * SAMPLES_PER_PROMPT
 
 MODEL: dict[str, Any] = {
@@ -57,6 +61,7 @@ class Case:
             `CHECK` among the flags it may come in the first step.
         steps_per_rollout: Optimizer steps.
         is_alike: Token weights with a cap of 2: the first gradient norm is that of the others that are.
+        close: How far that norm may be from the first of them, relatively.
         is_optional: Runs with ``--all`` only.
         layout: How the ranks share the work, as in ``"CP 2"``; empty for the runs on one rank in bfloat16.
         partner: Name of the run on one rank whose first gradient norm and metrics this must have; empty for none.
@@ -72,6 +77,7 @@ class Case:
     refusal: str | None = None
     steps_per_rollout: int = 1
     is_alike: bool = False
+    close: float = SAME
     is_optional: bool = False
     layout: str = ""
     partner: str = ""

@@ -7,15 +7,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cases import CHECK, NUM_ROLLOUTS, Case
+from .cases import CHECK, CLOSE_IN_BFLOAT16, NUM_ROLLOUTS, SAME, Case
 from .logged import Logged
 
 GRAD_NORM = "train/grad_norm"
 OURS = "train/mis_"
-# float32 sums over 8 samples, in another order.
-SAME = 1e-5
-# Numbers of bfloat16 have 8 bits, and two ranks round other partial sums than one.
-CLOSE_IN_BFLOAT16 = 5e-4
 # Without a visible correction the comparison would compare nothing.
 CORRECTED = 1e-3
 
@@ -90,14 +86,14 @@ def faults_of_comparison(results: Iterable[Result]) -> list[str]:
 
 
 def _faults_of_layout(results: list[Result]) -> list[str]:
-    alike = {result.case.name: result.first_grad_norm for result in results if result.case.is_alike}
+    alike = [result for result in results if result.case.is_alike]
     if not alike:
         return []
-    reference, expected = next(iter(alike.items()))
+    reference, expected = alike[0].case.name, alike[0].first_grad_norm
     found = [
-        f"{name}: first gradient norm {norm!r}, and {expected!r} of {reference}"
-        for name, norm in alike.items()
-        if not math.isclose(norm, expected, rel_tol=SAME)
+        f"{result.case.name}: first gradient norm {result.first_grad_norm!r}, and {expected!r} of {reference}"
+        for result in alike
+        if not math.isclose(result.first_grad_norm, expected, rel_tol=result.case.close)
     ]
     plain = {result.case.name: result.first_grad_norm for result in results if result.case.name.startswith("nothing")}
     return found + [

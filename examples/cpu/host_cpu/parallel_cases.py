@@ -75,7 +75,10 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
 def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:
     """Without a correction and with ours, for a host that takes ``--allgather-cp`` with an ordinary attention."""
     cases = [case for case in cases if not case.is_optional and (case.metrics or case.name == "nothing")]
-    return (*_in_layout(ONE_NO_POSITIONS, cases), *_in_layout(CP_ALLGATHER, cases, ONE_NO_POSITIONS))
+    split = _in_layout(CP_ALLGATHER, cases, ONE_NO_POSITIONS)
+    # There the host's own function scores for the whole loss, as it does for the three flags.
+    split = tuple(replace(case, partner=case.partner.replace("policy_loss", "hook")) for case in split)
+    return (*_in_layout(ONE_NO_POSITIONS, cases), *split)
 
 
 def in_bfloat16(case: Case) -> Case:

@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cases import CHECK, Host
-from .comparison import CLOSE_IN_BFLOAT16, GRAD_NORM, SAME, Result, off, partners
+from .cases import CHECK, CLOSE_IN_BFLOAT16, SAME, Host
+from .comparison import GRAD_NORM, Result, off, partners
 
 ERROR_LENGTH = 120
 COLUMNS = (
