@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from examples.cpu.host_cpu import documented, weight_transfer
+from examples.cpu.host_cpu import device, documented, weight_transfer
 from examples.cpu.host_cpu.cases import CHECK, Host
-from examples.cpu.host_cpu.comparison import Result, faults_of_comparison, faults_of_run
+from examples.cpu.host_cpu.comparison import Result, faults_of_comparison, faults_of_run, off
+from examples.cpu.host_cpu.context_parallel import zigzag_places
 from examples.cpu.host_cpu.logged import MODEL_BUILT, Logged, read_log
 from examples.cpu.host_cpu.miles_megatron_runs import MILES_MEGATRON
 from examples.cpu.host_cpu.miles_runs import MILES
@@ -24,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 NORM = 1.6706459304976926
 WORKER = "\x1b[36m(MegatronTrainRayActor pid=7)\x1b[0m "
 CASES = {case.name: case for case in SLIME.cases}
-ALIKE = [case.name for case in SLIME.cases if case.is_alike]
+ALIKE = [case.name for case in SLIME.cases if case.is_alike and not case.layout]
+MEGATRON_HOSTS = pytest.mark.parametrize("host", [SLIME, MILES_MEGATRON], ids=lambda host: host.name)
 
 
 def step(index: int, **values: float) -> dict[str, float]:
@@ -40,6 +43,13 @@ def ran(name: str, *, grad_norm: float = NORM, return_code: int = 0) -> Result:
     steps = [step(index, grad_norm=grad_norm, **ours) for index in range(2 * case.steps_per_rollout)]
     perf = [{"perf/train_time": 0.5, "perf/log_probs_time": 0.1}] * 2
     return Result(case, return_code, Logged(steps, [{}, {}], perf, "\n".join((*case.says, MODEL_BUILT))), 30.0)
+
+
+def on_cp_2(**norms: float) -> list[Result]:
+    """Runs on CP 2 and their partners, all as they must be but the norms given by name."""
+    names = [name for case in SLIME.cases if case.layout == "CP 2" for name in (case.partner, case.name)]
+    plain = {name: 1.6395 for name in names if name.startswith("nothing")}
+    return [ran(name, grad_norm=(dict.fromkeys(names, NORM) | plain | norms)[name]) for name in names]
 
 
 def refused(name: str, text: str, *, return_code: int = 1) -> Result:
@@ -132,6 +142,126 @@ def test_a_correction_that_does_not_show_is_a_fault() -> None:
     assert fault.startswith("nothing: ")
 
 
+@MEGATRON_HOSTS
+def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_ours(host) -> None:
+    by_name = {case.name: case for case in host.cases}
+    of_layout = {case.layout: [] for case in host.cases if case.layout}
+    for case in host.cases:
+        if case.layout:
+            of_layout[case.layout].append(case)
+    everything = ["nothing", f"{host.package}_tis", "hook", "policy_loss"]
+    for layout in ("one rank", "DP 2", "CP 2", "TP 2, `--sequence-parallel`", "PP 2"):
+        assert sorted(case.name.rpartition("_")[0] for case in of_layout[layout]) == sorted(
+            f"{name}_tp2" if layout.startswith("TP") else name for name in everything
+        )
+    assert [case.name for case in of_layout["TP 2"]] == ["nothing_tp2", "policy_loss_tp2"]
+    # slime itself refuses it with a model like this one.
+    assert ("CP 2, `--allgather-cp`, no positions" in of_layout) == (host is MILES_MEGATRON)
+    for case in host.cases:
+        if case.layout:
+            plain = by_name[next(name for name in everything if case.name.startswith(f"{name}_"))]
+            assert (case.config, case.metrics, case.says) == (plain.config, plain.metrics, plain.says)
+            assert case.flags[: len(plain.flags)] == plain.flags
+            assert ("--actor-num-gpus-per-node" in case.flags) == (not case.layout.startswith("one rank"))
+        if case.partner:
+            partner = by_name[case.partner]
+            assert "--actor-num-gpus-per-node" not in partner.flags
+            assert (partner.config, partner.is_float32) == (case.config, case.is_float32)
+            assert ("none" in partner.flags) == ("none" in case.flags)
+        else:
+            assert "--actor-num-gpus-per-node" not in case.flags
+    by_default = [case.name for case in host.chosen([], everything=False) if case.layout]
+    assert by_default == (["hook_cp2_bfloat16"] if host is SLIME else [])
+
+
+def test_runs_on_two_ranks_that_have_the_numbers_of_one_rank_pass() -> None:
+    assert len(on_cp_2()) == 8
+    assert faults_of_comparison(on_cp_2()) == []
+    rounded = NORM * (1 + 2e-6)
+    assert faults_of_comparison(on_cp_2(slime_tis_cp2=rounded, hook_cp2=rounded, policy_loss_cp2=rounded)) == []
+    # In bfloat16.
+    assert faults_of_comparison([ran("hook"), ran("hook_cp2_bfloat16", grad_norm=NORM * (1 + 2e-4))]) == []
+
+
+@pytest.mark.parametrize("norm", [NORM * (1 + 1e-3), NORM * (1 + 5e-5), NORM / 2, math.nan])
+def test_another_norm_than_that_of_one_rank_is_a_fault(norm) -> None:
+    found = faults_of_comparison(on_cp_2(slime_tis_cp2=norm, hook_cp2=norm, policy_loss_cp2=norm))
+    for name in ("slime_tis_cp2", "hook_cp2", "policy_loss_cp2"):
+        assert any(fault.startswith(f"{name}: train/grad_norm") for fault in found)
+    found = faults_of_comparison([ran("hook"), ran("hook_cp2_bfloat16", grad_norm=norm)])
+    assert bool(found) == (norm != NORM * (1 + 5e-5))
+
+
+def test_the_runs_of_a_layout_are_compared_with_each_other_too() -> None:
+    # Each is within the tolerance of one rank.
+    found = faults_of_comparison(on_cp_2(hook_cp2=NORM * (1 - 8e-6), policy_loss_cp2=NORM * (1 + 8e-6)))
+    assert found == []
+    found = faults_of_comparison(on_cp_2(slime_tis_cp2=NORM * (1 - 8e-6), policy_loss_cp2=NORM * (1 + 8e-6)))
+    assert [fault.partition(":")[0] for fault in found] == ["policy_loss_cp2"]
+    found = faults_of_comparison(on_cp_2(nothing_float32=NORM, nothing_cp2=NORM))
+    assert [fault.partition(":")[0] for fault in found] == ["nothing_float32", "nothing_cp2"]
+
+
+def test_only_the_whole_loss_in_miles_may_be_further_off_as_miles_rounds_its_own_gradient() -> None:
+    loose = {case.name for case in MILES_MEGATRON.cases if case.close > 1e-5}
+    assert loose == {case.name for case in MILES_MEGATRON.cases if case.layout and case.name.startswith("policy_loss")}
+    assert {case.close for case in (*SLIME.cases, *MILES.cases)} == {1e-5}
+    own, ours = ran("slime_tis_cp2"), ran("policy_loss_cp2", grad_norm=NORM * (1 - 3e-4))
+    assert len(faults_of_comparison([own, ours])) == 1
+    assert faults_of_comparison([own, replace(ours, case=replace(ours.case, close=5e-4))]) == []
+    far = replace(ran("policy_loss_cp2", grad_norm=NORM * 1.001), case=replace(ours.case, close=5e-4))
+    assert len(faults_of_comparison([own, far])) == 1
+    # Miles' own function scores for it.
+    (scored,) = (case for case in MILES_MEGATRON.cases if case.name == "policy_loss_cp2_allgather")
+    assert scored.partner == "hook_no_positions"
+
+
+def test_another_metric_than_that_of_one_rank_is_a_fault() -> None:
+    one, two = ran("hook_float32"), ran("hook_cp2")
+    metrics = two.logged.steps[0]
+    assert faults_of_comparison([one, two]) == []
+    assert off(two, one) == dict.fromkeys(["train/grad_norm", *sorted(two.case.metrics)], 0.0)
+    # As if each rank counted its own tokens.
+    halved = replace(two, logged=replace(two.logged, steps=[metrics | {"train/mis_k3_kl": 0.5}, metrics]))
+    assert faults_of_comparison([one, halved]) == [
+        "hook_cp2: train/mis_k3_kl of its first step is 5.0e-01 off from hook_float32"
+    ]
+    more = replace(two, logged=replace(two.logged, steps=[metrics | {"train/mis_other": 0.5}, metrics]))
+    (fault,) = faults_of_comparison([one, more])
+    assert fault == "hook_cp2: train/mis_other of its first step is nan off from hook_float32"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_chunks_are_those_that_miles_and_slime_cut(size) -> None:
+    lengths = [2 * size * factor for factor in (1, 3, 2)]
+    tokens = torch.arange(sum(lengths))
+    cut = []
+    for rank in range(size):
+        for sequence in tokens.split(lengths):
+            chunk = len(sequence) // (2 * size)
+            low, high = rank * chunk, (2 * size - rank - 1) * chunk
+            cut += [sequence[low : low + chunk], sequence[high : high + chunk]]
+    assert torch.equal(zigzag_places(lengths, size), torch.cat(cut))
+    # A rank's first chunk is early, its second late.
+    assert zigzag_places([8], 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_a_wrapped_group_passes_on_the_collectives_that_it_does_not_know() -> None:
+    class Group:
+        def all_gather_single(self, *args, **kwargs):
+            return "gathered", args, kwargs
+
+    class Wrapper:
+        group = Group()
+
+        def reduce_scatter_single(self):
+            return "its own"
+
+    device._pass_on_new_names(Wrapper)
+    assert Wrapper().all_gather_single(1, group=2) == ("gathered", (1,), {"group": 2})
+    assert Wrapper().reduce_scatter_single() == "its own"
+
+
 def test_a_run_without_the_line_of_the_check_or_without_metrics_is_a_fault() -> None:
     hook = ran("hook")
     silent = replace(hook, logged=replace(hook.logged, text=""))
@@ -167,14 +297,27 @@ def test_the_table_has_a_row_for_each_run() -> None:
     shown = table(results)
     assert "| three flags | 1.67064593049769 | 1.67064593049769 | 0.5 | 3 | yes | 0.50 | 30 |" in shown
     assert "| a misspelt key | yes | 20 | `ValueError: unknown keys: 'tis_uper_bound'` |" in shown
+    two_ranks = table([ran("hook_float32"), ran("hook_cp2", grad_norm=NORM * (1 + 1e-4)), ran("nothing_cp2")])
+    assert (
+        "| CP 2 | three flags | 1.67081299509074 | 1.0e-04 | 1.67081299509074 | 0.5 | 3 | 0.0e+00 | 30 |" in two_ranks
+    )
+    assert (
+        "| CP 2 | no correction | 1.67064593049769 | not compared | 1.67064593049769 | 0.5 | 0 | none | 30 |"
+        in two_ranks
+    )
     about = {"command": "bash x", "date": "today", "commits": {"slime": "1a"}, "versions": {"torch": "2"}}
     about |= {"cpu": "C", "cores": 2, "memory_gib": 4}
     assert shown in page(results, host=SLIME, about=about, verdict="")
+    assert "*Off*" not in page(results, host=SLIME, about=about, verdict="")
+    assert "*Off*" in page([*results, ran("hook_cp2")], host=SLIME, about=about, verdict="")
     # So says argparse.
     by_parser = refused("misspelt_flag", f"usage\ntrain.py: error: {CASES['misspelt_flag'].refusal}\n")
     assert f"| `train.py: error: {CASES['misspelt_flag'].refusal}` |" in table([by_parser])
     runs = record(results, about=about)["runs"]
     assert runs["hook"]["steps"][0]["train/grad_norm"] == NORM
+    two = record([ran("hook_cp2"), ran("hook_cp2_bfloat16")], about=about)["runs"]
+    assert [run["dtype"] for run in two.values()] == ["float32", "bfloat16"]
+    assert two["hook_cp2"].items() >= {"layout": "CP 2", "compared_with": "hook_float32"}.items()
     assert runs["misspelt_key"]["error"] == "ValueError: unknown keys: 'tis_uper_bound'"
 
 
@@ -305,7 +448,7 @@ def run_on_cpu(host: Host, folder: Path) -> str:
     reason="no checkouts of both: set SLIME_DIR and MEGATRON_DIR, or run examples/slime/run_cpu.sh once",
 )
 def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "7 runs are as they must be" in run_on_cpu(SLIME, tmp_path)
+    assert "8 runs are as they must be" in run_on_cpu(SLIME, tmp_path)
 
 
 @pytest.mark.whole_run

@@ -10,6 +10,11 @@ from typing import Any
 NUM_ROLLOUTS = 2
 NUM_PROMPTS = 2
 SAMPLES_PER_PROMPT = 4
+MAX_TOKENS = 128
+# float32 sums over 8 samples, in another order.
+SAME = 1e-5
+# Numbers of bfloat16 have 8 bits, and another order of sums rounds other partial sums.
+CLOSE_IN_BFLOAT16 = 5e-4
 SAMPLES_PER_ROLLOUT = NUM_PROMPTS * SAMPLES_PER_PROMPT
 
 MODEL: dict[str, Any] = {
@@ -31,7 +36,7 @@ TRAINING = shlex.split(f"""
     --num-rollout {NUM_ROLLOUTS} --rollout-batch-size {NUM_PROMPTS} --n-samples-per-prompt {SAMPLES_PER_PROMPT}
     --global-batch-size {SAMPLES_PER_ROLLOUT} --rollout-max-response-len 64 --rollout-temperature 1
     --advantage-estimator grpo --entropy-coef 0 --kl-coef 0
-    --use-dynamic-batch-size --max-tokens-per-gpu 128 --debug-train-only
+    --use-dynamic-batch-size --max-tokens-per-gpu {MAX_TOKENS} --debug-train-only
 """)
 
 CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
@@ -56,7 +61,11 @@ class Case:
             `CHECK` among the flags it may come in the first step.
         steps_per_rollout: Optimizer steps.
         is_alike: Token weights with a cap of 2: the first gradient norm is that of the others that are.
+        close: How far that norm may be from the first of them, relatively.
         is_optional: Runs with ``--all`` only.
+        layout: How the ranks share the work, as in ``"CP 2"``; empty for the runs on one rank in bfloat16.
+        partner: Name of the run on one rank whose first gradient norm and metrics this must have; empty for none.
+        is_float32: Whether the model has float32 in the place of bfloat16.
     """
 
     name: str
@@ -68,7 +77,11 @@ class Case:
     refusal: str | None = None
     steps_per_rollout: int = 1
     is_alike: bool = False
+    close: float = SAME
     is_optional: bool = False
+    layout: str = ""
+    partner: str = ""
+    is_float32: bool = False
 
     def command(self, common: list[str], *, root: Path, folder: Path) -> list[str]:
         """Every word for the host's parser. Keys of the run's own are written into ``folder``."""

@@ -1,16 +1,17 @@
-"""What must be true of the runs: each arrived, and those that correct alike have the same first gradient."""
+"""What must be true of the runs.
+
+Each arrived, those that correct alike have the same first gradient, and those on two ranks that of one rank.
+"""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cases import CHECK, NUM_ROLLOUTS, Case
+from .cases import CHECK, CLOSE_IN_BFLOAT16, NUM_ROLLOUTS, SAME, Case
 from .logged import Logged
 
 GRAD_NORM = "train/grad_norm"
 OURS = "train/mis_"
-# float32 sums over 8 samples, in another order.
-SAME = 1e-5
 # Without a visible correction the comparison would compare nothing.
 CORRECTED = 1e-3
 
@@ -70,19 +71,62 @@ def _faults_of_refusal(result: Result) -> list[str]:
 
 
 def faults_of_comparison(results: Iterable[Result]) -> list[str]:
-    """Which of the runs that correct alike have another first gradient norm, or none that shows the correction."""
+    """What is wrong with the runs beside each other.
+
+    Those that correct alike must have the same first gradient norm in each layout, another than without a correction,
+    and a run with a partner the partner's norm and metrics.
+    """
     results = list(results)
-    by_name = {result.case.name: result.first_grad_norm for result in results}
-    alike = {result.case.name: result.first_grad_norm for result in results if result.case.is_alike}
-    if len(alike) < 2:
-        return []
-    reference, expected = next(iter(alike.items()))
-    found = [
-        f"{name}: first gradient norm {norm!r}, and {expected!r} of {reference}"
-        for name, norm in alike.items()
-        if not math.isclose(norm, expected, rel_tol=SAME)
-    ]
-    plain = by_name.get("nothing")
-    if plain is not None and not abs(plain - expected) > CORRECTED * abs(expected):
-        found.append(f"nothing: first gradient norm {plain!r} is that of {reference}: the correction does not show")
+    found = []
+    for layout in dict.fromkeys(result.case.layout for result in results):
+        found += _faults_of_layout([result for result in results if result.case.layout == layout])
+    for result, partner in partners(results):
+        found += _faults_of_partner(result, partner)
     return found
+
+
+def _faults_of_layout(results: list[Result]) -> list[str]:
+    alike = [result for result in results if result.case.is_alike]
+    if not alike:
+        return []
+    reference, expected = alike[0].case.name, alike[0].first_grad_norm
+    found = [
+        f"{result.case.name}: first gradient norm {result.first_grad_norm!r}, and {expected!r} of {reference}"
+        for result in alike
+        if not math.isclose(result.first_grad_norm, expected, rel_tol=result.case.close)
+    ]
+    plain = {result.case.name: result.first_grad_norm for result in results if result.case.name.startswith("nothing")}
+    return found + [
+        f"{name}: first gradient norm {norm!r} is that of {reference}: the correction does not show"
+        for name, norm in plain.items()
+        if not abs(norm - expected) > CORRECTED * abs(expected)
+    ]
+
+
+def partners(results: Iterable[Result]) -> list[tuple[Result, Result]]:
+    """Each run that has a partner among the results, with it."""
+    by_name = {result.case.name: result for result in results}
+    return [(result, by_name[result.case.partner]) for result in by_name.values() if result.case.partner in by_name]
+
+
+def off(result: Result, partner: Result) -> dict[str, float]:
+    """Relative difference of each number of the first step that both must share: the gradient norm, and our metrics.
+
+    A number that only one of them has is NaN.
+    """
+    first, other = (each.logged.steps[0] if each.logged.steps else {} for each in (result, partner))
+    shared = [GRAD_NORM, *sorted(name for name in first.keys() | other.keys() if name.startswith(OURS))]
+    return {name: _relative(first.get(name, math.nan), other.get(name, math.nan)) for name in shared}
+
+
+def _relative(value: float, expected: float) -> float:
+    return 0.0 if value == expected else abs(value - expected) / abs(expected or 1.0)
+
+
+def _faults_of_partner(result: Result, partner: Result) -> list[str]:
+    close = SAME if result.case.is_float32 else CLOSE_IN_BFLOAT16
+    return [
+        f"{result.case.name}: {name} of its first step is {difference:.1e} off from {partner.case.name}"
+        for name, difference in off(result, partner).items()
+        if not difference <= close
+    ]

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from . import weight_transfer
 MEMORY_BYTES = 2**34
 # They ask torch.cuda while they are imported, and must hear the truth.
 ASK_AT_IMPORT = ("torch._dynamo", "transformers.modeling_utils", "sglang.srt.server_args", "sglang.srt.utils")
+
+RENAMED_COLLECTIVES = ("all_gather_single", "reduce_scatter_single")
 
 
 def always(value: Any) -> Callable[..., Any]:
@@ -85,6 +88,9 @@ def install() -> None:
     _replace_cuda_functions()
     _replace_meshes()
     CudaTensorsOnCpu().__enter__()
+    for host in ("slime", "miles"):
+        if find_spec(host) is not None:
+            _pass_on_new_names(importlib.import_module(f"{host}.utils.reloadable_process_group").ReloadableProcessGroup)
     if find_spec("slime") is not None:
         _register_accelerator()
     if find_spec("miles") is not None:
@@ -105,6 +111,7 @@ def _replace_cuda_functions() -> None:
     cuda.is_initialized = always(True)
     cuda.get_device_capability = always((9, 0))
     cuda.get_device_name = always("cpu")
+    cuda.get_device_properties = always(SimpleNamespace(name="cpu", major=9, minor=0, total_memory=MEMORY_BYTES))
     cuda._lazy_call = lambda callback, **_: callback()
     cuda.Stream = cuda.Event = Stream
     cuda.stream = cuda.device = always(nullcontext())
@@ -129,6 +136,20 @@ def _replace_meshes() -> None:
         return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     torch.distributed.init_device_mesh = device_mesh.init_device_mesh = on_cpu
+
+
+def _pass_on_new_names(wrapper: Any) -> None:
+    """Let the hosts' wrapper of a process group pass on the collectives to which torch 2.13 gave new names.
+
+    Megatron-LM's reduce-scatter and all-gather arrive there by them, and would find no backend.
+    """
+
+    def passing_on(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(self.group, name)(*args, **kwargs)
+
+    for name in RENAMED_COLLECTIVES:
+        if name not in vars(wrapper):
+            setattr(wrapper, name, passing_on(name))
 
 
 def _seed(seed: int) -> None:

@@ -18,6 +18,7 @@ _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
 # Named on the pages, and of another program.
 ELSEWHERE = {
     "--custom-tis-function-pth": "misspelt, to say what happens then",
+    "--enable-fp32-lm-head": "SGLang",
     "--enable-return-routed-experts": "SGLang",
     "--enable-scale-out": "vLLM",
     "--engine-settings": "examples/train_grpo.py",

@@ -1,4 +1,4 @@
-"""Layer spec for slime's ``--spec host_cpu.layers layer_spec``: stands for Transformer Engine.
+"""Layers for the hosts' ``--spec host_cpu.layers layer_spec``: stands for Transformer Engine.
 
 Megatron-LM's own local spec does not do: its attention refuses packed sequences, which slime always has, and slime's
 loader of Hugging Face files knows only the parameter names of Transformer Engine's fused layers.
@@ -8,29 +8,48 @@ from argparse import Namespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from .context_parallel import zigzag_places
+
 
 class PackedAttention(MegatronModule):
-    """Causal attention, one sequence of the pack after the other. No context parallelism."""
+    """Causal attention, one sequence of the pack after the other.
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    With context parallelism every rank gathers all tokens, attends to all, and keeps its own: the numbers of one rank.
+
+    Args:
+        config: The host's.
+        is_contiguous: Whether a rank has one piece of the whole pack, as with ``--allgather-cp``, and not two chunks of
+            every sequence.
+        softmax_scale: None for that of the head's dimension.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        is_contiguous: bool,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError(f"context_parallel_size: {config.context_parallel_size}; this attention takes 1")
+        self.is_contiguous = is_contiguous
         self.scale = softmax_scale
 
     def forward(
@@ -46,12 +65,33 @@ class PackedAttention(MegatronModule):
         """Attend within each sequence: ``[T, heads, dim]`` to ``[T, heads * dim]``."""
         assert packed_seq_params is not None, "slime packs its batches"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if self.config.context_parallel_size == 1:
+            return self._attend(query, key, value, lengths)
+        group = parallel_state.get_context_parallel_group()
+        size, rank, num_local = group.size(), group.rank(), len(query)
+        # Of the tokens of rank 0, then of rank 1, ...: their places in the pack.
+        places = torch.arange(size * num_local) if self.is_contiguous else zigzag_places(lengths, size)
+        order = places.argsort()
+        # Its backward sums over the ranks what each found for the tokens of one.
+        whole = (gather_from_sequence_parallel_region(part, group=group)[order] for part in (query, key, value))
+        return self._attend(*whole, lengths)[places[rank * num_local : (rank + 1) * num_local]]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         outputs = []
         for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
             q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
             output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm. Megatron-LM's wrapper of it refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Each rank sees a part of the tokens: Megatron-LM then sums the gradient.
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -69,12 +109,14 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
-def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
-    """One dense decoder layer."""
-    qk_norm = WrappedTorchNorm if args.qk_layernorm else IdentityOp
+def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Dense decoder layers, those of this pipeline stage, and the final norm."""
+    # The tool that writes Miles' checkpoint has no such flag.
+    is_contiguous = getattr(args, "allgather_cp", False)
+    qk_norm = Norm if args.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=NormColumnParallelLinear,
-        core_attention=PackedAttention,
+        core_attention=ModuleSpec(module=PackedAttention, params={"is_contiguous": is_contiguous}),
         linear_proj=RowParallelLinear,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
@@ -90,4 +132,7 @@ def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None 
         mlp=ModuleSpec(module=MLP, submodules=mlp),
         mlp_bda=get_bias_dropout_add,
     )
-    return ModuleSpec(module=TransformerLayer, submodules=layer)
+    num_layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer)] * num_layers, layer_norm=Norm
+    )

@@ -8,7 +8,7 @@ from .cases import CHECK, CORE, HOOK, LOSS, MEASURED, MODEL, Case, flat
 MODEL_FLAGS = [
     *flat({f"--{name}": value for name, value in MODEL.items()}),
     *shlex.split("""
-    --swiglu --group-query-attention --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm
+    --swiglu --group-query-attention --position-embedding-type rope --disable-bias-linear --normalization RMSNorm
     --qk-layernorm --attention-dropout 0 --hidden-dropout 0
     --transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
     --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion

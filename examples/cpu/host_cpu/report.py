@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cases import CHECK, Host
-from .comparison import GRAD_NORM, Result
+from .cases import CHECK, CLOSE_IN_BFLOAT16, SAME, Host
+from .comparison import GRAD_NORM, Result, off, partners
 
 ERROR_LENGTH = 120
 COLUMNS = (
@@ -23,13 +23,29 @@ COLUMNS = (
     "s a step",
     "s in all",
 )
+OF_LAYOUTS = (
+    "layout",
+    "run",
+    "gradient norm, step 1",
+    "off",
+    "step 2",
+    "loss, step 1",
+    "`train/mis_*`",
+    "at most off",
+    "s in all",
+)
 
 
 def table(results: Iterable[Result]) -> str:
-    """Markdown: one row per run that trained, then one per run that was refused."""
+    """Markdown: one row per run that trained, then one per run on two ranks, then one per run that was refused."""
     results = list(results)
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_trained(result)) for result in results if result.case.refusal is None]
+    lines += [_row(_trained(result)) for result in results if result.case.refusal is None and not result.case.layout]
+    parallel = [result for result in results if result.case.layout]
+    if parallel:
+        of_one_rank = {result.case.name: partner for result, partner in partners(results)}
+        lines += ["", _row(OF_LAYOUTS), _row(["---"] * len(OF_LAYOUTS))]
+        lines += [_row(_in_layout(result, of_one_rank.get(result.case.name))) for result in parallel]
     refused = [result for result in results if result.case.refusal is not None]
     if refused:
         lines += ["", _row(("refused", "before the model is built", "s", "the error")), _row(["---"] * 4)]
@@ -38,19 +54,46 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _trained(result: Result) -> Sequence[str]:
-    steps, perf = result.logged.steps, result.logged.perf
-    norms = [f"{step.get(GRAD_NORM, math.nan):.15g}" for step in steps[:2]] + ["none"] * (2 - len(steps[:2]))
+    perf = result.logged.perf
     # The first rollout has what happens once.
     step_time = f"{perf[-1]['perf/train_time'] / result.case.steps_per_rollout:.2f}" if perf else "none"
     return (
         result.case.title,
-        *norms,
-        f"{steps[0]['train/loss']:.9g}" if steps else "none",
+        *_norms(result),
+        _loss(result),
         str(result.num_own_metrics),
         "yes" if any("perf/log_probs_time" in rollout for rollout in perf) else "no",
         step_time,
         f"{result.seconds:.0f}",
     )
+
+
+def _in_layout(result: Result, one_rank: Result | None) -> Sequence[str]:
+    norm, second = _norms(result)
+    difference = {} if one_rank is None else off(result, one_rank)
+    of_metrics = [value for name, value in difference.items() if name != GRAD_NORM]
+    return (
+        result.case.layout,
+        result.case.title,
+        norm,
+        f"{difference[GRAD_NORM]:.1e}" if difference else "not compared",
+        second,
+        _loss(result),
+        str(result.num_own_metrics),
+        f"{max(of_metrics):.1e}" if of_metrics else "none",
+        f"{result.seconds:.0f}",
+    )
+
+
+def _norms(result: Result) -> Sequence[str]:
+    """Of two steps."""
+    norms = [f"{step.get(GRAD_NORM, math.nan):.15g}" for step in result.logged.steps[:2]]
+    return norms + ["none"] * (2 - len(norms))
+
+
+def _loss(result: Result) -> str:
+    steps = result.logged.steps
+    return f"{steps[0]['train/loss']:.9g}" if steps else "none"
 
 
 def _refused(result: Result) -> Sequence[str]:
@@ -95,9 +138,16 @@ def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any
             "perf": result.logged.perf,
         }
         | ({} if result.case.refusal is None else {"error": _error(result)})
+        | ({} if not result.case.layout else _layout(result))
         for result in results
     }
     return about | {"runs": runs}
+
+
+def _layout(result: Result) -> dict[str, Any]:
+    case = result.case
+    dtype = "float32" if case.is_float32 else "bfloat16"
+    return {"layout": case.layout, "dtype": dtype, "compared_with": case.partner or None}
 
 
 def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str) -> str:
@@ -114,7 +164,7 @@ Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title
 
 {table(results)}
 *Scoring pass*: the host's separate forward pass over the rollout. *s a step*: of the last rollout, with that pass.
-
+{_explained(results)}
 | checkout | commit |
 |---|---|
 {commits}
@@ -124,6 +174,18 @@ Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title
 | not as on a GPU | instead |
 |---|---|
 {stand_ins}
+"""
+
+
+def _explained(results: Sequence[Result]) -> str:
+    """What the columns of the runs in a layout mean."""
+    if not any(result.case.layout for result in results):
+        return ""
+    return f"""
+The runs in a layout are in float32, where their title does not say bfloat16. *Off*: relative difference from the same
+run on one rank, in the first step: of the gradient norm, then of that metric `train/mis_*` which differs most. Up to
+{SAME:g} passes, for sums of float32 in another order. In bfloat16 up to {CLOSE_IN_BFLOAT16:g} passes. DP 2 is compared
+with micro-batches of twice the tokens: our metrics are those of a call on all ranks, and the host averages over calls.
 """
 
 

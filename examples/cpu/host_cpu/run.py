@@ -54,7 +54,8 @@ def prepare(host: Host, *, inputs: Path, folder: Path) -> None:
 def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
     """Run the host once."""
     words = case.command(host.common(inputs), root=ROOT, folder=folder)
-    command = [sys.executable, "-m", "host_cpu.train", host.package, *words]
+    dtype = ["--float32"] if case.is_float32 else []
+    command = [sys.executable, "-m", "host_cpu.train", *dtype, host.package, *words]
     log = folder / f"{case.name}.log"
     # Ray's sockets lie below its folder, and their paths must be short.
     with log.open("w") as out, tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
@@ -144,7 +145,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every run; without it those that are compared or refused")
     parser.add_argument("--record", action="store_true", help="write benchmarks/real_stack/HOST_cpu.md and .json")
     parser.add_argument("--out", type=Path, help="folder of inputs and logs (default: runs/HOST_cpu)")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     host = HOSTS[options.host]
     try:
         cases = host.chosen(options.runs, everything=options.all)

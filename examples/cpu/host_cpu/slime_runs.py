@@ -4,6 +4,7 @@ from pathlib import Path
 
 from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
 from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
+from .parallel_cases import in_bfloat16, on_two_ranks
 
 _TWO_STEPS = ("--global-batch-size", str(SAMPLES_PER_ROLLOUT // 2))
 
@@ -40,20 +41,27 @@ _HOOKS = (
     ),
 )
 
+_ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
+# By default one run has two ranks.
+_TWO_RANKS = (in_bfloat16(OURS[0]), *on_two_ranks(_ONE_RANK))
+
 SLIME = Host(
     name="slime",
     package="slime",
     title="slime",
     script="examples/slime/run_cpu.sh",
     common=_common,
-    cases=(*own_corrections("slime", whose="slime's"), *OURS, *_HOOKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *_TWO_RANKS, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
     stand_ins={
         "CUDA": "its calls go to the CPU (device.py), NCCL's to gloo, by slime's own registry of accelerators",
         "torch.compile": "leaves functions as they are (device.py)",
-        "Transformer Engine": "a layer spec with packed attention and its parameter names (layers.py)",
+        "bfloat16": "float32 in the runs in a layout, by an argument that the host has no flag for (train.py)",
+        "process groups": "the host's wrapper of one passes on two collectives that torch 2.13 renamed (device.py)",
+        "Transformer Engine": "a layer spec with its parameter names, and packed attention; with context parallelism "
+        "each rank gathers all tokens (layers.py)",
         "the engine": "recorded rollouts in slime's own file format: random tokens, drawn mismatch (inputs.py). "
         "SGLang is imported, and samples nothing",
         "torchvision": "names that SGLang and transformers import (examples/grpo/sglang_cpu)",

@@ -1,4 +1,4 @@
-"""A host's own ``train.py`` on a CPU: ``python -m host_cpu.train HOST`` and the host's command line.
+"""A host's own ``train.py`` on a CPU: ``python -m host_cpu.train [--float32] HOST`` and the host's command line.
 
 Does what ``train.py`` does as a program, after `host_cpu.device.install` and a Ray of this machine alone.
 """
@@ -10,17 +10,22 @@ import os
 import sys
 
 import ray
+import torch
 
 from . import device
+
+MOST_RANKS = 2
 
 
 def main() -> None:
     """Parse with the host's parser, and train with the host's loop."""
-    host = sys.argv.pop(1)
+    is_float32 = sys.argv[1] == "--float32"
+    host = sys.argv.pop(1 + is_float32)
+    del sys.argv[1 : 1 + is_float32]
     device.install()
-    # The hosts ask Ray for one GPU; nothing looks whether there is one.
+    # The hosts ask Ray for a GPU per rank; nothing looks whether there is one.
     ray.init(
-        num_gpus=1,
+        num_gpus=MOST_RANKS,
         num_cpus=8,
         include_dashboard=False,
         _temp_dir=os.environ.get("RAY_TMPDIR"),
@@ -29,7 +34,11 @@ def main() -> None:
     import train
 
     arguments = importlib.import_module(f"{host}.utils.arguments")
-    training = train.train(arguments.parse_args())
+    args = arguments.parse_args()
+    if is_float32:
+        # No flag of the hosts says so.
+        args.bf16, args.params_dtype = False, torch.float32
+    training = train.train(args)
     # Miles' loop is a coroutine.
     if inspect.iscoroutine(training):
         asyncio.run(training)

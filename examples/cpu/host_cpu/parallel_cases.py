@@ -1,0 +1,107 @@
+"""Runs on two ranks: each is a run on one rank with another layout, and must have its numbers.
+
+They are in float32, in which rounding does not hide a difference. The hosts take bfloat16 and float16 only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .cases import MAX_TOKENS, Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks share the work.
+
+    Attributes:
+        name: At the end of a run's name.
+        title: For the table.
+        flags: Of the host.
+    """
+
+    name: str
+    title: str
+    flags: tuple[str, ...] = ()
+
+
+_TWO_RANKS = ("--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "2")
+_TP = (*_TWO_RANKS, "--tensor-model-parallel-size", "2")
+# Megatron-LM lets no other attention than Transformer Engine's send keys and values around.
+_CP = (*_TWO_RANKS, "--context-parallel-size", "2", "--cp-comm-type", "all_gather")
+# So that the micro-batches are those of one rank.
+_CP += ("--max-tokens-per-gpu", str(MAX_TOKENS // 2))
+# Megatron-LM's rotary positions know zigzag only: with them such a run ends at a sequence of odd length.
+_NO_POSITIONS = ("--position-embedding-type", "none")
+
+ONE = Layout(name="float32", title="one rank")
+LARGER = Layout(
+    name="packs",
+    title=f"one rank, micro-batches of {2 * MAX_TOKENS} tokens",
+    flags=("--max-tokens-per-gpu", str(2 * MAX_TOKENS)),
+)
+DP = Layout(name="dp2", title="DP 2", flags=_TWO_RANKS)
+CP = Layout(name="cp2", title="CP 2", flags=_CP)
+TP = Layout(name="tp2", title="TP 2", flags=_TP)
+TP_SP = Layout(name="tp2_sp", title="TP 2, `--sequence-parallel`", flags=(*_TP, "--sequence-parallel"))
+PP = Layout(name="pp2", title="PP 2", flags=(*_TWO_RANKS, "--pipeline-model-parallel-size", "2"))
+ONE_NO_POSITIONS = Layout(name="no_positions", title="one rank, no positions", flags=_NO_POSITIONS)
+CP_ALLGATHER = Layout(
+    name="cp2_allgather",
+    title="CP 2, `--allgather-cp`, no positions",
+    flags=(*_CP, "--allgather-cp", *_NO_POSITIONS),
+)
+CP_BFLOAT16 = Layout(name="cp2_bfloat16", title="CP 2, bfloat16", flags=_CP)
+
+
+def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Those that run on one rank by default, without a correction and with those that are alike, in each layout."""
+    cases = [case for case in cases if not case.is_optional]
+    ours = [case for case in cases if case.metrics]
+    others = [case for case in cases if not case.metrics]
+    ends = [case for case in cases if case.name in ("nothing", "policy_loss")]
+    return (
+        *_in_layout(ONE, cases),
+        *_in_layout(LARGER, ours),
+        *_in_layout(DP, others, ONE),
+        # A metric of ours is that of one call on all ranks, which has twice the tokens. The host averages over calls.
+        *_in_layout(DP, ours, LARGER),
+        *_in_layout(CP, cases, ONE),
+        *_in_layout(TP, ends, ONE),
+        *_in_layout(TP_SP, cases, ONE),
+        *_in_layout(PP, cases, ONE),
+    )
+
+
+def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Without a correction and with ours, for a host that takes ``--allgather-cp`` with an ordinary attention."""
+    cases = [case for case in cases if not case.is_optional and (case.metrics or case.name == "nothing")]
+    split = _in_layout(CP_ALLGATHER, cases, ONE_NO_POSITIONS)
+    # There the host's own function scores for the whole loss, as it does for the three flags.
+    split = tuple(replace(case, partner=case.partner.replace("policy_loss", "hook")) for case in split)
+    return (*_in_layout(ONE_NO_POSITIONS, cases), *split)
+
+
+def in_bfloat16(case: Case) -> Case:
+    """CP 2 in the dtype of the other runs on one rank, of which this one's partner is one."""
+    return replace(
+        case,
+        name=f"{case.name}_{CP_BFLOAT16.name}",
+        flags=(*case.flags, *CP_BFLOAT16.flags),
+        layout=CP_BFLOAT16.title,
+        partner=case.name,
+    )
+
+
+def _in_layout(layout: Layout, cases: Iterable[Case], partners: Layout | None = None) -> tuple[Case, ...]:
+    return tuple(
+        replace(
+            case,
+            name=f"{case.name}_{layout.name}",
+            flags=(*case.flags, *layout.flags),
+            layout=layout.title,
+            partner=f"{case.name}_{partners.name}" if partners is not None else "",
+            is_float32=True,
+            is_optional=True,
+        )
+        for case in cases
+    )
