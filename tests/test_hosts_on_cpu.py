@@ -326,6 +326,8 @@ def test_runs_are_chosen_by_name_and_those_of_the_comparison_are_the_default() -
         case.name for case in SLIME.chosen([], everything=False)
     }
     assert [case.name for case in SLIME.chosen(["hook", "nothing"], everything=False)] == ["nothing", "hook"]
+    # What a run must be equal to comes with it: alone, nothing would judge it.
+    assert [case.name for case in SLIME.chosen(["hook_cp2"], everything=False)] == ["hook_float32", "hook_cp2"]
     assert SLIME.chosen([], everything=True) == list(SLIME.cases)
     with pytest.raises(ValueError, match="run 'hok': must be one of nothing, "):
         SLIME.chosen(["hok"], everything=False)

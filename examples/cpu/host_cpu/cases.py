@@ -127,7 +127,7 @@ class Host:
     conversion: Callable[[Path], list[str]] | None = None
 
     def chosen(self, names: Sequence[str], *, everything: bool) -> list[Case]:
-        """Return the runs that a command line asks for.
+        """Return the runs that a command line asks for, and those that they must be equal to.
 
         Raises:
             ValueError: There is none of a name.
@@ -137,7 +137,8 @@ class Host:
             if name not in known:
                 raise ValueError(f"run {name!r}: must be one of {', '.join(known)}")
         if names:
-            return [case for case in self.cases if case.name in names]
+            wanted = {*names, *(case.partner for case in self.cases if case.name in names)}
+            return [case for case in self.cases if case.name in wanted]
         return [case for case in self.cases if everything or not case.is_optional]
 
 
