@@ -345,6 +345,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
     parser.add_argument("--in-turn", action="store_true", help="start recorded runs side by side, train one at a time")
     parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
+    parser.add_argument("--port", type=int, default=PORT, help="of the engine that starts; two calls need two")
     parser.add_argument("--flags", default="", help="the host's flags for every run, after those of the script")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
     parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
@@ -378,12 +379,12 @@ def main() -> None:
         def start(item: tuple[int, str]) -> None:
             index, name = item
             if args.limit is None or time.monotonic() - begin < args.limit:
-                runner.start(name, known[name], port=PORT + index % NUM_PORTS, engine=args.engine)
+                runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=args.engine)
 
         with ExitStack() as stack:
             is_left = any(not (args.out / name / "done.json").exists() for name in args.runs or known)
             if args.what == "whole" and args.engine is None and is_left:
-                args.engine = stack.enter_context(shared_engine(args.out, port=PORT, python=sys.executable))
+                args.engine = stack.enter_context(shared_engine(args.out, port=args.port, python=sys.executable))
             pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
             list(pool.map(start, enumerate(args.runs or known)))
     elif args.json is not None:
