@@ -62,7 +62,7 @@ def read_pretrained(results: Path) -> list[Difference]:
     Args:
         results: The page of measurements.
     """
-    page = results.read_text(encoding="utf-8").split("### A pretrained model on one H100")[1].split("\n### ")[0]
+    page = results.read_text(encoding="utf-8").split("### A pretrained model on one H100")[1].split("\n###")[0]
     table = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     titles = {"nothing": "nothing aligned", "all": ALIGNED, "all, but the last weights did not arrive": STALE}
     return [_difference(titles.get(row[0], row[0]), "bfloat16", row[5]) for row in table[2:]]

@@ -1,8 +1,9 @@
-"""Draw the pictures of these pages: what the code computes, and what `benchmarks/RESULTS.md` has measured.
+"""Draw the pictures of these pages: what the code computes, and what `benchmarks` has measured.
 
 python docs/pictures.py
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -41,6 +42,21 @@ def draw_bounds(path: Path) -> None:
     save(figure, path)
 
 
+def draw_slime(record: Path, path: Path) -> None:
+    """Draw reward and k3 of the runs of unmodified slime that made all of their 20 rollouts."""
+    runs = {run["name"]: run for run in json.loads(record.read_text())}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.9), constrained_layout=True)
+    for name, label in {"whole": "three flags, 40 metrics", "whole_loss": "policy_loss, 9 metrics"}.items():
+        run = runs[f"{name}, TE, H100"]
+        for axis, kind, key in zip(axes, ("rollouts", "steps"), ("rollout/raw_reward", "train/mis_k3_kl"), strict=True):
+            values = [values[key] for _, values in sorted(run[kind].items(), key=lambda item: int(item[0]))]
+            axis.plot(range(len(values)), values, linewidth=2, label=label)
+    axes[0].set(title="reward", xlabel="rollout", ylim=(0, None), xticks=range(0, 20, 5))
+    axes[1].set(title="k3 of SGLang and Megatron, nats", xlabel="rollout", ylim=(0, None), xticks=range(0, 20, 5))
+    axes[0].legend(fontsize=8)
+    save(figure, path)
+
+
 if __name__ == "__main__":
     images = ROOT / "docs" / "images"
     draw_bounds(images / "bounds.png")
@@ -49,3 +65,4 @@ if __name__ == "__main__":
     draw_engines(read_pretrained(results), images / "true_on_policy_pretrained.png")
     draw_tokens(images / "on_policy_tokens.png")
     draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", images / "scoring.png")
+    draw_slime(ROOT / "benchmarks" / "real_stack" / "slime_gpu.json", images / "slime.png")

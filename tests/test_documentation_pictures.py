@@ -18,7 +18,7 @@ import picture_of_scoring  # noqa: E402
 import picture_of_tokens  # noqa: E402
 from picture_of_engines import draw_engines, read_differences, read_pretrained  # noqa: E402
 from picture_of_tokens import EXACT, NEVER, PROMPT, SHIFTED  # noqa: E402
-from pictures import draw_bounds  # noqa: E402
+from pictures import draw_bounds, draw_slime  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 PALETTE, MOST_BYTES = 3, 80_000
@@ -30,6 +30,7 @@ def test_they_are_drawn_as_small_files(tmp_path: Path) -> None:
         draw_engines(read(RESULTS), tmp_path / name)
     picture_of_tokens.draw_tokens(tmp_path / "on_policy_tokens.png")
     picture_of_scoring.draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", tmp_path / "scoring.png")
+    draw_slime(ROOT / "benchmarks" / "real_stack" / "slime_gpu.json", tmp_path / "slime.png")
     for path in tmp_path.iterdir():
         assert (ROOT / "docs" / "images" / path.name).is_file()
         assert path.read_bytes()[25] == PALETTE

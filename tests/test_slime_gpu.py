@@ -184,6 +184,15 @@ def test_a_table_of_what_slime_logged(tmp_path: Path) -> None:
     assert table(tmp_path).splitlines()[-1].startswith("| a | 1 | 2 |  |  |  | E: no |")
 
 
+def test_of_an_error_its_beginning_is_kept(tmp_path: Path) -> None:
+    """The end of a long message says nothing: torch's is on a setting of its allocator, ours the list of known keys."""
+    line = "[36m(pid=7)[0m torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. " + "More. " * 100
+    (tmp_path / "run.log").write_text(f"step 0: {{'train/loss': 1.0}}\n{line}\n")
+    (error,) = slime_gpu.logged(tmp_path)["errors"]
+    assert error.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.")
+    assert len(error) == 300
+
+
 def test_the_table_has_what_was_stopped_in_the_order_of_the_runs(tmp_path):
     for name, norm in (("whole", 1.5), ("nothing", 2.5)):
         (tmp_path / name).mkdir()

@@ -149,6 +149,7 @@ MILES = {
 STEP = re.compile(r"step (\d+): (\{.*\})")
 ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
 PERF = re.compile(r"perf (\d+): (\{.*\})")
+ERROR = re.compile(r"\w+(?:Error|Exception): .*")
 
 
 def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
@@ -174,7 +175,7 @@ def logged(folder: Path) -> dict[str, Any]:
         "rollouts": numbers(ROLLOUT, text),
         "perf": numbers(PERF, text),
         "says": sorted({line[line.index("mis_ext: ") :] for line in text.splitlines() if "mis_ext: " in line})[:4],
-        "errors": [line[-300:] for line in text.splitlines() if re.search(r"\w(Error|Exception): ", line)][-3:],
+        "errors": [found[:300] for found in ERROR.findall(text)][-3:],
     }
 
 
@@ -322,7 +323,7 @@ def table(folder: Path) -> str:
             ", ".join(map(str, run["return_codes"])),
             "" if run["seconds"] is None else f"{run['seconds']:.0f}",
             *("" if norm is None else f"{norm:.9g}" for norm in shown),
-            f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"])[-120:].replace("|", "/"),
+            f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"][-1:])[:120].replace("|", "/"),
             f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
             f"{times[len(times) // 2]:.2f}" if times else "",
             "yes" if any("perf/log_probs_time" in values for values in perf) else "no",

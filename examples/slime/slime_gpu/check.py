@@ -30,8 +30,8 @@ CHECKOUTS = {
     "slime": (("SLIME_DIR", "train.py"), ("MEGATRON_DIR", "megatron/core/__init__.py")),
     "miles": (("MILES_DIR", "train.py"), ("MILES_MEGATRON_DIR", "megatron/core/__init__.py")),
 }
-# Runs so far had none: layers of PyTorch stood for it.
-OPTIONAL = (("transformer_engine", "transformer_engine", "none"),)
+# Without it layers of PyTorch stand for it.
+OPTIONAL = (("transformer_engine", "transformer_engine", "2.12.0"),)
 
 
 def problems(host: str) -> list[str]:
