@@ -295,8 +295,20 @@ def test_reasoning_gym_checks_answers_that_talk_around_their_number(checkpoint: 
         QuestionTask("reasoning_gym:sums", checkpoint.tokenizer, response_length=8)
 
 
+def test_a_task_asks_for_the_steps_of_the_same_sums(checkpoint: Pretrained) -> None:
+    plain, steps = (
+        QuestionTask(name, checkpoint.tokenizer, response_length=8).sample(Random(1))
+        for name in ("arithmetic", "arithmetic_steps")
+    )
+    sum_only = plain.text.removesuffix("Answer with the number only.")
+    assert sum_only != plain.text
+    assert steps.text == sum_only + "Think step by step."
+
+
 def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
-    with pytest.raises(ValueError, match="task 'sums': expected counting, arithmetic or reasoning_gym:NAME"):
+    with pytest.raises(
+        ValueError, match="task 'sums': expected counting, arithmetic, arithmetic_steps or reasoning_gym:NAME"
+    ):
         QuestionTask("sums", checkpoint.tokenizer, response_length=8)
     if importlib.util.find_spec("reasoning_gym") is None:
         with pytest.raises(ModuleNotFoundError, match="pip install reasoning-gym"):

@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from evidence.pretrained import report, studies
     from evidence.pretrained import training as training_module
     from evidence.pretrained.group import PretrainedGroup, runs_of
-    from evidence.pretrained.samplers import TransformersSampler, ended
+    from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.results import Results
@@ -128,6 +128,28 @@ def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pyt
         assert rows[-1]["kept_sequences"] < 1
 
 
+def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+    norms = {}
+    for dtype in ("float32", "float16"):
+        group = dataclasses.replace(GROUP, dtype=dtype, engine=EngineSpec(dtype=dtype), samples_per_prompt=32)
+        training = PretrainedTraining(group, workplace)
+        norms[dtype] = steps(training, 1)[0]["grad_norm"]
+        assert {weight.dtype for weight in training._trainer.weights().values()} == {getattr(torch, dtype)}
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.05)
+    before = {name: weight.clone() for name, weight in training._trainer.weights().items()}
+    (optimizer,) = training._trainer._optimizer.chained_optimizers
+    optimizer.grad_scaler._scale.fill_(2.0**40)
+    row = steps(training, 1)[0]
+    assert np.isnan(row["grad_norm"])
+    after = training._trainer.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +205,18 @@ def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)
 
 
+def test_weights_in_e4m3_are_rounded_before_the_engine_gets_them() -> None:
+    sampler = object.__new__(SGLangSampler)
+    sampler._quantizer, sampler._spec = None, EngineSpec(kind="sglang", weights="fp8_e4m3")
+    weights = {"norm.weight": torch.rand(64) + 0.5, "up_proj.weight": torch.randn(32, 64)}
+    found = sampler._prepared(weights)
+    assert torch.equal(found["norm.weight"], weights["norm.weight"])
+    error = (found["up_proj.weight"] - weights["up_proj.weight"]).abs()
+    assert 0 < error.max() <= weights["up_proj.weight"].abs().max() / 16
+    sampler._spec = EngineSpec(kind="sglang")
+    assert all(torch.equal(weight, weights[name]) for name, weight in sampler._prepared(weights).items())
+
+
 def test_answers_are_cut_behind_their_first_end() -> None:
     answers = ended(torch.tensor([[3, 1, 1], [1, 2, 2], [2, 2, 2]]), torch.tensor([[-1.0, -2, -3]] * 3), 1)
     assert answers.ids == [[3, 1], [1], [2, 2, 2]]
@@ -199,6 +233,27 @@ def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monk
     untrained = workplace.pretrained.weights
     assert all(torch.equal(first[name], other[name]) for name in first)
     assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
+
+
+def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_training(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    size = TINY | {"num_steps": 1, "num_prompts": 16, "num_evaluated": 1}
+    group = PretrainedGroup(
+        name="atlas", engine=EngineSpec(), methods=(NONE,), seeds=(1,), num_dumped=100, dump_steps=(0,), **size
+    )
+    study = Study(name="atlas", question="How far?", groups=runs_of([group]))
+    results, training = Results(tmp_path / "results"), PretrainedTraining(study.groups[0], workplace)
+    rows: list[dict[str, Any]] = []
+    with results.saving(study.groups[0], training, rows) as keep:
+        rows += training.step(keep)
+    # A new look at the folder.
+    results = Results(tmp_path / "results")
+    assert results.log_probs(study.groups[0])["step0"]["mask"].shape == (1, 100, 4)
+    report.report([study], results, tmp_path / "pages")
+    page = (tmp_path / "pages" / "atlas.md").read_text()
+    for words in ("How far?", "## The mismatch", "Floor", "Failed", "all seeds", "against none"):
+        assert (words in page) == (words in ("How far?", "## The mismatch")), words
 
 
 @pytest.fixture

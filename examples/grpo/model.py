@@ -135,6 +135,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,

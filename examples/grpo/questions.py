@@ -1,7 +1,7 @@
 """Questions in words whose answers a program checks, for models with a chat template.
 
-``arithmetic``: products, sums, the largest of three numbers. ``reasoning_gym:NAME``: a task of the package
-``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with the steps before the
+answer. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
 """
 
 from __future__ import annotations
@@ -107,14 +107,21 @@ class QuestionTask:
 def _source(name: str) -> Draw:
     if name == "arithmetic":
         return _arithmetic
+    if name == "arithmetic_steps":
+        return _arithmetic_steps
     if name.startswith(GYM):
         return _gym(name.removeprefix(GYM))
-    raise ValueError(f"task {name!r}: expected counting, arithmetic or {GYM}NAME")
+    raise ValueError(f"task {name!r}: expected counting, arithmetic, arithmetic_steps or {GYM}NAME")
 
 
 def _arithmetic(rng: Random) -> tuple[str, Grader]:
     question, label = draw_task(rng)
     return question, lambda answer: float(is_right(answer, label))
+
+
+def _arithmetic_steps(rng: Random) -> tuple[str, Grader]:
+    question, worth = _arithmetic(rng)
+    return question.replace("Answer with the number only.", "Think step by step."), worth
 
 
 def _gym(name: str) -> Draw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from .layout import ModelInputs, build_inputs
 from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, transformer_config
 from .transfer import moved
+
+# Of fp16: Megatron-LM's own, 2^32, would leave out the first steps.
+FIRST_LOSS_SCALE = 2.0**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class Trainer:
             shape,
             context_parallel_size=ranks.cp_size,
             calculate_per_token_loss=args.calculate_per_token_loss,
-            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            dtype=_dtype_of(args),
         )
         config.perform_initialization = weights is None
         config.finalize_model_grads_func = finalize_model_grads
@@ -64,25 +68,31 @@ class Trainer:
             )
         if weights is not None:
             load_weights(self._model.module, weights, shape)
-        self._forward_backward = get_forward_backward_func()
+        self._forward_backward, self._config = get_forward_backward_func(), config
         self.reset_optimizer(lr=args.warmup_lr)
 
     def reset_optimizer(self, *, lr: float) -> None:
         """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss.
 
-        Of weights in bf16 it keeps a copy in float32, and updates that.
+        Of weights in bf16 or fp16 it keeps a copy in float32, and updates that. In fp16 the loss is scaled, by less
+        after gradients that were not finite.
         """
+        dtype = _dtype_of(self._args)
         config = OptimizerConfig(
             optimizer="adam",
             lr=lr,
             adam_beta2=self._args.adam_beta2,
             weight_decay=0.0,
             clip_grad=self._args.clip_grad,
-            bf16=self._args.bf16,
-            params_dtype=torch.bfloat16 if self._args.bf16 else torch.float32,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            params_dtype=dtype,
+            initial_loss_scale=FIRST_LOSS_SCALE,
         )
         with megatron_device(self._ranks.device):
             self._optimizer = get_megatron_optimizer(config, [self._model])
+        if dtype == torch.float16:
+            self._config.grad_scale_func = self._optimizer.scale_loss
 
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
@@ -265,13 +275,15 @@ class Trainer:
         logged = self._run(step, batches, forward_only=False)
         with megatron_device(self._ranks.device):
             _, grad_norm, _ = self._optimizer.step()
+        # None: in fp16 a gradient was not finite, and the step was left out.
+        grad_norm = math.nan if grad_norm is None else float(grad_norm)
 
         values = torch.stack([torch.stack(list(entry.values())) for entry in logged]).sum(0)
         count = sum(self._num_tokens(data, batch) for batch in batches).reshape(1)
         totals = torch.cat([values, count.to(values)])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         means = totals[:-1] / (totals[-1] if per_token else num_samples)
-        return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": float(grad_norm)}
+        return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": grad_norm}
 
     def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch], **options: Any) -> list[Any]:
         with megatron_device(self._ranks.device):
@@ -289,6 +301,13 @@ class Trainer:
         """Count the trainable tokens of a micro-batch on this rank."""
         masks = zip(data["loss_masks"][batch.samples], batch.inputs.response_indices, strict=True)
         return torch.cat([mask[index] for mask, index in masks]).count_nonzero().int()
+
+
+def _dtype_of(args: Namespace) -> torch.dtype:
+    """Of the trainer's weights."""
+    if getattr(args, "fp16", False):
+        return torch.float16
+    return torch.bfloat16 if args.bf16 else torch.float32
 
 
 def split_samples(values_T: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:

@@ -23,7 +23,8 @@ class PretrainedGroup(Group):
         trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no
             correction.
         micro_batch_size: Answers in one pass of the trainer.
-        dtype: Of the trainer's weights, beside which it updates a copy in float32.
+        num_dumped: Answers of a rollout whose log-probs are kept.
+        dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -40,6 +41,7 @@ class PretrainedGroup(Group):
     ages: tuple[int, ...] = ()
     trained_steps: int = 0
     micro_batch_size: int = 64
+    num_dumped: int = 64
     dtype: str = "bfloat16"
 
     @property

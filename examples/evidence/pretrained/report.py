@@ -116,9 +116,11 @@ def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> 
     }
     arms = {name: Arms(Condition.of_rows(name, of_condition)) for name, of_condition in rows.items()}
     lines = [f"# {study.question}", "", *_header(study, done, results)]
-    lines += ["", "## Floor", "", *_floors(arms)]
-    for name, found in arms.items():
-        lines += ["", f"## {name}", "", *_condition(groups[name][0], found)]
+    if _is_trained(study):
+        if any(found.floor() for found in arms.values()):
+            lines += ["", "## Floor", "", *_floors(arms)]
+        for name, found in arms.items():
+            lines += ["", f"## {name}", "", *_condition(groups[name][0], found)]
     ages = [line for name, found in arms.items() for line in _ages(name, found)]
     if ages:
         lines += [
@@ -130,8 +132,9 @@ def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> 
         ]
         lines += ages
     lines += mismatch.section(study.name, mismatch.of_groups(done, results), output)
-    lines += ["", f"![all seeds]({study.name}.png)"]
-    _plot(arms, output / f"{study.name}.png")
+    if _is_trained(study):
+        lines += ["", f"![all seeds]({study.name}.png)"]
+        _plot(arms, output / f"{study.name}.png")
     return lines
 
 
@@ -146,19 +149,30 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
     revisions = sorted({str(results.machine(group).get("revision", "unknown")) for group in done})
     shown = {name: value for name, value in machine.items() if name != "revision"}
     missing = len(study.groups) - len(done)
-    return [
+    dtypes = dict.fromkeys(group.dtype for group in done)
+    lines = [
         f"`python examples/evidence.py run {study.name} --model FOLDER`, then `report`.",
         f"{', '.join(f'{name} {value}' for name, value in shown.items())}; revision {', '.join(revisions)}.",
         "",
         f"{group.model}, questions: {group.task}. {group.num_steps} rollouts of {group.num_prompts} x "
         f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates} optimizer "
-        f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {group.dtype} with a copy in float32.",
-        f"Compared is the reward of the trainer's own policy on {group.num_evaluated} held-out questions, mean of the "
-        f"last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after Holm.",
-        f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
-        f"than {FALL:g} below its best ten steps.",
-        *([f"**{missing} of {len(study.groups)} runs are missing.**"] if missing else []),
+        f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights of 16 bits "
+        "with a copy in float32.",
     ]
+    if _is_trained(study):
+        lines += [
+            f"Compared is the reward of the trainer's own policy on {group.num_evaluated} held-out questions, mean of "
+            f"the last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after "
+            "Holm.",
+            f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
+            f"than {FALL:g} below its best ten steps.",
+        ]
+    return lines + ([f"**{missing} of {len(study.groups)} runs are missing.**"] if missing else [])
+
+
+def _is_trained(study: Study) -> bool:
+    """Whether there is more than the mismatch of a first rollout."""
+    return any(group.num_steps > 1 for group in study.groups)
 
 
 def _floors(arms: dict[str, Arms]) -> list[str]:
@@ -200,7 +214,7 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         for number, form in {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f"}.items()
     }
     lines = [
-        f"Engine {_engine(group)}; weights {group.staleness} updates old; learning rate "
+        f"Engine {_engine(group)}; trainer {group.dtype}; weights {group.staleness} updates old; learning rate "
         f"{group.learning_rate:g}{start}.",
         f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}; "
         f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
@@ -234,7 +248,7 @@ def _engine(group: PretrainedGroup) -> str:
     parts += [
         f"{name} {value}" for name, value in (("cache", spec.cache), ("weights", spec.weights)) if value != "auto"
     ]
-    return ", ".join(parts)
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in spec.settings.items())])
 
 
 def _ages(name: str, arms: Arms) -> list[str]:

@@ -59,7 +59,7 @@ class SGLangSampler:
     ) -> None:
         from evidence.sglang_runner import SGLangRunner
 
-        self._is_tied = config.tie_word_embeddings
+        self._spec, self._is_tied = spec, config.tie_word_embeddings
         self._quantizer = None
         if spec.weights != "auto":
             with torch.device("meta"):
@@ -98,9 +98,11 @@ class SGLangSampler:
         self._runner.close()
 
     def _prepared(self, weights: Weights) -> Weights:
-        """Quantised where the engine multiplies in 8 bits; scales are computed in float32."""
+        """Quantised where the engine multiplies in 8 bits, its scales computed in float32; or rounded to 8 bits."""
         if self._quantizer is None:
-            return weights
+            # It rounds the weights of several models at once.
+            rounded = self._spec.rounded({name: weight[None] for name, weight in weights.items()})
+            return {name: weight[0] for name, weight in rounded.items()}
         return self._quantizer.quantize({name: weight.float() for name, weight in weights.items()})
 
     def _is_alias(self, name: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from evidence.engines import EngineSpec
 from evidence.group import Method
-from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study
+from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study, preset
 
 from .group import PretrainedGroup, runs_of
 
@@ -76,6 +76,63 @@ _STALE = [
     for age in (1, 4)
 ]
 
+# Answers of some 130 tokens at first, right or wrong, and an engine whose cache is coarse.
+_LONG = PretrainedGroup(
+    name="pretrained_long_e4m3_cache",
+    engine=replace(BF16, cache="fp8_e4m3"),
+    methods=(NONE, AGAIN, TOKEN_TIS, preset("sequence_mis")),
+    seeds=FOUR_SEEDS,
+    task="arithmetic_steps",
+    response_length=256,
+    num_steps=300,
+    num_prompts=32,
+    num_evaluated=128,
+    eval_interval=25,
+    micro_batch_size=32,
+    dump_steps=(0, 75, 150, 299),
+)
+_PRECISION = [
+    PretrainedGroup(
+        name=f"pretrained_precision_{name}",
+        engine=engine,
+        dtype=dtype,
+        methods=(NONE,),
+        seeds=EIGHT_SEEDS,
+        dump_steps=(0, 30, 59),
+    )
+    for name, engine, dtype in (
+        ("bf16", BF16, "bfloat16"),
+        ("fp16", replace(BF16, dtype="float16"), "float16"),
+        ("deterministic", replace(BF16, settings={"enable_deterministic_inference": True}), "bfloat16"),
+    )
+]
+_ATLAS = [
+    PretrainedGroup(
+        name=f"pretrained_atlas_{name}",
+        engine=engine,
+        dtype=dtype,
+        methods=(NONE,),
+        seeds=(1, 2),
+        num_steps=1,
+        num_evaluated=1,
+        num_dumped=512,
+        dump_steps=(0,),
+    )
+    for name, engine, dtype in (
+        ("bf16", BF16, "bfloat16"),
+        ("float32_trainer", BF16, "float32"),
+        ("fp16", replace(BF16, dtype="float16"), "float16"),
+        ("e4m3_cache", replace(BF16, cache="fp8_e4m3"), "bfloat16"),
+        ("e5m2_cache", replace(BF16, cache="fp8_e5m2"), "bfloat16"),
+        ("e4m3_weights", replace(BF16, weights="fp8_e4m3"), "bfloat16"),
+        # What may fail comes last.
+        ("fp8_products", replace(BF16, weights="fp8_blocks"), "bfloat16"),
+        ("int8_products", replace(BF16, weights="int8_blocks"), "bfloat16"),
+        ("fp32_head", replace(BF16, settings={"enable_fp32_lm_head": True}), "bfloat16"),
+        ("deterministic", replace(BF16, settings={"enable_deterministic_inference": True}), "bfloat16"),
+    )
+]
+
 _SMOKE = PretrainedGroup(
     name="pretrained_smoke",
     engine=BF16,
@@ -109,5 +166,20 @@ PRETRAINED_STUDIES = (
         name="pretrained_fresh",
         question="Does a fresh engine need a correction: bf16, a cache in e4m3, weights and products in fp8?",
         groups=tuple(group for condition in _FRESH for group in runs_of([condition])),
+    ),
+    Study(
+        name="pretrained_atlas",
+        question="Which mismatch does each setting of engine and trainer have, before any training?",
+        groups=tuple(group for condition in _ATLAS for group in runs_of([condition])),
+    ),
+    Study(
+        name="pretrained_long",
+        question="Does anything collapse in 300 steps with long answers, a sparse reward and a coarse cache?",
+        groups=runs_of([_LONG]),
+    ),
+    Study(
+        name="pretrained_precision",
+        question="What is gained by removing a part of the mismatch: fp16 on both sides, a deterministic engine?",
+        groups=runs_of(_PRECISION),
     ),
 )

@@ -27,7 +27,7 @@ from . import numbers
 from .group import PretrainedGroup
 from .workplace import EVALUATION_SEED, Workplace
 
-# Of the rollouts that are scored again later, and of those whose log-probs are kept.
+# Of the rollouts that are scored again later.
 NUM_SCORED_AGAIN = 64
 STEPS_BETWEEN_AGES = 5
 
@@ -83,7 +83,7 @@ class PretrainedTraining:
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
         found |= self._by_age(data, step)
         if step in group.dump_steps:
-            streams = (data[name][:NUM_SCORED_AGAIN] for name in ("log_probs", "rollout_log_probs"))
+            streams = (data[name][: group.num_dumped] for name in ("log_probs", "rollout_log_probs"))
             keep(f"step{step}", numbers.dump(*streams, group.response_length))
         found |= self._update(data, batches, step)
         trained = time.perf_counter()
@@ -176,12 +176,13 @@ class PretrainedTraining:
 
     def _evaluate(self) -> float:
         """Mean reward of the trainer's own policy on the held-out questions."""
-        evaluator = self._workplace.evaluator
+        group = self.group
+        evaluator = self._workplace.evaluator(group)
         evaluator.load(self._trainer.weights())
         answers = evaluator.sample(
             [question.prompt_ids for question in self._held_out],
-            num_tokens=self.group.response_length,
-            temperature=self.group.temperature,
+            num_tokens=group.response_length,
+            temperature=group.temperature,
             end_token=self._end_token,
             seed=EVALUATION_SEED,
         )
@@ -200,6 +201,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
         **{
             "seed": seed,
             "bf16": group.dtype == "bfloat16",
+            "fp16": group.dtype == "float16",
             "calculate_per_token_loss": False,
             "warmup_lr": group.learning_rate,
             "adam_beta2": 0.95,

@@ -39,6 +39,7 @@ class Workplace:
         self._ranks: Ranks | None = None
         self._owns_group = False
         self._evaluated: dict[Any, list[Question]] = {}
+        self._evaluators: dict[str, TransformersSampler] = {}
 
     @cached_property
     def pretrained(self) -> Pretrained:
@@ -49,10 +50,12 @@ class Workplace:
         """
         return load_pretrained(packaged_file() if self._model is None else self._model)
 
-    @cached_property
-    def evaluator(self) -> TransformersSampler:
-        """Samples from the trainer's weights in the trainer's dtype."""
-        return TransformersSampler(self.pretrained.config, dtype=torch.bfloat16, device=self.device)
+    def evaluator(self, group: PretrainedGroup) -> TransformersSampler:
+        """Samples from the trainer's weights, in the trainer's dtype."""
+        if group.dtype not in self._evaluators:
+            dtype = getattr(torch, group.dtype)
+            self._evaluators[group.dtype] = TransformersSampler(self.pretrained.config, dtype=dtype, device=self.device)
+        return self._evaluators[group.dtype]
 
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
