@@ -13,6 +13,22 @@ from .group import PretrainedGroup, runs_of
 BF16 = EngineSpec(kind="sglang")
 FOUR_SEEDS, EIGHT_SEEDS, SIXTEEN_SEEDS = (tuple(range(1, count + 1)) for count in (4, 8, 16))
 
+# Engine and the trainer's dtype. On a CPU SGLang has no caches of 8 bits and no deterministic mode.
+_ON_A_CPU = {
+    "bf16": (BF16, "bfloat16"),
+    "float32_trainer": (BF16, "float32"),
+    "fp16": (replace(BF16, dtype="float16"), "float16"),
+    "e4m3_weights": (replace(BF16, weights="fp8_e4m3"), "bfloat16"),
+    "fp32_head": (replace(BF16, settings={"enable_fp32_lm_head": True}), "bfloat16"),
+    "fp8_products": (replace(BF16, weights="fp8_blocks"), "bfloat16"),
+    "int8_products": (replace(BF16, weights="int8_blocks"), "bfloat16"),
+}
+_SETTINGS = _ON_A_CPU | {
+    "e4m3_cache": (replace(BF16, cache="fp8_e4m3"), "bfloat16"),
+    "e5m2_cache": (replace(BF16, cache="fp8_e5m2"), "bfloat16"),
+    "deterministic": (replace(BF16, settings={"enable_deterministic_inference": True}), "bfloat16"),
+}
+
 AGAIN = Method(name="none, again", stream=1)
 BYPASS = Method(name="bypass", bypasses=True)
 # The band begins at 1 % and follows the share of answers that it keeps, whatever k3 does.
@@ -49,16 +65,12 @@ _FLOOR = [
 _FRESH = [
     PretrainedGroup(
         name=f"pretrained_fresh_{name}",
-        engine=engine,
+        engine=_SETTINGS[name][0],
         methods=(NONE, AGAIN, TOKEN_TIS),
         seeds=SIXTEEN_SEEDS,
         dump_steps=(0, 30, 59),
     )
-    for name, engine in (
-        ("bf16", BF16),
-        ("e4m3_cache", replace(BF16, cache="fp8_e4m3")),
-        ("fp8_products", replace(BF16, weights="fp8_blocks")),
-    )
+    for name in ("bf16", "e4m3_cache", "fp8_products")
 ]
 _STALE = [
     PretrainedGroup(
@@ -79,7 +91,7 @@ _STALE = [
 # Answers of some 130 tokens at first, right or wrong, and an engine whose cache is coarse.
 _LONG = PretrainedGroup(
     name="pretrained_long_e4m3_cache",
-    engine=replace(BF16, cache="fp8_e4m3"),
+    engine=_SETTINGS["e4m3_cache"][0],
     methods=(NONE, AGAIN, TOKEN_TIS, preset("sequence_mis")),
     seeds=FOUR_SEEDS,
     task="arithmetic_steps",
@@ -91,47 +103,37 @@ _LONG = PretrainedGroup(
     micro_batch_size=32,
     dump_steps=(0, 75, 150, 299),
 )
-_PRECISION = [
-    PretrainedGroup(
-        name=f"pretrained_precision_{name}",
-        engine=engine,
-        dtype=dtype,
-        methods=(NONE,),
-        seeds=EIGHT_SEEDS,
-        dump_steps=(0, 30, 59),
-    )
-    for name, engine, dtype in (
-        ("bf16", BF16, "bfloat16"),
-        ("fp16", replace(BF16, dtype="float16"), "float16"),
-        ("deterministic", replace(BF16, settings={"enable_deterministic_inference": True}), "bfloat16"),
-    )
-]
-_ATLAS = [
-    PretrainedGroup(
-        name=f"pretrained_atlas_{name}",
+
+
+def _first_rollout(name: str, engine: EngineSpec, dtype: str, *, num_prompts: int) -> PretrainedGroup:
+    """All log-probs of one rollout."""
+    return PretrainedGroup(
+        name=name,
         engine=engine,
         dtype=dtype,
         methods=(NONE,),
         seeds=(1, 2),
         num_steps=1,
+        num_prompts=num_prompts,
         num_evaluated=1,
         num_dumped=512,
         dump_steps=(0,),
     )
-    for name, engine, dtype in (
-        ("bf16", BF16, "bfloat16"),
-        ("float32_trainer", BF16, "float32"),
-        ("fp16", replace(BF16, dtype="float16"), "float16"),
-        ("e4m3_cache", replace(BF16, cache="fp8_e4m3"), "bfloat16"),
-        ("e5m2_cache", replace(BF16, cache="fp8_e5m2"), "bfloat16"),
-        ("e4m3_weights", replace(BF16, weights="fp8_e4m3"), "bfloat16"),
-        # What may fail comes last.
-        ("fp8_products", replace(BF16, weights="fp8_blocks"), "bfloat16"),
-        ("int8_products", replace(BF16, weights="int8_blocks"), "bfloat16"),
-        ("fp32_head", replace(BF16, settings={"enable_fp32_lm_head": True}), "bfloat16"),
-        ("deterministic", replace(BF16, settings={"enable_deterministic_inference": True}), "bfloat16"),
+
+
+_PRECISION = [
+    PretrainedGroup(
+        name=f"pretrained_precision_{name}",
+        engine=_SETTINGS[name][0],
+        dtype=_SETTINGS[name][1],
+        methods=(NONE,),
+        seeds=EIGHT_SEEDS,
+        dump_steps=(0, 30, 59),
     )
+    for name in ("bf16", "fp16", "deterministic")
 ]
+_ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
+_ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
 _SMOKE = PretrainedGroup(
     name="pretrained_smoke",
@@ -170,7 +172,12 @@ PRETRAINED_STUDIES = (
     Study(
         name="pretrained_atlas",
         question="Which mismatch does each setting of engine and trainer have, before any training?",
-        groups=tuple(group for condition in _ATLAS for group in runs_of([condition])),
+        groups=runs_of(_ATLAS),
+    ),
+    Study(
+        name="pretrained_atlas_cpu",
+        question="The same with SGLang on a CPU: what do fp16 and numbers of 8 bits do there?",
+        groups=runs_of(_ATLAS_CPU),
     ),
     Study(
         name="pretrained_long",
