@@ -365,6 +365,31 @@ def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:
     assert report.final(np.array([0.0, np.nan, 1.0, 2.0, np.nan, 3.0, 4.0])) == 2.5
 
 
+def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:
+    nan = float("nan")
+
+    def run(lost: float, k3: float) -> dict[str, np.ndarray]:
+        """Evaluated at steps 0, 20 and 29; k3 after the last evaluation but one says nothing."""
+        own = [0.1] + [nan] * 19 + [0.8] + [nan] * 8 + [0.8 - lost]
+        numbers = {"k3": [0.5] * 5 + [k3] * 15 + [1 - k3] * 10, "grad_norm": [1.0 + k3 % 0.02] * 30}
+        return {name: np.array(values) for name, values in (numbers | {"own_reward": own, "reward": own}).items()}
+
+    losses = {1: 0.0, 2: 0.04, 3: 0.06, 4: 0.1, 5: 0.2}
+    seeds = {seed: run(lost, 0.01 + lost) for seed, lost in losses.items()}
+    again = {seed: run(lost + 0.01, 0.02 + lost) for seed, lost in losses.items()}
+    arms = report.Arms(Condition("c", {"none": seeds, "none, again": again, "tis": {1: run(0.0, 0.9)}}))
+    assert arms.declines("none") == pytest.approx(list(losses.values()))
+    assert arms.warnings()["k3"][0] == pytest.approx(1)
+    assert abs(arms.warnings()["grad_norm"][0]) < 0.9
+    assert "length" not in arms.warnings()
+    page = "\n".join(report._warnings(arms))
+    assert "Of the 10 uncorrected runs" in page
+    assert "| k3 | +1.00 | 0.00 |" in page
+    # Two that get worse are too few to ask.
+    few = {seed: seeds[seed] for seed in (1, 2, 4, 5)}
+    assert report._warnings(report.Arms(Condition("c", {"none": few}))) == []
+
+
 def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:
     groups = runs_of([dataclasses.replace(GROUP, name=name, seeds=(1, 2), methods=(NONE, TOKEN_TIS)) for name in "ab"])
     assert [group.name for group in groups][:5] == [

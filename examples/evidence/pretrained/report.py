@@ -29,6 +29,11 @@ LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
 FIRST_STEPS = slice(0, 5)
 # Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
 RISE, FALL = 0.1, 0.2
+# A run got worse whose last evaluation is so much below its best one. What may warn of it is the mean of so many steps
+# before the last evaluation but one.
+WORSE, STEPS_BEFORE = 0.05, 15
+FEWEST_WORSE = 3
+WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_max", "grad_norm", "entropy", "length")
 
 
 def report(studies: Iterable[Study], results: Results, output: Path) -> None:
@@ -89,6 +94,22 @@ class Arms:
         """Runs that never rose, or fell."""
         return sum(has_failed(curves) for curves in self.condition.curves[method].values())
 
+    def declines(self, method: str) -> list[float]:
+        """From the best evaluation of each run to its last one."""
+        return [decline(curves["own_reward"]) for curves in self.condition.curves[method].values()]
+
+    def warnings(self) -> dict[str, tuple[float, float]]:
+        """Of the uncorrected runs, the rank correlation of each number, before the end, with the decline, and its p."""
+        names = [name for name in (self.condition.base, AGAIN.name) if name in self.condition.curves]
+        runs = [curves for name in names for curves in self.condition.curves[name].values()]
+        declines = [decline(curves["own_reward"]) for curves in runs]
+        found = {}
+        for number in WARNINGS:
+            if all(number in curves for curves in runs):
+                correlation = stats.spearmanr([before_the_end(curves, number) for curves in runs], declines)
+                found[number] = float(correlation.statistic), float(correlation.pvalue)
+        return found
+
     def _pairs(self, method: str) -> list[float]:
         ours, none = self.outcome(method), self.outcome(self.condition.base)
         return [ours[seed] - none[seed] for seed in ours if seed in none]
@@ -97,6 +118,18 @@ class Arms:
 def final(own_reward: np.ndarray[Any, Any]) -> float:
     """Mean of the last evaluations."""
     return float(own_reward[~np.isnan(own_reward)][-LAST_EVALUATIONS:].mean())
+
+
+def decline(own_reward: np.ndarray[Any, Any]) -> float:
+    """From the best evaluation to the last one."""
+    evaluated = own_reward[~np.isnan(own_reward)]
+    return float(evaluated.max() - evaluated[-1])
+
+
+def before_the_end(curves: dict[str, np.ndarray[Any, Any]], number: str) -> float:
+    """The mean of a number over the steps before the last evaluation but one."""
+    end = np.flatnonzero(~np.isnan(curves["own_reward"]))[-2]
+    return float(curves[number][max(0, end - STEPS_BEFORE) : end].mean())
 
 
 def has_failed(curves: dict[str, np.ndarray[Any, Any]]) -> bool:
@@ -165,7 +198,8 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
             f"the last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after "
             "Holm.",
             f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
-            f"than {FALL:g} below its best ten steps.",
+            f"than {FALL:g} below its best ten steps. Worse: the last evaluation is more than {WORSE:g} below the "
+            "best.",
         ]
     return lines + ([f"**{missing} of {len(study.groups)} runs are missing.**"] if missing else [])
 
@@ -220,17 +254,35 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
         "",
-        "| method | seeds | own policy | against none | p | failed | kept answers | kept tokens | verdict |",
-        "|---" * 9 + "|",
+        "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict |",
+        "|---" * 10 + "|",
     ]
     for method, seeds in condition.curves.items():
         cells = [method, str(len(seeds)), f"{np.mean(list(arms.outcome(method).values())):.3f}"]
         cells += ["", ""] if method == base else [str(arms.against_none(method)), f"{holm.get(method, math.nan):.3f}"]
-        cells += [f"{arms.failed(method)}{_fisher(arms, method)}"]
+        cells += [f"{arms.failed(method)}{_fisher(arms, method)}", str(sum(x > WORSE for x in arms.declines(method)))]
         cells += [f"{condition.mean(method, name):.3f}" for name in ("kept_sequences", "kept_tokens")]
         cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
         lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
-    return lines
+    return lines + _warnings(arms)
+
+
+def _warnings(arms: Arms) -> list[str]:
+    """Which number said beforehand what an uncorrected run would lose; none where hardly any lost something."""
+    uncorrected = arms.declines(arms.condition.base)
+    uncorrected += arms.declines(AGAIN.name) if AGAIN.name in arms.condition.curves else []
+    if sum(x > WORSE for x in uncorrected) < FEWEST_WORSE:
+        return []
+    return [
+        "",
+        f"Does a number warn? Of the {len(uncorrected)} uncorrected runs: the rank correlation of its mean, over the "
+        f"{STEPS_BEFORE} steps before the last evaluation but one, with what is lost from the best evaluation to the "
+        "last. The p are not corrected for their number.",
+        "",
+        "| number | rank correlation | p |",
+        "|---|---|---|",
+        *(f"| {number} | {rho:+.2f} | {p:.2f} |" for number, (rho, p) in arms.warnings().items()),
+    ]
 
 
 def _fisher(arms: Arms, method: str) -> str:
