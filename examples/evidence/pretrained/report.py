@@ -187,7 +187,8 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
         f"`python examples/evidence.py run {study.name} --model FOLDER`, then `report`.",
         f"{', '.join(f'{name} {value}' for name, value in shown.items())}; revision {', '.join(revisions)}.",
         "",
-        f"{group.model}, questions: {group.task}. {group.num_steps} rollouts of {group.num_prompts} x "
+        f"{group.model}, questions: {group.task}. {group.num_steps} rollout{'s' if group.num_steps > 1 else ''} of "
+        f"{group.num_prompts} x "
         f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates} optimizer "
         f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights of 16 bits "
         "with a copy in float32.",
