@@ -229,9 +229,10 @@ CAUSES: dict[str, Cause] = {
             looks_like=_left(f"{KERNEL_K3:g} to {PRETRAINED_K3:g}"),
             needs=("signals",),
             rule=kernels_or_low_precision,
-            advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16; in float16 the "
-            "k3 was a 70th (docs/metrics.md). In small models an fp8 cache or fp8 weights have this size. Token TIS "
-            "(yaml/mis.yaml) rejects nothing, and no study of mis_ext found it worse than no correction.",
+            advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
+            "both k3 was a 70th (docs/metrics.md). In small models an fp8 cache or fp8 weights have this "
+            "size. Token TIS (yaml/mis.yaml) rejects nothing, and no study of mis_ext found it worse than no "
+            "correction.",
         ),
         Cause(
             name="low_precision",
