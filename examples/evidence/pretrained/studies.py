@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from evidence.engines import EngineSpec
@@ -121,6 +122,11 @@ def _first_rollout(name: str, engine: EngineSpec, dtype: str, *, num_prompts: in
     )
 
 
+def _one_by_one(conditions: Sequence[PretrainedGroup]) -> tuple[PretrainedGroup, ...]:
+    """All runs of a condition before the next one: a process makes its engine once for each."""
+    return tuple(group for condition in conditions for group in runs_of([condition]))
+
+
 _PRECISION = [
     PretrainedGroup(
         name=f"pretrained_precision_{name}",
@@ -167,17 +173,17 @@ PRETRAINED_STUDIES = (
     Study(
         name="pretrained_fresh",
         question="Does a fresh engine need a correction: bf16, a cache in e4m3, weights and products in fp8?",
-        groups=tuple(group for condition in _FRESH for group in runs_of([condition])),
+        groups=_one_by_one(_FRESH),
     ),
     Study(
         name="pretrained_atlas",
         question="Which mismatch does each setting of engine and trainer have, before any training?",
-        groups=runs_of(_ATLAS),
+        groups=_one_by_one(_ATLAS),
     ),
     Study(
         name="pretrained_atlas_cpu",
         question="The same with SGLang on a CPU: what do fp16 and numbers of 8 bits do there?",
-        groups=runs_of(_ATLAS_CPU),
+        groups=_one_by_one(_ATLAS_CPU),
     ),
     Study(
         name="pretrained_long",
