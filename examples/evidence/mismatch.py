@@ -232,5 +232,7 @@ def _reach(rows: NDArray[np.float64]) -> int:
 
 def _by_position(pieces: list[Streams]) -> NDArray[np.float64]:
     d = _rows(pieces)
+    # Behind the longest response there is nothing.
+    d = d[:, ~np.isnan(d).all(0)]
     mean: NDArray[np.float64] = np.nanmean(np.expm1(d) - d, 0)
     return mean

@@ -12,7 +12,7 @@ from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study, preset
 from .group import PretrainedGroup, runs_of
 
 BF16 = EngineSpec(kind="sglang")
-FOUR_SEEDS, EIGHT_SEEDS, SIXTEEN_SEEDS = (tuple(range(1, count + 1)) for count in (4, 8, 16))
+FOUR_SEEDS, EIGHT_SEEDS = (tuple(range(1, count + 1)) for count in (4, 8))
 
 # Engine and the trainer's dtype. On a CPU SGLang has no caches of 8 bits and no deterministic mode.
 _ON_A_CPU = {
@@ -68,7 +68,7 @@ _FRESH = [
         name=f"pretrained_fresh_{name}",
         engine=_SETTINGS[name][0],
         methods=(NONE, AGAIN, TOKEN_TIS),
-        seeds=SIXTEEN_SEEDS,
+        seeds=EIGHT_SEEDS,
         dump_steps=(0, 30, 59),
     )
     for name in ("bf16", "e4m3_cache", "fp8_products")
