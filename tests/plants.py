@@ -86,7 +86,7 @@ def quantised(made: Engines) -> Engines:
 
 def older(made: Engines) -> Engines:
     """Weights of some updates ago."""
-    return made._replace(behavior=made.behavior + made.noise(0.4))
+    return made._replace(behavior=made.behavior + made.noise(0.5))
 
 
 def late(made: Engines) -> Engines:

@@ -23,7 +23,10 @@ BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in a pretrained one (SmolLM2-135M, "
     "benchmarks/real_stack/slime_gpu.md)"
 )
-QUANTISED = "an fp8 cache or fp8 weights gave 1e-3 to 8e-3 in small models, weights in e4m3 2.3e-2 in a pretrained one"
+QUANTISED = (
+    "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 5.5e-2 in a pretrained one "
+    "(benchmarks/evidence/pretrained_atlas.md)"
+)
 
 
 def equal(measured: Measured) -> Finding | None:
