@@ -515,6 +515,15 @@ def test_flips_are_where_a_router_differs_at_the_position_that_predicts_a_token(
     assert flips.shares() == {"routing_flips": pytest.approx(2 / 5), "routing_choices": pytest.approx(5 / 20)}
 
 
+def test_without_updates_rollouts_are_scored_and_weights_stay(workplace: Workplace) -> None:
+    training = PretrainedTraining(dataclasses.replace(GROUP, updates=0), workplace)
+    (row,) = steps(training, 1)
+    assert {"k3", "reward"} <= row.keys()
+    assert not {"grad_norm", "kept_tokens", "own_reward"} & row.keys()
+    start = workplace.pretrained.weights
+    assert all(torch.equal(weight, start[name]) for name, weight in training._trainer.weights().items())
+
+
 def test_flips_are_counted_and_kept_where_the_engine_tells_its_experts(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ class PretrainedGroup(Group):
         model: The checkpoint's name, for the record; the folder is said at run time.
         task: Of ``grpo.questions``.
         max_prompt: Tokens that the engine has room for before the answer.
+        updates: Optimizer steps per rollout. 0: rollouts are scored, and nothing is trained or evaluated.
         num_evaluated: Held-out questions of an evaluation, one answer each.
         ages: Steps after which some of a rollout are scored again, for the mismatch that so old weights would have.
         trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no

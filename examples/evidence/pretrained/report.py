@@ -189,9 +189,9 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
         "",
         f"{group.model}, questions: {group.task}. {group.num_steps} rollout{'s' if group.num_steps > 1 else ''} of "
         f"{group.num_prompts} x "
-        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates} optimizer "
-        f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights of 16 bits "
-        "with a copy in float32.",
+        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates or 'no'} "
+        f"optimizer step{'s' if group.updates != 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights "
+        "of 16 bits with a copy in float32.",
     ]
     if _is_trained(study):
         lines += [

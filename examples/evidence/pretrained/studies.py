@@ -152,8 +152,9 @@ _MOE = PretrainedGroup(
 
 
 def _atlas_moe(name: str, *, num_prompts: int) -> list[PretrainedGroup]:
-    """The first rollout of the dense model and of the mixture, whose experts are replayed or not."""
+    """The first rollout of the dense model and of the mixture, with its engine's experts and without; no training."""
     dense = _first_rollout(f"{name}_dense", _WITHOUT_GRAPHS, "bfloat16", num_prompts=num_prompts)
+    dense = replace(dense, updates=0)
     return [dense, replace(dense, name=f"{name}_mixture", methods=(NONE, REPLAY), **_MIXTURE)]
 
 

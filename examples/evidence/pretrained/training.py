@@ -89,9 +89,9 @@ class PretrainedTraining:
             streams = (data[name][: group.num_dumped] for name in ("log_probs", "rollout_log_probs"))
             flipped = flips.by_answer[: group.num_dumped]
             keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
-        found |= self._update(data, batches, step)
+        found |= self._update(data, batches, step) if group.updates else {}
         trained = time.perf_counter()
-        if step % group.eval_interval == 0 or step + 1 == group.num_steps:
+        if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
             found["own_reward"] = self._evaluate()
         found["seconds"] = time.perf_counter() - start
         found |= {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
