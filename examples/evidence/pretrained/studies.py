@@ -212,7 +212,7 @@ PRETRAINED_STUDIES = (
     ),
     Study(
         name="pretrained_atlas_moe_cpu",
-        question="The same with SGLang on a CPU: which mismatch has a mixture of experts beside its dense model?",
+        question="Which mismatch has a mixture of experts beside its dense model, with SGLang on a CPU?",
         groups=runs_of(_atlas_moe("pretrained_atlas_moe_cpu", num_prompts=8)),
     ),
     Study(
