@@ -280,7 +280,7 @@ def _routing(group: PretrainedGroup, condition: Condition) -> list[str]:
     if not group.experts:
         return []
     base = condition.base
-    k3 = ", ".join(f"{method} {condition.mean(method, 'k3'):.1e}" for method in condition.curves)
+    k3 = "; ".join(f"{method} {condition.mean(method, 'k3'):.1e}" for method in condition.curves)
     return [
         "Without replay the trainer's routers choose other experts than the engine's in some layer at "
         f"{condition.mean(base, 'routing_flips'):.1%} of the tokens, and in "
