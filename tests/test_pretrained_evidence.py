@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     from evidence.engines import EngineSpec
     from evidence.group import Method
     from evidence.outcomes import Condition
-    from evidence.pretrained import report, studies
+    from evidence.pretrained import report, routing, studies
     from evidence.pretrained import training as training_module
     from evidence.pretrained.group import PretrainedGroup, runs_of
     from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended
@@ -44,6 +44,8 @@ with warnings.catch_warnings():
     from grpo import questions
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import LlamaForCausalLM
+
+    from mis_ext.onpolicy import RoutedExperts
 
 # Megatron-Core warns of its own choices.
 pytestmark = [
@@ -62,6 +64,7 @@ TINY: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), **TINY)
+MIXTURE = dataclasses.replace(GROUP, experts=4, expert_noise=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +200,7 @@ def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(
     answers = sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
     assert answers == sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
     assert len({len(ids) for ids in answers.ids}) > 2
-    for prompt, ids, logprobs in zip(prompts, *answers, strict=True):
+    for prompt, ids, logprobs in zip(prompts, answers.ids, answers.logprobs, strict=True):
         assert 4 not in ids[:-1]
         assert len(ids) == 9 or ids[-1] == 4
         logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].detach() / 0.7
@@ -408,6 +411,167 @@ def test_a_seed_that_a_study_has_not_is_a_run_for_each_method() -> None:
     assert [group.name for group in more] == ["a-seed2-none", "a-seed2-token_tis", "a-seed9-none", "a-seed9-token_tis"]
     assert more[-1].run == (TOKEN_TIS, 9)
     assert isinstance(more[-1], PretrainedGroup)
+
+
+@pytest.mark.whole_run
+def test_a_mixture_trains_and_goes_on_and_measures_no_routing_that_its_engine_does_not_tell(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+    group = dataclasses.replace(MIXTURE, eval_interval=1)
+    whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
+    expected = steps(whole, 3)
+    assert all(row["grad_norm"] > 0 for row in expected)
+    # The engine of the tests is exact, so both sides have the same weights.
+    assert all(row["k3"] < 1e-4 and "routing_flips" not in row for row in expected)
+    steps(first, 2)
+    second = PretrainedTraining(group, workplace)
+    second.restore(first.state())
+    assert steps(second, 1) == expected[2:]
+    before, after = workplace.start(group).weights, whole._trainer.weights()
+    assert before.keys() == after.keys()
+    for name in ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        name = f"model.layers.1.{name}"
+        assert not torch.equal(before[name], after[name]), name
+
+
+def tell_experts(training: PretrainedTraining, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Let the engine tell random experts, two different ones for each token and layer; they are added to this list."""
+    told: list[torch.Tensor] = []
+    sample, generator = training._engine.sample, torch.Generator().manual_seed(7)
+
+    def sample_and_tell(prompts: list[list[int]], **options: Any) -> Any:
+        answers = sample(prompts, **options)
+        lengths = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, answers.ids, strict=True)]
+        experts = [torch.rand(length, 2, 4, generator=generator).argsort(-1)[..., :2] for length in lengths]
+        told.extend(experts)
+        return answers._replace(experts=experts)
+
+    monkeypatch.setattr(training._engine, "sample", sample_and_tell)
+    return told
+
+
+def test_the_engines_experts_are_replayed_in_scoring_and_in_training(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prompts of many lengths.
+    question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda answer: 0.0)  # noqa: E731
+    monkeypatch.setattr(questions, "_arithmetic", question)
+    size = {"num_prompts": 8, "samples_per_prompt": 2, "micro_batch_size": 4, "num_evaluated": 1}
+    group = dataclasses.replace(MIXTURE, methods=(studies.REPLAY,), ages=(1,), **size)
+    training = PretrainedTraining(group, workplace)
+    told = tell_experts(training, monkeypatch)
+    layouts: list[Any] = []
+    make = training._trainer.micro_batches
+    monkeypatch.setattr(training._trainer, "micro_batches", lambda data: (layouts.extend(made := make(data)), made)[1])
+    with training._trainer.recorded_routing() as record:
+        row = steps(training, 1)[0]
+    assert not {"routing_flips", "routing_choices"} & row.keys()
+    passes = record.micro_batches()
+    assert len(layouts) * 2 == len(passes) == 8
+    lengths = [len(experts) for experts in told]
+    assert len(set(lengths)) > 2
+    for number, experts_NLK in enumerate(passes):
+        samples = told[number % 4 * 4 :][:4]
+        by_position = experts_NLK.view(-1, 4, 2, 2)
+        for index, experts_TLK in enumerate(samples):
+            assert torch.equal(by_position[: len(experts_TLK), index].long(), experts_TLK), (number, index)
+    # An old rollout is scored with its own experts, not with those of the last one.
+    training._past.extend([training._past[0]] * 4)
+    monkeypatch.setattr(training_module, "STEPS_BETWEEN_AGES", 1)
+    assert "k3_age_1" in steps(training, 1)[0]
+
+
+def test_flips_are_where_a_router_differs_at_the_position_that_predicts_a_token(workplace: Workplace) -> None:
+    training = PretrainedTraining(MIXTURE, workplace)
+    total, responses = [7, 5], [3, 2]
+    experts = [torch.tensor([[0, 1], [2, 3]]).expand(length - 1, 2, 2).clone() for length in total]
+    data = {
+        "tokens": [torch.arange(length) for length in total],
+        "total_lengths": total,
+        "response_lengths": responses,
+        "max_seq_lens": [7, 7],
+        "rollout_routed_experts": [
+            RoutedExperts.from_rows(rows, num_tokens=length, num_experts=4)
+            for rows, length in zip(experts, total, strict=True)
+        ],
+    }
+    batches = training._trainer.micro_batches(data)
+    own = batches[0].routing.experts_TLK.clone()
+    # The other order of the same experts is no difference.
+    own[:, 0] = own[:, 0].flip(-1)
+    assert routing.Flips.of([own], batches).shares() == {"routing_flips": 0.0, "routing_choices": 0.0}
+    # Rows are position after position. The last token of the first prompt predicts the first token of its answer.
+    own[3 * 2 + 0, 1, 0] = 0
+    # The second answer: what predicts its last token, in both layers; a token of its prompt; the last token itself.
+    own[3 * 2 + 1] = torch.tensor([[3, 2], [1, 0]])
+    own[1 * 2 + 1] = torch.tensor([[3, 2], [1, 0]])
+    own[4 * 2 + 1] = 0
+    flips = routing.Flips.of([own], batches)
+    assert [answer.tolist() for answer in flips.by_answer] == [[True, False, False], [False, True]]
+    # Of 5 tokens with 4 choices: one choice, and all 4.
+    assert flips.shares() == {"routing_flips": pytest.approx(2 / 5), "routing_choices": pytest.approx(5 / 20)}
+
+
+def test_without_updates_rollouts_are_scored_and_weights_stay(workplace: Workplace) -> None:
+    training = PretrainedTraining(dataclasses.replace(GROUP, updates=0), workplace)
+    (row,) = steps(training, 1)
+    assert {"k3", "reward"} <= row.keys()
+    assert not {"grad_norm", "kept_tokens", "own_reward"} & row.keys()
+    start = workplace.pretrained.weights
+    assert all(torch.equal(weight, start[name]) for name, weight in training._trainer.weights().items())
+
+
+def test_flips_are_counted_and_kept_where_the_engine_tells_its_experts(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = PretrainedTraining(dataclasses.replace(MIXTURE, dump_steps=(0,)), workplace)
+    tell_experts(training, monkeypatch)
+    kept: dict[str, Any] = {}
+    (row,) = training.step(lambda name, arrays: kept.update(arrays))
+    # Two layers have the same two experts of four by chance in one of 36 tokens.
+    assert row["routing_flips"] > 0.8
+    assert 0.3 < row["routing_choices"] < 0.7
+    assert kept["flips"].sum() / kept["mask"].sum() == pytest.approx(row["routing_flips"], abs=1e-3)
+    assert not (kept["flips"] & ~kept["mask"]).any()
+
+
+def test_experts_that_are_not_there_cannot_be_replayed(workplace: Workplace) -> None:
+    with pytest.raises(ValueError, match="a method replays routing, and the model has no experts"):
+        dataclasses.replace(GROUP, methods=(NONE, studies.REPLAY))
+    with pytest.raises(ValueError, match="said by the methods"):
+        dataclasses.replace(MIXTURE, replays_routing=True)
+    with pytest.raises(ValueError, match="weights='fp8_blocks' is for dense models"):
+        dataclasses.replace(MIXTURE, engine=EngineSpec(kind="sglang", weights="fp8_blocks"))
+    training = PretrainedTraining(dataclasses.replace(MIXTURE, methods=(studies.REPLAY,)), workplace)
+    with pytest.raises(ValueError, match="the engine did not tell the experts"):
+        steps(training, 1)
+
+
+def test_a_page_tells_replayed_experts_from_the_routers_own(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dataclasses.replace(MIXTURE, methods=(NONE, studies.REPLAY), dump_steps=(0,), num_evaluated=1)
+    study = Study(name="moe", question="Experts?", groups=runs_of([group]))
+    results = Results(tmp_path / "results")
+    for each in study.groups:
+        training = PretrainedTraining(each, workplace)
+        with monkeypatch.context() as patch:
+            tell_experts(training, patch)
+            rows: list[dict[str, Any]] = []
+            with results.saving(each, training, rows) as keep:
+                rows += [row for _ in range(2) for row in training.step(keep)]
+    report.report([study], Results(tmp_path / "results"), tmp_path / "pages")
+    page = (tmp_path / "pages" / "moe.md").read_text()
+    for words in ("| tiny | 0 |", "| tiny, experts replayed | 0 |", "4 experts in every layer", "noise of 0.3"):
+        assert words in page
+    flipped = page.partition("| flipped tokens |")[2].partition("![where]")[0]
+    assert "| tiny |" in flipped
+    assert "replayed" not in flipped
+    assert "choose other experts than the engine's in some layer at " in page
+    assert "k3 over all steps: none " in page
 
 
 def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:

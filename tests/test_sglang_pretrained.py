@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,22 @@ if importlib.util.find_spec("sglang") is None:
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from evidence.engines import EngineSpec
-from evidence.pretrained.samplers import Answers, SGLangSampler
-from tiny_checkpoint import write_tiny_checkpoint
-from transformers import LlamaForCausalLM
+with warnings.catch_warnings():
+    # Megatron-Core reports at import what is not installed.
+    warnings.simplefilter("ignore")
+    from evidence.engines import EngineSpec
+    from evidence.pretrained.group import PretrainedGroup
+    from evidence.pretrained.samplers import Answers, SGLangSampler
+    from evidence.pretrained.studies import REPLAY
+    from evidence.pretrained.training import PretrainedTraining
+    from evidence.pretrained.workplace import Workplace
+    from evidence.study import NONE
+    from grpo.experts import upcycled
+    from grpo.pretrained import Pretrained, load_pretrained
+    from tiny_checkpoint import write_tiny_checkpoint
+    from transformers import LlamaForCausalLM, MixtralForCausalLM
+
+from mis_ext.onpolicy import record_hf_routing
 
 pytestmark = [
     pytest.mark.sglang,
@@ -39,15 +53,72 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def largest_difference(policy: LlamaForCausalLM, answers: Answers) -> float:
+def largest_difference(policy: LlamaForCausalLM | MixtralForCausalLM, answers: Answers) -> float:
     """Of the engine's log-probs from those of transformers in float32."""
     found = 0.0
-    for prompt, ids, logprobs in zip(PROMPTS, *answers, strict=True):
+    for prompt, ids, logprobs in zip(PROMPTS, answers.ids, answers.logprobs, strict=True):
         with torch.no_grad():
             logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
         found = max(found, float((expected - torch.tensor(logprobs)).abs().max()))
     return found
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Pretrained:
+    """Of a width that SGLang's CPU leaves as it is."""
+    write_tiny_checkpoint(tmp_path, ffn_size=64)
+    return upcycled(load_pretrained(tmp_path), num_experts=16, noise=0.5)
+
+
+def test_a_mixture_tells_for_each_prompt_and_answer_the_experts_of_its_own_tokens(mixture: Pretrained) -> None:
+    policy = MixtralForCausalLM._from_config(mixture.config, dtype=torch.float32).eval()
+    policy.load_state_dict(mixture.weights)
+    engine = SGLangSampler(
+        EngineSpec(kind="sglang", dtype="float32"), mixture.config, batch=32, length=16, device=torch.device("cpu")
+    )
+    try:
+        engine.load(mixture.weights)
+        answers = engine.sample(PROMPTS, num_tokens=9, temperature=0.8, end_token=END, seed=1)
+        one = engine.sample(PROMPTS, num_tokens=1, temperature=0.8, end_token=END, seed=1)
+    finally:
+        engine.close()
+    # Both in float32.
+    assert largest_difference(policy, answers) < 1e-4
+    assert len({len(ids) for ids in answers.ids}) > 2
+    assert [len(experts) for experts in one.experts] == [len(prompt) for prompt in PROMPTS]
+    for prompt, ids, experts_TLK in zip(PROMPTS, answers.ids, answers.experts, strict=True):
+        with record_hf_routing(policy) as record, torch.no_grad():
+            policy(torch.tensor([prompt + ids]))
+        (expected,) = record.samples([len(prompt) + len(ids)])
+        assert torch.equal(experts_TLK.sort(-1).values, expected.experts_TLK[:-1].sort(-1).values)
+        assert experts_TLK.dtype == torch.int64
+    # Tokens have other experts than their neighbours: a shift would be seen.
+    tokens = torch.cat(answers.experts).sort(-1).values.flatten(1)
+    assert len(tokens.unique(dim=0)) > 4
+
+
+def test_a_mixture_is_sampled_scored_and_trained_with_its_own_experts_or_with_the_engines(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, ffn_size=64)
+    size = {"num_steps": 1, "num_prompts": 4, "response_length": 8, "num_evaluated": 4, "micro_batch_size": 8}
+    settings = {"disable_cuda_graph": True}
+    mixture = {"experts": 32, "expert_noise": 0.5, "engine": EngineSpec(kind="sglang", settings=settings)}
+    group = PretrainedGroup(name="moe", methods=(NONE,), seeds=(1,), dtype="float32", **size, **mixture)
+    place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
+    rows = {}
+    try:
+        for method in (NONE, REPLAY):
+            training = PretrainedTraining(dataclasses.replace(group, methods=(method,)), place)
+            (rows[method.name],) = training.step(lambda name, arrays: None)
+    finally:
+        place.close()
+    own, replayed = rows["none"], rows["replay"]
+    # The engine in bfloat16, the trainer in float32.
+    assert 0 < own["routing_flips"] < 0.5
+    assert 0 < own["routing_choices"] < own["routing_flips"]
+    assert "routing_flips" not in replayed
+    assert own["reward"] == replayed["reward"]
+    assert 0 < replayed["k3"] < own["k3"] < 0.1
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8_blocks"])

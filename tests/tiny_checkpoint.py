@@ -18,7 +18,7 @@ TEMPLATE = (
 )
 
 
-def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True) -> None:
+def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True, ffn_size: int = 96) -> None:
     """Write it: two layers, bfloat16, a token for each letter, and digits likelier than the rest."""
     letters = [*string.digits, *string.ascii_letters, *" ,.:?+"]
     names = [START, END, "<|unknown|>", *letters]
@@ -35,7 +35,7 @@ def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True) 
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=ffn_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -27,6 +27,7 @@ class Method:
             the run with the same seed, at random. The control for every filter.
         stream: Of random numbers to sample with, of a pretrained model: another one shows what chance alone does.
         bypasses: Of a pretrained model: PPO's ratio is that to the policy that sampled, and nothing is corrected.
+        replays_routing: Of a pretrained model: the trainer scores and trains with the experts that the engine chose.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Method:
     like: str | None = None
     stream: int = 0
     bypasses: bool = False
+    replays_routing: bool = False
 
     @cached_property
     def config(self) -> mis_ext.CorrectionConfig | None:

@@ -49,7 +49,9 @@ def of_groups(groups: Iterable[Group], results: Results) -> dict[str, Steps]:
     merged: dict[str, Steps] = {}
     for group in groups:
         for step, streams in results.log_probs(group).items():
-            merged.setdefault(group.condition, {}).setdefault(step, []).append(Streams(**streams))
+            replays = any(method.replays_routing for method in group.methods)
+            name = f"{group.condition}, experts replayed" if replays else group.condition
+            merged.setdefault(name, {}).setdefault(step, []).append(Streams(**streams))
     return merged
 
 

@@ -46,9 +46,8 @@ class SGLangEngine:
             rounded = self._quantizer.quantize(rounded)
         for run, prompts_BP in enumerate(prompts_RBP):
             self._runner.load({name: weight[run] for name, weight in rounded.items()})
-            results.append(
-                self._runner.generate(prompts_BP, num_tokens=num_tokens, temperature=temperature, top_p=top_p)
-            )
+            found = self._runner.generate(prompts_BP, num_tokens=num_tokens, temperature=temperature, top_p=top_p)
+            results.append(found._replace(experts=None if found.experts is None else torch.stack(found.experts)))
         return Sampled(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)))
 
     def close(self) -> None:

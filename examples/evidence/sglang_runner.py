@@ -2,8 +2,8 @@
 
 What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and
 sampler. Left out is what stands around it: server, scheduler process, tokenizer, cache of prefixes. The calls are those
-of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU; a mixture of experts has run
-on the CPU only.
+of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU; Mixtral has run on the CPU
+only.
 """
 
 from __future__ import annotations
@@ -48,24 +48,28 @@ ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 STEPS_BETWEEN_LOOKS = 8
 # Of an 8-bit cache, which some models have beside 8-bit weights; 1 where the checkpoint has none.
 CACHE_SCALES = ("attn.k_scale", "attn.v_scale")
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# Qwen3-MoE's names, and Mixtral's.
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
+# What chooses the experts of a layer, in Qwen3-MoE and in Mixtral.
+CHOOSING = (".mlp.topk", ".block_sparse_moe.topk")
 
 
 class Generated(NamedTuple):
-    """What the runner returns; P and L are the lengths of prompts and responses.
+    """What the runner returns; P is the length of a row's prompt, and L that of all responses.
 
     Attributes:
         ids: [B, L], int64.
         logprobs: [B, L], float32: the sampler's, of softmax(logits / temperature).
-        experts: [B, P + L - 1, layers, experts of a token] of every token but the last. None without experts, and with
-            CUDA graphs, which do not show what their layers chose.
+        experts: For each row [P + L - 1, layers, experts of a token], int64, of every token but the last, which is no
+            input. None without experts, and with CUDA graphs, which do not show what their layers chose.
         kept: [B, L, vocabulary], bool: the tokens that top-p kept. None where it keeps all.
         log_mass: [B, L], float32: log of the probability of the kept tokens together.
     """
 
     ids: Tensor
     logprobs: Tensor
-    experts: Tensor | None
+    experts: list[Tensor] | None
     kept: Tensor | None
     log_mass: Tensor | None
 
@@ -77,7 +81,8 @@ class SGLangRunner:
     whose rendezvous that group would join.
 
     Args:
-        hf_config: A Llama, Qwen2, Qwen3 or Qwen3-MoE configuration. Tied embeddings are one weight: of the embedding.
+        hf_config: A Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral configuration. Tied embeddings are one weight: of the
+            embedding. SGLang's Mixtral has no tied embeddings.
         device: A CUDA device or the CPU.
         batch_size: Prompts of every call. CUDA graphs are captured for this size only.
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
@@ -207,7 +212,7 @@ class SGLangRunner:
         """Sample ``num_tokens`` tokens after each prompt.
 
         Args:
-            prompts: Token ids, int64, ``batch_size`` rows; of one length if the experts are asked for.
+            prompts: Token ids, int64, ``batch_size`` rows.
             num_tokens: Length L of the responses.
             temperature: Divides the logits, above 0.
             top_p: Share of the mass to sample from, above 0 and at most 1.
@@ -269,7 +274,7 @@ class SGLangRunner:
         return Generated(
             torch.stack(ids, dim=1),
             torch.stack(log_probs, dim=1),
-            self._experts(len(ids)),
+            self._experts([*map(len, prompts)], len(ids)),
             torch.stack(kept, dim=1) if kept else None,
             torch.stack(log_mass, dim=1) if kept else None,
         )
@@ -364,16 +369,20 @@ class SGLangRunner:
         forward_batch.return_logprob = True
         return result.logits_output, forward_batch
 
-    def _experts(self, num_forwards: int) -> Tensor | None:
+    def _experts(self, prompt_lengths: list[int], num_forwards: int) -> list[Tensor] | None:
         """Return what ``Generated.experts`` says of the last call."""
         if not self._chosen or self.used_cuda_graphs:
             return None
         num_layers = len(self._chosen) // num_forwards
-        by_forward = [
-            torch.stack(self._chosen[start : start + num_layers], dim=1).unflatten(0, (self._batch_size, -1))
+        # First all prompts, one behind the other, then a token of each row at a time.
+        prompts, *tokens = (
+            torch.stack(self._chosen[start : start + num_layers], dim=1).long()
             for start in range(0, len(self._chosen), num_layers)
-        ]
-        return torch.cat(by_forward, dim=1).long()
+        )
+        rows = prompts.split(prompt_lengths)
+        if not tokens:
+            return [*rows]
+        return [torch.cat(parts) for parts in zip(rows, torch.stack(tokens, dim=1), strict=True)]
 
     def _check_held(self) -> None:
         """Raise a RuntimeError if the last ``load`` left other values in the engine than were given."""
@@ -492,16 +501,16 @@ def _place(name: str, shapes: dict[str, torch.Size]) -> tuple[str, int]:
 
 def _place_of_expert(expert: re.Match[str], shape: torch.Size) -> tuple[str, int]:
     """Return the same in the matrices of one expert: gate above up, and down."""
-    if expert[3] == "down":
+    if expert[3] in DOWN:
         return f"{expert[1]}.w2_weight", 0
-    return f"{expert[1]}.w13_weight", shape[0] if expert[3] == "up" else 0
+    return f"{expert[1]}.w13_weight", shape[0] if expert[3] in UP else 0
 
 
 def _record_experts(model: torch.nn.Module) -> list[Tensor]:
     """Return a list to which every router adds the experts [tokens, K] that it chose, layer by layer."""
     chosen: list[Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith(".mlp.topk"):
+        if name.endswith(CHOOSING):
             module.register_forward_hook(lambda module, inputs, output: chosen.append(output.topk_ids.clone()))
     return chosen
 

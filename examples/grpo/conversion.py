@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core import parallel_state
@@ -59,9 +59,11 @@ def load_weights(model: GPTModel, weights: Mapping[str, Tensor], shape: ModelSha
             put(f"{attention}.q_layernorm.weight", weights[f"{of}.self_attn.q_norm.weight"])
             put(f"{attention}.k_layernorm.weight", weights[f"{of}.self_attn.k_norm.weight"])
         put(f"{attention}.linear_proj.weight", weights[f"{of}.self_attn.o_proj.weight"], 1)
-        gate, up = (weights[f"{of}.mlp.{name}_proj.weight"].chunk(size)[rank] for name in ("gate", "up"))
-        put(f"{layer}.mlp.linear_fc1.weight", torch.cat([gate, up]))
-        put(f"{layer}.mlp.linear_fc2.weight", weights[f"{of}.mlp.down_proj.weight"], 1)
+        for mlp, gate, up, down in _feed_forwards(weights, f"{of}.mlp", shape):
+            put(f"{layer}.mlp{mlp}.linear_fc1.weight", torch.cat([part.chunk(size)[rank] for part in (gate, up)]))
+            put(f"{layer}.mlp{mlp}.linear_fc2.weight", down, 1)
+        if shape.num_experts:
+            put(f"{layer}.mlp.router.weight", weights[f"{of}.mlp.gate.weight"])
     if left:
         raise ValueError(f"no weights for {sorted(left)}")
 
@@ -86,15 +88,12 @@ def export_weights(model: GPTModel, shape: ModelShape) -> dict[str, Tensor]:
 def _layer_weights(layer: torch.nn.Module, shape: ModelShape) -> dict[str, Tensor]:
     """Undo Megatron's fusions: heads are stored per key-value group, gate and up projection in one matrix."""
     attention = layer.self_attention
-    gate, up = layer.mlp.linear_fc1.weight.chunk(2)
     weights = {
         "input_layernorm.weight": layer.input_layernorm.weight,
         **_split_qkv(attention.linear_qkv.weight, "weight", shape),
         "self_attn.o_proj.weight": attention.linear_proj.weight,
         "post_attention_layernorm.weight": layer.pre_mlp_layernorm.weight,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.mlp.linear_fc2.weight,
+        **(_experts_weights(layer.mlp) if shape.num_experts else _dense_weights(layer.mlp)),
     }
     if shape.has_qkv_bias:
         weights |= _split_qkv(attention.linear_qkv.bias, "bias", shape)
@@ -102,6 +101,38 @@ def _layer_weights(layer: torch.nn.Module, shape: ModelShape) -> dict[str, Tenso
         weights["self_attn.q_norm.weight"] = attention.q_layernorm.weight
         weights["self_attn.k_norm.weight"] = attention.k_layernorm.weight
     return weights
+
+
+def _dense_weights(mlp: torch.nn.Module) -> dict[str, Tensor]:
+    gate, up = mlp.linear_fc1.weight.chunk(2)
+    return {
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": mlp.linear_fc2.weight,
+    }
+
+
+def _experts_weights(mlp: torch.nn.Module) -> dict[str, Tensor]:
+    """Transformers joins the experts of a layer, see ``experts.py``: these are copies."""
+    experts = mlp.experts.local_experts
+    return {
+        "mlp.gate.weight": mlp.router.weight,
+        "mlp.experts.gate_up_proj": torch.stack([expert.linear_fc1.weight for expert in experts]),
+        "mlp.experts.down_proj": torch.stack([expert.linear_fc2.weight for expert in experts]),
+    }
+
+
+def _feed_forwards(
+    weights: Mapping[str, Tensor], mlp: str, shape: ModelShape
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Where Megatron has each SwiGLU of a layer, and its gate, up and down projection."""
+    if not shape.num_experts:
+        gate, up, down = (weights[f"{mlp}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        yield "", gate, up, down
+        return
+    joined = zip(weights[f"{mlp}.experts.gate_up_proj"], weights[f"{mlp}.experts.down_proj"], strict=True)
+    for expert, (gate_up, down) in enumerate(joined):
+        yield f".experts.local_experts.{expert}", *gate_up.chunk(2), down
 
 
 def _joined_qkv(weights: Mapping[str, Tensor], of: str, kind: str, shape: ModelShape) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import PretrainedConfig, Qwen3Config
@@ -22,12 +24,16 @@ FAMILIES = {
     "llama": {"has_qkv_bias": False, "has_qk_norm": False},
     "qwen2": {"has_qkv_bias": True, "has_qk_norm": False},
     "qwen3": {"has_qkv_bias": False, "has_qk_norm": True},
+    "mixtral": {"has_qkv_bias": False, "has_qk_norm": False},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped queries; by default Qwen3's normalised heads."""
+    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped queries; by default Qwen3's normalised heads.
+
+    With ``num_experts`` every SwiGLU is a mixture of so many, each as wide as ``ffn_hidden_size``.
+    """
 
     num_layers: int = 2
     hidden_size: int = 64
@@ -42,13 +48,15 @@ class ModelShape:
     is_tied: bool = False
     has_qkv_bias: bool = False
     has_qk_norm: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 2
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, max_length: int | None = None) -> ModelShape:
         """Read a configuration of transformers.
 
         Args:
-            config: Of Llama, Qwen2 or Qwen3.
+            config: Of Llama, Qwen2, Qwen3 or Mixtral.
             max_length: Tokens of the longest sequence, where that is less than the model can take.
 
         Raises:
@@ -67,6 +75,10 @@ class ModelShape:
             "attention_bias": (getattr(config, "attention_bias", False), False),
             "use_sliding_window": (getattr(config, "use_sliding_window", False), False),
         }
+        experts = {}
+        if config.model_type == "mixtral":
+            unlike["sliding_window"] = (config.sliding_window, None)
+            experts = {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
         for key, (found, expected) in unlike.items():
             if found != expected:
                 raise ValueError(f"{key} is {found!r}: the trainer's model has {expected!r} only")
@@ -83,6 +95,7 @@ class ModelShape:
             rope_base=float(rope["rope_theta"]),
             is_tied=config.tie_word_embeddings,
             **family,
+            **experts,
         )
 
 
@@ -114,7 +127,19 @@ def transformer_config(
     calculate_per_token_loss: bool,
     dtype: torch.dtype = torch.float32,
 ) -> TransformerConfig:
-    """Describe the decoder to Megatron-Core, without kernels that need a GPU."""
+    """Describe the decoder to Megatron-Core, without kernels that need a GPU.
+
+    Routers compute in float32, as slime's settings of models say, and weight a token's experts by the softmax of their
+    scores alone. No loss balances experts, and no token is dropped.
+    """
+    experts: dict[str, Any] = {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "allgather",
+    }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -145,6 +170,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **(experts if shape.num_experts else {}),
     )
 
 
@@ -152,7 +178,12 @@ def build_model(
     shape: ModelShape, config: TransformerConfig, *, seed: int, core_attention: type | None = GatheredAttention
 ) -> GPTModel:
     """Build the trainer's model with the same weights on every rank; without a core attention, with Megatron's own."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
+    # Without Transformer Engine, Megatron-Core 0.16 forgets to define this name, which its routers look up.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm
+    )
     if core_attention is not None:
         spec.submodules.self_attention.submodules.core_attention = core_attention
     # Given a layer alone, Megatron-Core takes the last norm from Transformer Engine where that is installed.

@@ -57,7 +57,8 @@ def load_pretrained(path: Path) -> Pretrained:
     # The file's own storage is of no concern to engines.
     for key in ("quantization_config", "_pre_quantization_dtype"):
         config.__dict__.pop(key, None)
-    ModelShape.of(config)
+    if ModelShape.of(config).num_experts:
+        raise ValueError(f"{path}: a mixture of experts; only a dense model can be the start here")
     config.eos_token_id = end_of_answer(tokenizer)
     config.bos_token_id = config.pad_token_id = None
     weights = {name: weight.detach() for name, weight in model.state_dict().items()}

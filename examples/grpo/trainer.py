@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mis_ext import session_for
+from mis_ext.onpolicy import RoutingLayout, record_routing, replay_routing
+from mis_ext.onpolicy.routing.layout import LocalRouting
+from mis_ext.onpolicy.routing.replay import RoutingRecord
 
 from .conversion import export_weights, load_weights, named_weights
 from .cpu import megatron_device
@@ -38,10 +42,12 @@ class MicroBatch:
     Attributes:
         samples: Where they are in the rank's rollout data.
         inputs: What the model takes.
+        routing: The experts that the engine chose for them, where it told.
     """
 
     samples: slice
     inputs: ModelInputs
+    routing: LocalRouting | None = None
 
 
 class Trainer:
@@ -107,7 +113,7 @@ class Trainer:
                 cp_size=self._ranks.cp_size,
                 device=self._ranks.device,
             )
-            batches.append(MicroBatch(samples=samples, inputs=inputs))
+            batches.append(MicroBatch(samples=samples, inputs=inputs, routing=self._routing(data, samples, inputs)))
         return batches
 
     def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -121,6 +127,10 @@ class Trainer:
             log_probs = self._run(step, batches, forward_only=True, collect_non_loss_data=True)
         pieces = zip(batches, log_probs, strict=True)
         return [piece for batch, log_probs_T in pieces for piece in split_samples(log_probs_T, batch)]
+
+    def recorded_routing(self) -> AbstractContextManager[RoutingRecord]:
+        """Inside, the experts that the model's routers use are recorded, pass by pass."""
+        return record_routing(self._model)
 
     @torch.no_grad()
     def next_logits(self, sequences: Sequence[list[int]]) -> tuple[Tensor, list[int]]:
@@ -285,8 +295,29 @@ class Trainer:
         means = totals[:-1] / (totals[-1] if per_token else num_samples)
         return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": grad_norm}
 
+    def _routing(self, data: dict[str, Any], samples: slice, inputs: ModelInputs) -> LocalRouting | None:
+        """The engine's experts of a micro-batch in the order of this rank's routers."""
+        if "rollout_routed_experts" not in data:
+            return None
+        lengths = data["total_lengths"][samples]
+        ranks = {"cp_rank": self._ranks.cp_rank, "cp_size": self._ranks.cp_size}
+        if inputs.packed_seq_params is None:
+            layout = RoutingLayout.padded(lengths, padded_length=inputs.tokens.shape[1] * ranks["cp_size"], **ranks)
+        else:
+            layout = RoutingLayout.packed(lengths, **ranks)
+        return layout.local(data["rollout_routed_experts"][samples])
+
+    def _replayed(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """With slime's ``--use-rollout-routing-replay``, every pass takes the engine's experts."""
+        if not getattr(self._args, "use_rollout_routing_replay", False):
+            return nullcontext()
+        routings = [batch.routing for batch in batches if batch.routing is not None]
+        if len(routings) < len(batches):
+            raise ValueError("use_rollout_routing_replay: the engine did not tell the experts of this rollout")
+        return replay_routing(self._model, routings)
+
     def _run(self, step: Callable[..., Any], batches: Sequence[MicroBatch], **options: Any) -> list[Any]:
-        with megatron_device(self._ranks.device):
+        with megatron_device(self._ranks.device), self._replayed(batches):
             return self._forward_backward(
                 forward_step_func=step,
                 data_iterator=iter(batches),

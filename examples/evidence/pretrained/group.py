@@ -18,6 +18,7 @@ class PretrainedGroup(Group):
         model: The checkpoint's name, for the record; the folder is said at run time.
         task: Of ``grpo.questions``.
         max_prompt: Tokens that the engine has room for before the answer.
+        updates: Optimizer steps per rollout. 0: rollouts are scored, and nothing is trained or evaluated.
         num_evaluated: Held-out questions of an evaluation, one answer each.
         ages: Steps after which some of a rollout are scored again, for the mismatch that so old weights would have.
         trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no
@@ -25,6 +26,11 @@ class PretrainedGroup(Group):
         micro_batch_size: Answers in one pass of the trainer.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
+        experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
+        expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
+
+    Raises:
+        ValueError: Experts are to be replayed that the model has not, or rounded.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -43,6 +49,16 @@ class PretrainedGroup(Group):
     micro_batch_size: int = 64
     num_dumped: int = 64
     dtype: str = "bfloat16"
+    experts: int = 0
+    expert_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.replays_routing:
+            raise ValueError(f"{self.name}: replays_routing is said by the methods of a pretrained model")
+        if not self.experts and any(method.replays_routing for method in self.methods):
+            raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
+        if self.experts and self.engine.weights != "auto":
+            raise ValueError(f"{self.name}: weights={self.engine.weights!r} is for dense models, not for experts")
 
     @property
     def run(self) -> tuple[Method, int]:

@@ -189,9 +189,9 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
         "",
         f"{group.model}, questions: {group.task}. {group.num_steps} rollout{'s' if group.num_steps > 1 else ''} of "
         f"{group.num_prompts} x "
-        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates} optimizer "
-        f"step{'s' if group.updates > 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights of 16 bits "
-        "with a copy in float32.",
+        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates or 'no'} "
+        f"optimizer step{'s' if group.updates != 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights "
+        "of 16 bits with a copy in float32.",
     ]
     if _is_trained(study):
         lines += [
@@ -202,6 +202,12 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> 
             f"than {FALL:g} below its best ten steps. Worse: the last evaluation is more than {WORSE:g} below the "
             "best.",
         ]
+    mixtures = dict.fromkeys((group.experts, group.expert_noise) for group in done if group.experts)
+    lines += [
+        f"The mixture has {count} experts in every layer, of which a token uses two: copies of the dense layer with "
+        f"noise of {noise:g} standard deviations. Routers are drawn at random, and the trainer's compute in float32."
+        for count, noise in mixtures
+    ]
     return lines + ([f"**{missing} of {len(study.groups)} runs are missing.**"] if missing else [])
 
 
@@ -254,6 +260,7 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}; "
         f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
+        *_routing(group, condition),
         "",
         "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict |",
         "|---" * 10 + "|",
@@ -266,6 +273,19 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
         lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
     return lines + _warnings(arms)
+
+
+def _routing(group: PretrainedGroup, condition: Condition) -> list[str]:
+    """Of a mixture: how often its routers disagree, and k3 of each method, which replay alone can change."""
+    if not group.experts:
+        return []
+    base = condition.base
+    k3 = "; ".join(f"{method} {condition.mean(method, 'k3'):.1e}" for method in condition.curves)
+    return [
+        "Without replay the trainer's routers choose other experts than the engine's in some layer at "
+        f"{condition.mean(base, 'routing_flips'):.1%} of the tokens, and in "
+        f"{condition.mean(base, 'routing_choices'):.2%} of all choices. k3 over all steps: {k3}.",
+    ]
 
 
 def _warnings(arms: Arms) -> list[str]:

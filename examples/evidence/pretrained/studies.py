@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from evidence.engines import EngineSpec
 from evidence.group import Method
@@ -32,6 +33,9 @@ _SETTINGS = _ON_A_CPU | {
 
 AGAIN = Method(name="none, again", stream=1)
 BYPASS = Method(name="bypass", bypasses=True)
+# "Rollout routing replay", R3 (arXiv 2510.11370).
+REPLAY = Method(name="replay", replays_routing=True)
+REPLAY_TIS = Method(name="replay, token_tis", keys=TOKEN_TIS.keys, replays_routing=True)
 # The band begins at 1 % and follows the share of answers that it keeps, whatever k3 does.
 FOLLOWING_GATE = Method(
     name="geometric gate that keeps 90 %",
@@ -141,6 +145,25 @@ _PRECISION = [
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
+# CUDA graphs do not show which experts were chosen. Every arm does without, also those of the dense model beside it.
+_WITHOUT_GRAPHS = replace(BF16, settings={"disable_cuda_graph": True})
+_MIXTURE: dict[str, Any] = {"engine": _WITHOUT_GRAPHS, "experts": 8}
+_MOE = PretrainedGroup(
+    name="pretrained_moe",
+    methods=(NONE, AGAIN, TOKEN_TIS, preset("icepop"), REPLAY, REPLAY_TIS),
+    seeds=FOUR_SEEDS,
+    dump_steps=(0, 30, 59),
+    **_MIXTURE,
+)
+
+
+def _atlas_moe(name: str, *, num_prompts: int) -> list[PretrainedGroup]:
+    """The first rollout of the dense model and of the mixture, with its engine's experts and without; no training."""
+    dense = _first_rollout(f"{name}_dense", _WITHOUT_GRAPHS, "bfloat16", num_prompts=num_prompts)
+    dense = replace(dense, updates=0)
+    return [dense, replace(dense, name=f"{name}_mixture", methods=(NONE, REPLAY), **_MIXTURE)]
+
+
 _SMOKE = PretrainedGroup(
     name="pretrained_smoke",
     engine=BF16,
@@ -157,9 +180,12 @@ _SMOKE = PretrainedGroup(
     dump_steps=(0,),
     trained_steps=1,
 )
+_SMOKE_MOE = replace(_SMOKE, name="pretrained_smoke_moe", methods=(NONE, REPLAY_TIS), **_MIXTURE)
 
 PRETRAINED_STUDIES = (
-    Study(name="pretrained_smoke", question="Does everything run on this machine?", groups=runs_of([_SMOKE])),
+    Study(
+        name="pretrained_smoke", question="Does everything run on this machine?", groups=runs_of([_SMOKE, _SMOKE_MOE])
+    ),
     Study(
         name="pretrained_floor",
         question="How much do two runs with one seed differ, what is learned, and how does k3 grow with age?",
@@ -184,6 +210,21 @@ PRETRAINED_STUDIES = (
         name="pretrained_atlas_cpu",
         question="The same with SGLang on a CPU: what do fp16 and numbers of 8 bits do there?",
         groups=_one_by_one(_ATLAS_CPU),
+    ),
+    Study(
+        name="pretrained_atlas_moe",
+        question="Which mismatch has a mixture of experts beside its dense model, before any training?",
+        groups=runs_of(_atlas_moe("pretrained_atlas_moe", num_prompts=64)),
+    ),
+    Study(
+        name="pretrained_atlas_moe_cpu",
+        question="Which mismatch has a mixture of experts beside its dense model, with SGLang on a CPU?",
+        groups=runs_of(_atlas_moe("pretrained_atlas_moe_cpu", num_prompts=8)),
+    ),
+    Study(
+        name="pretrained_moe",
+        question="Does a mixture of experts with fresh weights need a correction, or its engine's experts?",
+        groups=runs_of([_MOE]),
     ),
     Study(
         name="pretrained_long",

@@ -22,8 +22,9 @@ from torch import Tensor
 import mis_ext
 from evidence.ensemble import Row
 from evidence.study import NONE
+from mis_ext.onpolicy import RoutedExperts
 
-from . import numbers
+from . import numbers, routing
 from .group import PretrainedGroup
 from .workplace import EVALUATION_SEED, Workplace
 
@@ -53,10 +54,11 @@ class PretrainedTraining:
         self._workplace = workplace
         self._engine = workplace.engine(group)
         self._task, self._held_out = workplace.task(group), workplace.held_out(group)
-        weights = workplace.pretrained.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
+        start = workplace.start(group)
+        weights = start.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
         self._args = _arguments(group)
         workplace.free()
-        self._trainer = Trainer(self._args, workplace.pretrained.shape, workplace.ranks(), weights)
+        self._trainer = Trainer(self._args, start.shape, workplace.ranks(), weights)
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
@@ -78,16 +80,18 @@ class PretrainedTraining:
         sampled = time.perf_counter()
         batches = trainer.micro_batches(data)
         data["rollout_log_probs"] = trainer.own_tokens(data["engine_log_probs"], batches)
-        data["log_probs"] = trainer.score(batches)
+        flips = self._score(data, batches)
         found = numbers.mismatch(data["log_probs"], data["rollout_log_probs"])
+        found |= flips.shares()
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
         found |= self._by_age(data, step)
         if step in group.dump_steps:
             streams = (data[name][: group.num_dumped] for name in ("log_probs", "rollout_log_probs"))
-            keep(f"step{step}", numbers.dump(*streams, group.response_length))
-        found |= self._update(data, batches, step)
+            flipped = flips.by_answer[: group.num_dumped]
+            keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
+        found |= self._update(data, batches, step) if group.updates else {}
         trained = time.perf_counter()
-        if step % group.eval_interval == 0 or step + 1 == group.num_steps:
+        if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
             found["own_reward"] = self._evaluate()
         found["seconds"] = time.perf_counter() - start
         found |= {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
@@ -134,12 +138,26 @@ class PretrainedTraining:
         version = max(0, step - group.staleness)
         completions = [
             Completion(token_ids=ids, log_probs=logprobs, weight_version=version)
-            for ids, logprobs in zip(*answers, strict=True)
+            for ids, logprobs in zip(answers.ids, answers.logprobs, strict=True)
         ]
         samples, reward = grade_groups(problems, completions, num_samples=group.samples_per_prompt)
         data = own_share(self._task, samples, dp_rank=0, dp_size=1, padded=True, device=self.device)
         data["train_weight_version"] = step
+        if answers.experts is not None:
+            data["rollout_routed_experts"] = [
+                RoutedExperts.from_rows(rows, num_tokens=length, num_experts=group.experts)
+                for rows, length in zip(answers.experts, data["total_lengths"], strict=True)
+            ]
         return data, reward
+
+    def _score(self, data: dict[str, Any], batches: list[MicroBatch]) -> routing.Flips:
+        """Put in the trainer's log-probs; which of its experts differ from the engine's, where it uses its own."""
+        if self.group.run[0].replays_routing or "rollout_routed_experts" not in data:
+            data["log_probs"] = self._trainer.score(batches)
+            return routing.Flips()
+        with self._trainer.recorded_routing() as record:
+            data["log_probs"] = self._trainer.score(batches)
+        return routing.Flips.of(record.micro_batches(), batches)
 
     def _update(self, data: dict[str, Any], batches: list[MicroBatch], step: int) -> dict[str, float]:
         """The optimizer steps of one rollout."""
@@ -213,6 +231,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             "eps_clip": 0.2,
             "eps_clip_high": 0.28,
             "use_rollout_logprobs": method.bypasses,
+            "use_rollout_routing_replay": method.replays_routing,
             "use_tis": False,
             "get_mismatch_metrics": False,
             "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp",
@@ -224,9 +243,10 @@ def _arguments(group: PretrainedGroup) -> Namespace:
 
 def _trained_weights(group: PretrainedGroup, workplace: Workplace) -> dict[str, Tensor]:
     """The weights that a group begins with: of a file that the first process which needs it writes."""
+    name = f"first_weights_{group.task.replace(':', '_')}_{group.trained_steps}_{group.learning_rate:g}"
     first = dataclasses.replace(
         group,
-        name=f"first_weights_{group.task.replace(':', '_')}_{group.trained_steps}_{group.learning_rate:g}",
+        name=name + (f"_{group.experts}_experts_{group.expert_noise:g}" if group.experts else ""),
         **{"methods": (NONE,), "seeds": (0,), "num_steps": group.trained_steps, "trained_steps": 0},
         **{"staleness": 0, "ages": (), "dump_steps": (), "eval_interval": group.trained_steps + 1},
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from grpo.distributed import Ranks
+from grpo.experts import upcycled
 from grpo.pretrained import Pretrained, load_pretrained
 from grpo.questions import Question, QuestionTask
 from megatron.core import parallel_state
@@ -39,7 +40,8 @@ class Workplace:
         self._ranks: Ranks | None = None
         self._owns_group = False
         self._evaluated: dict[Any, list[Question]] = {}
-        self._evaluators: dict[str, TransformersSampler] = {}
+        self._evaluators: dict[tuple[str, int], TransformersSampler] = {}
+        self._mixtures: dict[tuple[int, float], Pretrained] = {}
 
     @cached_property
     def pretrained(self) -> Pretrained:
@@ -50,21 +52,31 @@ class Workplace:
         """
         return load_pretrained(packaged_file() if self._model is None else self._model)
 
+    def start(self, group: PretrainedGroup) -> Pretrained:
+        """What a group starts from: the checkpoint, or the mixture of experts that is made of it."""
+        if not group.experts:
+            return self.pretrained
+        made_of = group.experts, group.expert_noise
+        if made_of not in self._mixtures:
+            self._mixtures = {made_of: upcycled(self.pretrained, num_experts=made_of[0], noise=made_of[1])}
+        return self._mixtures[made_of]
+
     def evaluator(self, group: PretrainedGroup) -> TransformersSampler:
         """Samples from the trainer's weights, in the trainer's dtype."""
-        if group.dtype not in self._evaluators:
+        made_for = group.dtype, group.experts
+        if made_for not in self._evaluators:
             dtype = getattr(torch, group.dtype)
-            self._evaluators[group.dtype] = TransformersSampler(self.pretrained.config, dtype=dtype, device=self.device)
-        return self._evaluators[group.dtype]
+            self._evaluators[made_for] = TransformersSampler(self.start(group).config, dtype=dtype, device=self.device)
+        return self._evaluators[made_for]
 
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
         batch, length = group.num_prompts * group.samples_per_prompt, group.max_prompt + group.response_length
-        made_for = (group.engine, batch, length)
+        made_for = (group.engine, batch, length, group.experts)
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
-                group.engine, self.pretrained.config, batch=batch, length=length, device=self.device
+                group.engine, self.start(group).config, batch=batch, length=length, device=self.device
             )
             self._made_for = made_for
         return self._engine
