@@ -147,8 +147,8 @@ def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
     if removed > config.max_reject_fraction:
         yield (
-            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: a geometric "
-            f"gate lost reward from 38 % on ({EVIDENCE})"
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in runs from "
+            f"the start a geometric gate lost reward from 38 % on ({EVIDENCE})"
         )
 
 
