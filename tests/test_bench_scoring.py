@@ -138,6 +138,7 @@ def test_what_differs_is_named_and_ends_the_run() -> None:
     assert found["policy_loss, fused"]
 
 
+@pytest.mark.whole_run
 def test_parts_without_a_host_are_measured_and_kept_beside_other_parts(tmp_path, capsys) -> None:
     file = tmp_path / "scoring.json"
     kept = {"problem": "8x16:7:float32", "host": "miles"}

@@ -153,6 +153,7 @@ def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.whole_run
 def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +227,7 @@ def test_answers_are_cut_behind_their_first_end() -> None:
     assert answers.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
 
 
+@pytest.mark.whole_run
 def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     group = dataclasses.replace(GROUP, trained_steps=2, num_prompts=8, samples_per_prompt=32, response_length=2)
     first = PretrainedTraining(group, workplace)._trainer.weights()
@@ -550,6 +552,7 @@ def test_experts_that_are_not_there_cannot_be_replayed(workplace: Workplace) -> 
         steps(training, 1)
 
 
+@pytest.mark.whole_run
 def test_a_page_tells_replayed_experts_from_the_routers_own(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,16 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from trained_plants import sides_of
 
 from mis_ext.dumps import Dumps
 from mis_ext.report.whole_report import Report, preset_candidates, report_of
 
 pytest.importorskip("numpy")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from evidence.archives import Archives
-from report_evidence import RESULTS, write_dumps
+from report_evidence import write_dumps
 
 CAUSES = {
     # SGLang 0.5.23 in bfloat16: the same mixture with its own experts and with those of the engine, and a dense model.
@@ -63,41 +60,6 @@ def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
     assert bf16.headline == "No correction is needed."
     (gated,) = (ranked for ranked in fp8.ranking if ranked.name == "gated_mis")
     assert "rejects_much" in gated.traps
-
-
-def tail_share(difference: torch.Tensor, behavior: torch.Tensor) -> float:
-    """Share of the k3 of uncertain tokens in those that differ 4 times as much as is typical."""
-    uncertain = behavior.exp() < 0.98
-    d, p = difference[uncertain].double(), behavior[uncertain].double().exp()
-    size, k3 = d.abs() / (1.0 - p), d.expm1() - d
-    return float(k3[size > 4.0 * size.median()].sum() / k3.sum())
-
-
-def measured_tail(study: str) -> float:
-    archives = Archives(RESULTS)
-    steps = [
-        step for name in archives.names() if name.split("-seed")[0] == study for step in archives.arrays(name).values()
-    ]
-    mask, *sides = (
-        torch.cat([torch.from_numpy(step[name]).flatten() for step in steps])
-        for name in ("mask", "log_ratio", "behavior")
-    )
-    return tail_share(*(side[mask.bool()].float() for side in sides))
-
-
-def planted_tail(*plants: str) -> float:
-    trainer, engine = (torch.cat(side) for side in sides_of(*plants)[:2])
-    return tail_share(trainer - engine, engine)
-
-
-def test_tails_are_no_sign_of_low_precision() -> None:
-    # In the model of the tests they look like one.
-    bf16, fp8 = planted_tail(), planted_tail("fp8 weights")
-    assert bf16 < fp8 < planted_tail("fp8 cache (e5m2)")
-    # But in bfloat16 another model has more, and a pretrained one less: in fp8 too.
-    pretrained = [measured_tail(f"pretrained_{name}") for name in ("floor_lr1e-06", "atlas_fp8_products")]
-    assert pretrained == sorted(pretrained)
-    assert pretrained[1] < bf16 < fp8 < measured_tail("bf16")
 
 
 def test_a_study_that_is_not_there_is_named(tmp_path) -> None:

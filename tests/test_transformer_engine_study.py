@@ -31,6 +31,7 @@ def work(tmp_path_factory):
     return folder / "tiny"
 
 
+@pytest.mark.whole_run
 def test_megatrons_decoder_scores_as_transformers_does_padded_and_packed(work):
     reference = torch.cat(torch.load(work / "scores transformers, float32.pt"))
     assert reference.isfinite().all()
@@ -38,6 +39,7 @@ def test_megatrons_decoder_scores_as_transformers_does_padded_and_packed(work):
         torch.testing.assert_close(torch.cat(torch.load(work / f"scores {name}.pt")), reference, rtol=0, atol=2e-5)
 
 
+@pytest.mark.whole_run
 def test_the_hook_and_the_whole_loss_have_one_gradient(work):
     rows = [json.loads(line) for line in (work / "results.jsonl").read_text().splitlines()]
     steps = {row["name"]: row["steps"] for row in rows if row["kind"] == "step"}
