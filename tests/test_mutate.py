@@ -129,6 +129,22 @@ def test_a_loop_without_end_is_red(checkout, tmp_path) -> None:
 
 
 @pytest.mark.whole_run
+def test_what_an_earlier_test_left_to_the_collector_is_not_destroyed_in_a_fork(checkout, tmp_path) -> None:
+    class Threads:
+        def __init__(self) -> None:
+            self.itself, self._process = self, os.getpid()
+
+        def __del__(self) -> None:
+            while os.getpid() != self._process:
+                time.sleep(1)
+
+    (checkout / "tests" / "test_sums.py").write_text("import gc, made_up.sums\ngc.collect()\ndef test_unseen(): pass\n")
+    chosen = in_function(drawn(checkout), "unseen")[:1]
+    Threads()
+    assert run_all(checkout, chosen, tmp_path).of(chosen[0])["red"] is None
+
+
+@pytest.mark.whole_run
 def test_results_are_kept_and_survivors_run_again_when_asked(checkout, tmp_path) -> None:
     chosen = in_function(drawn(checkout), "unseen")[:1]
     run_all(checkout, chosen, tmp_path)
