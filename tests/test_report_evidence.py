@@ -62,6 +62,13 @@ def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
     assert "rejects_much" in gated.traps
 
 
+def test_published_collapses_are_a_reason_above_what_bf16_gives(tmp_path) -> None:
+    for study, is_said in (("length_fp8_cache", True), ("fp8_cache", False)):
+        found = report_on(study, tmp_path / study).recommendation
+        assert found.name == "mis"
+        assert any("collapsed without a correction" in reason for reason in found.reasons) == is_said
+
+
 def test_a_study_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(ValueError, match="fp9_cache: no such study"):
         write_dumps("fp9_cache", tmp_path)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
+from mis_ext.diagnosis.limits import PRETRAINED_K3
 from mis_ext.explain.method_effect import method_notes
 from mis_ext.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
     FEW_SEQUENCES_ESS,
     HARMLESS_K3,
+    PUBLISHED,
     Circumstances,
     gates_sequences,
     traps_of,
@@ -183,6 +185,10 @@ def _in_words(
         )
     else:
         reasons.append(f"No study of mis_ext found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
+        if overall.k3 >= PRETRAINED_K3:
+            reasons.append(
+                f"At a k3 of 0.03 published runs of a 4B model collapsed without a correction ({PUBLISHED})."
+            )
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
             f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "

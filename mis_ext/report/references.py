@@ -18,13 +18,16 @@ class Reference(NamedTuple):
 
 REFERENCES = (
     Reference(
-        1e-5, PRETRAINED_K3, "dense models in bfloat16", "5e-5 in a toy (bf16.md), 2e-3 pretrained (slime_gpu.md)"
+        1e-5,
+        PRETRAINED_K3,
+        "dense models in bfloat16",
+        "5e-5 in a toy (bf16.md), 6e-4 with 4B (published.md), 2e-3 with 135M (slime_gpu.md)",
     ),
     Reference(
         KERNEL_K3,
         QUANTISED_K3,
         "fp8 weights or cache",
-        "1e-3 to 8e-3 in a toy (fp8_*.md), 1.4e-2 to 5.5e-2 pretrained (pretrained_atlas.md)",
+        "1e-3 to 8e-3 in a toy (fp8_*.md), 7e-3 to 5.5e-2 pretrained (published.md, pretrained_atlas.md)",
     ),
     Reference(4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one (moe_mismatch.md), more of slime and Miles users"),
     Reference(8e-2, 3.0, "weights 1 to 16 steps old", "controlled engine (staleness.md)"),
