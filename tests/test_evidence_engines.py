@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import mixture, policy
 from evidence.engines import ControlledEngine, Engines, EngineSpec
+from evidence.group import Method
 from evidence.policy import Shape
 from evidence.task import PROMPT_LENGTH
 from evidence_runs import CPU, EXPERTS, SHAPE, TINY, rows_of, training_of, uneven
@@ -98,6 +99,12 @@ def test_replay_removes_what_flipped_experts_add_to_the_mismatch() -> None:
 def test_routing_cannot_be_replayed_without_experts() -> None:
     with pytest.raises(ValueError, match="replays_routing"):
         rows_of(training_of(dataclasses.replace(TINY, replays_routing=True)))
+
+
+@pytest.mark.parametrize("only", [{"bypasses": True}, {"stream": 1}, {"rate": "follows k3"}, {"replays_routing": True}])
+def test_what_only_a_pretrained_model_reads_is_refused(only) -> None:
+    with pytest.raises(ValueError, match="tiny: other: more than keys is for a pretrained model"):
+        training_of(dataclasses.replace(TINY, methods=(Method(name="other", **only),)))
 
 
 def test_the_sampler_reports_the_log_probs_of_the_policy() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import mis_ext
 
 from .engines import Engine, EngineSpec, Sampled
-from .group import Group
+from .group import Group, Method
 from .mixture import differ
 from .policy import Scores, Shape, Weights, new_weights, score
 from .task import PROMPT_LENGTH, Problems, grade
@@ -160,11 +160,17 @@ class Training:
         num_steps_done: Rollouts trained on.
         sampling_seconds: That the engine took for all of them.
         record: What else results say of where they come from.
+
+    Raises:
+        ValueError: A method has what only runs of a pretrained model read.
     """
 
     record: ClassVar[dict[str, str]] = {}
 
     def __init__(self, group: Group, engine: Engine, device: torch.device) -> None:
+        for method in group.methods:
+            if method != Method(name=method.name, keys=method.keys, like=method.like):
+                raise ValueError(f"{group.name}: {method.name}: more than keys is for a pretrained model: {method}")
         self.group, self.device, self._engine = group, device, engine
         self.num_steps_done = 0
         self.sampling_seconds = 0.0

@@ -100,6 +100,11 @@ class Trainer:
         if dtype == torch.float16:
             self._config.grad_scale_func = self._optimizer.scale_loss
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Of the next optimizer steps."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
         size, batches = self._args.micro_batch_size, []

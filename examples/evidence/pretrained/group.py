@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from evidence.group import Group, Method
 
+from .rates import RULES
+
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedGroup(Group):
@@ -30,7 +32,8 @@ class PretrainedGroup(Group):
         expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
 
     Raises:
-        ValueError: Experts are to be replayed that the model has not, or rounded.
+        ValueError: Experts are to be replayed that the model has not, or rounded; a learning rate follows no known
+            rule.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -59,6 +62,9 @@ class PretrainedGroup(Group):
             raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
         if self.experts and self.engine.weights != "auto":
             raise ValueError(f"{self.name}: weights={self.engine.weights!r} is for dense models, not for experts")
+        for method in self.methods:
+            if method.rate not in (None, *RULES):
+                raise ValueError(f"{self.name}: {method.name}: rate={method.rate!r}, not one of {', '.join(RULES)}")
 
     @property
     def run(self) -> tuple[Method, int]:

@@ -261,6 +261,7 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
         *_routing(group, condition),
+        *_rates(group, condition),
         "",
         "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict |",
         "|---" * 10 + "|",
@@ -286,6 +287,17 @@ def _routing(group: PretrainedGroup, condition: Condition) -> list[str]:
         f"{condition.mean(base, 'routing_flips'):.1%} of the tokens, and in "
         f"{condition.mean(base, 'routing_choices'):.2%} of all choices. k3 over all steps: {k3}.",
     ]
+
+
+def _rates(group: PretrainedGroup, condition: Condition) -> list[str]:
+    """How far the learning rates fell that follow a number of the run."""
+    lowest = {
+        method: [float(np.nanmin(curves["learning_rate"])) / group.learning_rate for curves in seeds.values()]
+        for method, seeds in condition.curves.items()
+        if all("learning_rate" in curves for curves in seeds.values())
+    }
+    shown = [f"{method} {min(shares):.2f} to {max(shares):.2f}" for method, shares in lowest.items()]
+    return [f"Lowest share of the learning rate, by seed: {'; '.join(shown)}."] if shown else []
 
 
 def _warnings(arms: Arms) -> list[str]:

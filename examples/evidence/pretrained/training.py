@@ -26,6 +26,7 @@ from mis_ext.onpolicy import RoutedExperts
 
 from . import numbers, routing
 from .group import PretrainedGroup
+from .rates import RULES
 from .workplace import EVALUATION_SEED, Workplace
 
 # Of the rollouts that are scored again later.
@@ -62,6 +63,7 @@ class PretrainedTraining:
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
+        self._followed: list[float] = []
 
     @property
     def has_begun(self) -> bool:
@@ -89,6 +91,7 @@ class PretrainedTraining:
             streams = (data[name][: group.num_dumped] for name in ("log_probs", "rollout_log_probs"))
             flipped = flips.by_answer[: group.num_dumped]
             keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
+        found |= self._set_rate(found)
         found |= self._update(data, batches, step) if group.updates else {}
         trained = time.perf_counter()
         if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
@@ -109,6 +112,7 @@ class PretrainedTraining:
             "trainer": self._trainer.state_dict(),
             "history": list(self._history),
             "problems": self._problems.getstate(),
+            "followed": self._followed,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -119,6 +123,8 @@ class PretrainedTraining:
             {name: weight.to(self.device) for name, weight in weights.items()} for weights in state["history"]
         )
         self._problems.setstate(state["problems"])
+        # A state of before has none, and no rule.
+        self._followed = list(state.get("followed", []))
 
     def _rollout(self, step: int) -> tuple[dict[str, Any], Tensor]:
         """Questions, answers of the engine's weights, and what they are worth."""
@@ -158,6 +164,15 @@ class PretrainedTraining:
         with self._trainer.recorded_routing() as record:
             data["log_probs"] = self._trainer.score(batches)
         return routing.Flips.of(record.micro_batches(), batches)
+
+    def _set_rate(self, found: Mapping[str, float]) -> dict[str, float]:
+        """Of this step's update, where it follows a number of the run."""
+        if (rule := RULES.get(self.group.run[0].rate or "")) is None:
+            return {}
+        self._followed.append(found[rule.number])
+        rate = self.group.learning_rate * rule.share(self._followed)
+        self._trainer.set_learning_rate(rate)
+        return {"learning_rate": rate}
 
     def _update(self, data: dict[str, Any], batches: list[MicroBatch], step: int) -> dict[str, float]:
         """The optimizer steps of one rollout."""
