@@ -643,13 +643,14 @@ def test_a_page_tells_replayed_experts_from_the_routers_own(
     assert "k3 over all steps: none " in page
 
 
-def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:
+@pytest.mark.parametrize("group", [GROUP, MIXTURE], ids=["dense", "mixture"])
+def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, group: PretrainedGroup) -> None:
     held = []
     # Whether Python collects by itself in time is chance.
     gc.disable()
     try:
         for _ in range(3):
-            training = PretrainedTraining(GROUP, workplace)
+            training = PretrainedTraining(group, workplace)
             steps(training, 1)
             tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
             held.append(sum(tensor.numel() for tensor in tensors))

@@ -288,6 +288,7 @@ class Trainer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         logged = self._run(step, batches, forward_only=False)
+        self._forget_graph()
         with megatron_device(self._ranks.device):
             _, grad_norm, _ = self._optimizer.step()
         # None: in fp16 a gradient was not finite, and the step was left out.
@@ -299,6 +300,18 @@ class Trainer:
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         means = totals[:-1] / (totals[-1] if per_token else num_samples)
         return dict(zip(logged[0], means.tolist(), strict=True)) | {"grad_norm": grad_norm}
+
+    def _forget_graph(self) -> None:
+        """Cut what dispatchers of experts keep of the last pass off its graph.
+
+        The graph leads to the parameters, and their hooks to the model. Python does not see that circle, and would
+        never free a mixture of experts that has trained.
+        """
+        for module in self._model.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+                if isinstance(value, Tensor):
+                    setattr(dispatcher, name, value.detach())
 
     def _routing(self, data: dict[str, Any], samples: slice, inputs: ModelInputs) -> LocalRouting | None:
         """The engine's experts of a micro-batch in the order of this rank's routers."""
