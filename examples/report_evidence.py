@@ -4,7 +4,8 @@
     mis-ext report dumps/length_fp8_cache --out runs/length_fp8_cache
 
 Where a condition of a study kept log-probs of a part of its responses, in float16: all its seeds, a file per step as
-slime writes them. An unknown name is answered with those there are.
+slime writes them. Runs that replay the engine's experts are a condition of their own, with `_replayed` behind its name.
+An unknown name is answered with those there are.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import torch
 from evidence.archives import Archives
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "evidence" / "results"
+REPLAYED = "_replayed"
 
 
 def write_dumps(study: str, folder: Path) -> list[Path]:
@@ -23,10 +25,13 @@ def write_dumps(study: str, folder: Path) -> list[Path]:
         ValueError: There is no such study, or it kept nothing.
     """
     archives = Archives(RESULTS)
-    groups = [name for name in archives.names() if name.split("-seed")[0] == study]
+    engine = study.removesuffix(REPLAYED)
+    # A condition may have that ending by itself: moe_mismatch_replayed.
+    named = [name for name in archives.names() if name.split("-seed")[0] in (study, engine)]
+    groups = [name for name in named if _condition(name, archives) == study]
     sources = [arrays for arrays in map(archives.arrays, groups) if arrays]
     if not sources:
-        known = sorted({name.split("-seed")[0] for name in archives.names() if archives.arrays(name)})
+        known = sorted({_condition(name, archives) for name in archives.names() if archives.arrays(name)})
         raise ValueError(f"{study}: no such study in {RESULTS} has log-probs; these have: {', '.join(known)}")
     steps: dict[int, list[dict[str, object]]] = {}
     for source in sources:
@@ -50,6 +55,13 @@ def write_dumps(study: str, folder: Path) -> list[Path]:
         content = {"format_version": 2, "rollout_id": int(path.stem), "samples": steps[int(path.stem)]}
         torch.save(content, path)
     return paths
+
+
+def _condition(name: str, archives: Archives) -> str:
+    """Of a group: its engine, and whether the trainer uses the engine's experts."""
+    condition = name.split("-seed")[0]
+    replays = any(method.get("replays_routing") for method in archives.head(name)["settings"]["methods"])
+    return condition + REPLAYED if replays else condition
 
 
 if __name__ == "__main__":

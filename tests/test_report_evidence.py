@@ -39,6 +39,10 @@ CAUSES = {
     "pretrained_atlas_e4m3_weights": "low_precision",
     "pretrained_atlas_fp8_products": "low_precision",
     "pretrained_atlas_int8_products": "low_precision",
+    # The model made a mixture of experts, SGLang 0.5.23 on a CPU; its experts replayed; the dense model beside it.
+    "pretrained_atlas_moe_cpu_mixture": "low_precision",
+    "pretrained_atlas_moe_cpu_mixture_replayed": "bf16_or_low_precision",
+    "pretrained_atlas_moe_cpu_dense": "bf16_or_low_precision",
     # Of what was sampled with top-p 0.9, and with the mask on both sides.
     "top_p_sglang_sampled": "top_p_or_top_k",
     "top_p_sglang_kept": "bf16_kernels",
