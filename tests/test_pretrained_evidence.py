@@ -225,6 +225,22 @@ def test_a_learning_rate_never_rises_and_has_a_lowest_share() -> None:
     assert rates.halved_after_a_surge([1.0] * 10 + [8.0] + [1.0] * 10) == 0.5
 
 
+def test_the_trainer_rounds_as_the_cache_of_its_engine(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"num_prompts": 8, "response_length": 12, "dtype": "float32", "engine": EngineSpec(dtype="float32")}
+    exact = dataclasses.replace(GROUP, **size)
+    # transformers has no cache of 8 bits: the engine is exact, so what differs is what the trainer rounds.
+    monkeypatch.setattr(workplace, "engine", lambda _, _own=workplace.engine: _own(exact))
+    k3 = {}
+    for simulated in ("", "kv", "qkv"):
+        group = dataclasses.replace(
+            exact, engine=EngineSpec(dtype="float32", cache="fp8_e5m2"), simulated_cache=simulated
+        )
+        k3[simulated] = steps(PretrainedTraining(group, workplace), 1)[0]["k3"]
+    assert k3[""] < 1e-9 < k3["kv"] < k3["qkv"]
+    with pytest.raises(ValueError, match="tiny: simulated_cache='kv', and the engine's cache is not rounded"):
+        dataclasses.replace(GROUP, simulated_cache="kv")
+
+
 def test_a_rule_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="tiny: slow: rate='follows k4', not one of follows k3, halved as answers"):
         dataclasses.replace(GROUP, methods=(Method(name="slow", rate="follows k4"),))

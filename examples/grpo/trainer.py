@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mis_ext import session_for
-from mis_ext.onpolicy import RoutingLayout, record_routing, replay_routing
+from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
 from mis_ext.onpolicy.routing.layout import LocalRouting
 from mis_ext.onpolicy.routing.replay import RoutingRecord
 
@@ -132,6 +132,10 @@ class Trainer:
             log_probs = self._run(step, batches, forward_only=True, collect_non_loss_data=True)
         pieces = zip(batches, log_probs, strict=True)
         return [piece for batch, log_probs_T in pieces for piece in split_samples(log_probs_T, batch)]
+
+    def simulate_kv_cache(self, dtype: str, *, queries: bool) -> SimulatedKVCache:
+        """Round keys and values, and queries, as an engine's cache does, in every later pass."""
+        return simulate_kv_cache(self._model, dtype, queries=queries)
 
     def recorded_routing(self) -> AbstractContextManager[RoutingRecord]:
         """Inside, the experts that the model's routers use are recorded, pass by pass."""

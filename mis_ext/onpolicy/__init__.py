@@ -1,7 +1,7 @@
 """True on-policy: prove that two engines agree bit for bit, find where they do not, and make them agree.
 
 Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`check_batch_invariance`. Make:
-:func:`batch_invariant_mode`, :func:`replay_routing`.
+:func:`batch_invariant_mode`, :func:`replay_routing`, :func:`simulate_kv_cache`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.invariance.batch import check_batch_invariance
     from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
     from mis_ext.onpolicy.invariance.sequence import check_sequence_invariance
+    from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
     from mis_ext.onpolicy.recording.comparison import compare
     from mis_ext.onpolicy.recording.comparison_result import Comparison
     from mis_ext.onpolicy.recording.name_map import NameMap
@@ -43,6 +44,7 @@ else:
             "invariance.batch": ("check_batch_invariance",),
             "invariance.invariance_report": ("InvarianceReport",),
             "invariance.sequence": ("check_sequence_invariance",),
+            "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
             "recording.comparison": ("compare",),
             "recording.comparison_result": ("Comparison",),
             "recording.name_map": ("NameMap",),
@@ -67,6 +69,7 @@ __all__ = [
     "RoutedExperts",
     "RoutingLayout",
     "Rows",
+    "SimulatedKVCache",
     "Verdict",
     "attention",
     "audit_logprobs",
@@ -82,4 +85,5 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "routing_disagreement",
+    "simulate_kv_cache",
 ]

@@ -53,6 +53,10 @@ def main() -> None:
                     "read": {flag: repr(args.get(name)) for flag, name in known.items()},
                 }
             )
+        # slime has a parser of its own for SGLang's options, and does without where it only trains.
+        if hasattr(arguments, "sglang_parse_args"):
+            sys.argv = ["train.py"]
+            arguments.sglang_parse_args()
     out.write_text(json.dumps({"options": sorted(watcher.destinations), "answers": answers}))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from evidence.group import Group, Method
 
@@ -29,11 +30,13 @@ class PretrainedGroup(Group):
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
+        simulated_cache: What the trainer rounds as the engine's cache does: nothing, keys and values (``kv``), or
+            queries too (``qkv``).
         expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
 
     Raises:
         ValueError: Experts are to be replayed that the model has not, or rounded; a learning rate follows no known
-            rule.
+            rule; a cache is to be simulated that is not of 8 bits.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -54,6 +57,7 @@ class PretrainedGroup(Group):
     dtype: str = "bfloat16"
     experts: int = 0
     expert_noise: float = 0.1
+    simulated_cache: Literal["", "kv", "qkv"] = ""
 
     def __post_init__(self) -> None:
         if self.replays_routing:
@@ -62,6 +66,10 @@ class PretrainedGroup(Group):
             raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
         if self.experts and self.engine.weights != "auto":
             raise ValueError(f"{self.name}: weights={self.engine.weights!r} is for dense models, not for experts")
+        if self.simulated_cache and self.engine.cache == "auto":
+            raise ValueError(
+                f"{self.name}: simulated_cache={self.simulated_cache!r}, and the engine's cache is not rounded"
+            )
         for method in self.methods:
             if method.rate not in (None, *RULES):
                 raise ValueError(f"{self.name}: {method.name}: rate={method.rate!r}, not one of {', '.join(RULES)}")

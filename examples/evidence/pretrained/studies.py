@@ -138,6 +138,15 @@ def _one_by_one(conditions: Sequence[PretrainedGroup]) -> tuple[PretrainedGroup,
     return tuple(group for condition in conditions for group in runs_of([condition]))
 
 
+_CACHES = [
+    replace(
+        _first_rollout(
+            f"pretrained_cache_{name}{f'_{rounded}' if rounded else ''}", *_SETTINGS[f"{name}_cache"], num_prompts=64
+        ),
+        simulated_cache=rounded,
+    )
+    for name, rounded in (("e4m3", ""), ("e4m3", "kv"), ("e4m3", "qkv"), ("e5m2", ""), ("e5m2", "kv"))
+]
 _PRECISION = [
     PretrainedGroup(
         name=f"pretrained_precision_{name}",
@@ -237,6 +246,11 @@ PRETRAINED_STUDIES = (
         name="pretrained_long",
         question="Does anything collapse in 300 steps with long answers, a sparse reward and a coarse cache?",
         groups=_one_by_one(_LONG),
+    ),
+    Study(
+        name="pretrained_cache",
+        question="What is left of a coarse cache's mismatch, once the trainer rounds as the cache does?",
+        groups=_one_by_one(_CACHES),
     ),
     Study(
         name="pretrained_precision",

@@ -60,6 +60,8 @@ class PretrainedTraining:
         self._args = _arguments(group)
         workplace.free()
         self._trainer = Trainer(self._args, start.shape, workplace.ranks(), weights)
+        if group.simulated_cache:
+            self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)

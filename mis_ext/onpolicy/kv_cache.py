@@ -1,0 +1,117 @@
+"""Keys and values as the engine's cache holds them, so that the trainer scores with what the engine computed with.
+
+A cache of 8 bits rounds every key and value. The trainer, which has no cache, does not, and their log-probs differ by
+more than anything else makes them differ. Rounded in the trainer too, they attend to the same numbers. The gradient
+passes the rounding as if it were not there ("Estimating or Propagating Gradients Through Stochastic Neurons for
+Conditional Computation", arXiv 1308.3432: the straight-through estimator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""As SGLang and vLLM spell them; without scales, which is what SGLang does unless a file has some."""
+
+
+class SimulatedKVCache:
+    """What :func:`simulate_kv_cache` put into a model. :meth:`remove`, or the end of a ``with`` block, takes it out.
+
+    Attributes:
+        num_layers: Attention layers of this rank that round.
+    """
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+        self.num_layers = len(handles)
+
+    def remove(self) -> None:
+        """The model computes as before."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> SimulatedKVCache:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Take it out."""
+        self.remove()
+
+
+def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: bool = False) -> SimulatedKVCache:
+    """Let a Megatron-Core model round keys and values to a dtype, and back, before every attention.
+
+    They are rounded as the attention gets them: normed, rotated, by element, so under any tensor and context
+    parallelism alike. It works with Megatron-Core's own attention and with Transformer Engine's.
+
+    What is left: engines whose prefill attends to the prompt's keys before they are in the cache, and kernels that also
+    round the attention's weights.
+
+    Args:
+        model: A Megatron-Core model, or this rank's model chunks. Layers of multi-token prediction stay as they are.
+        dtype: Of the engine's cache: ``fp8_e4m3`` or ``fp8_e5m2``.
+        queries: Round queries too, as FlashAttention 3 does in SGLang (``--attention-backend fa3``).
+
+    Raises:
+        ValueError: An unknown dtype, a model without attention, with a cache of latents (MLA), or that rounds already.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: a cache is simulated in {' or '.join(DTYPES)}")
+    chunks = [model] if isinstance(model, Module) else list(model)
+    layers = {
+        name: module
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if hasattr(module, "core_attention") and "mtp" not in name.split(".")
+    }
+    if not layers:
+        raise ValueError("no layer has a core_attention: not a Megatron-Core model with attention")
+    for name, layer in layers.items():
+        if getattr(getattr(layer, "config", None), "multi_latent_attention", False):
+            raise ValueError(f"{name}: the cache of multi-latent attention (MLA) holds latents, not keys and values")
+        if any(isinstance(hook, _Rounding) for hook in layer.core_attention._forward_pre_hooks.values()):
+            raise ValueError(f"{name}: the model simulates a cache already: remove that first")
+    rounding = _Rounding(DTYPES[dtype], queries=queries)
+    return SimulatedKVCache([layer.core_attention.register_forward_pre_hook(rounding) for layer in layers.values()])
+
+
+def simulates_kv_cache(model: Module | Sequence[Module]) -> bool:
+    """Whether any layer of a model rounds."""
+    chunks = [model] if isinstance(model, Module) else model
+    hooks = (hook for chunk in chunks for module in chunk.modules() for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, _Rounding) for hook in hooks)
+
+
+class _Rounding:
+    """Before a core attention: of its query, key and value."""
+
+    def __init__(self, dtype: torch.dtype, *, queries: bool) -> None:
+        self._dtype, self._queries = dtype, queries
+
+    def __call__(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, value, *others = inputs
+        return self._rounded(query) if self._queries else query, self._rounded(key), self._rounded(value), *others
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        rounded: Tensor = _StraightThrough.apply(values, self._dtype)  # type: ignore[no-untyped-call]
+        return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    """To a dtype and back; the gradient as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(dtype).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
