@@ -67,6 +67,7 @@ def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_eva
     plt.close(axis.figure)
 
 
+@pytest.mark.whole_run
 def test_the_overview_is_that_of_the_results(tmp_path: Path) -> None:
     page, results = tmp_path / "README.md", Results(REPOSITORY / "benchmarks" / "evidence" / "results")
     published = (REPOSITORY / "benchmarks" / "evidence" / "README.md").read_text(encoding="utf-8")

@@ -56,6 +56,7 @@ def compare(rank: int, folder: Path, is_contiguous: bool) -> None:
         torch.testing.assert_close(gradient, of_one_rank[own], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("is_contiguous", [False, True], ids=["zigzag", "contiguous"])
 def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, tmp_path) -> None:
     run_processes(compare, tmp_path, is_contiguous, world_size=SIZE)

@@ -48,6 +48,7 @@ def named(plant: str) -> list[Diagnosis]:
     return collected(plant).diagnoses()
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_cause_alone_is_named_and_no_other(plant) -> None:
     verdict = judged([plant]).verdict
