@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from examples.cpu.host_cpu.context_parallel import zigzag_places
 from examples.cpu.host_cpu.layers import PackedAttention
+from mis_ext.onpolicy import simulate_kv_cache
 
 SIZE = 2
 # The last is padding, as in the hosts.
@@ -24,7 +25,7 @@ def config(size: int) -> TransformerConfig:
     return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, context_parallel_size=size)
 
 
-def attend(size: int, places: torch.Tensor, *, is_contiguous: bool) -> list[torch.Tensor]:
+def attend(size: int, places: torch.Tensor, *, is_contiguous: bool, rounds: bool) -> list[torch.Tensor]:
     """The output of the tokens at these places, and the gradients of their query, key and value."""
     lengths = LENGTHS[is_contiguous]
     generator = torch.Generator().manual_seed(0)
@@ -34,22 +35,26 @@ def attend(size: int, places: torch.Tensor, *, is_contiguous: bool) -> list[torc
     local = [each[places].requires_grad_() for each in whole]
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     packed = PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, qkv_format="thd")
-    output = PackedAttention(config(size), is_contiguous=is_contiguous)(*local, None, packed_seq_params=packed)
+    layer = torch.nn.Module()
+    layer.core_attention = PackedAttention(config(size), is_contiguous=is_contiguous)
+    if rounds:
+        simulate_kv_cache(layer, "fp8_e5m2", queries=True)
+    output = layer.core_attention(*local, None, packed_seq_params=packed)
     output.backward(upstream[places])
     return [output.detach(), *(each.grad for each in local)]
 
 
-def compare(rank: int, folder: Path, is_contiguous: bool) -> None:
+def compare(rank: int, folder: Path, is_contiguous: bool, rounds: bool) -> None:
     lengths = LENGTHS[is_contiguous]
     everything = torch.arange(sum(lengths))
     places = everything if is_contiguous else zigzag_places(lengths, SIZE)
     own = places.chunk(SIZE)[rank]
-    expected = attend(1, everything, is_contiguous=is_contiguous)
+    expected = attend(1, everything, is_contiguous=is_contiguous, rounds=rounds)
     # Megatron-LM gathers into memory of the current GPU.
     torch.cuda.current_device = lambda: "cpu"
     with joined(rank, SIZE, folder, seconds=60):
         parallel_state.initialize_model_parallel(context_parallel_size=SIZE)
-        found = attend(SIZE, own, is_contiguous=is_contiguous)
+        found = attend(SIZE, own, is_contiguous=is_contiguous, rounds=rounds)
     assert torch.equal(found[0], expected[0][own])
     for gradient, of_one_rank in zip(found[1:], expected[1:], strict=True):
         # Each rank's part of a sum over the queries is rounded by itself.
@@ -57,6 +62,10 @@ def compare(rank: int, folder: Path, is_contiguous: bool) -> None:
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("is_contiguous", [False, True], ids=["zigzag", "contiguous"])
-def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, tmp_path) -> None:
-    run_processes(compare, tmp_path, is_contiguous, world_size=SIZE)
+@pytest.mark.parametrize(
+    ("is_contiguous", "rounds"),
+    [(False, False), (True, False), (False, True)],
+    ids=["zigzag", "contiguous", "zigzag, a simulated cache"],
+)
+def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, rounds, tmp_path) -> None:
+    run_processes(compare, tmp_path, is_contiguous, rounds, world_size=SIZE)

@@ -50,7 +50,8 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
     """Let a Megatron-Core model round keys and values to a dtype, and back, before every attention.
 
     They are rounded as the attention gets them: normed, rotated, by element, so under any tensor and context
-    parallelism alike. It works with Megatron-Core's own attention and with Transformer Engine's.
+    parallelism alike. Megatron-Core calls its own attention and Transformer Engine's alike; with the latter it was not
+    tried.
 
     What is left: engines whose prefill attends to the prompt's keys before they are in the cache, and kernels that also
     round the attention's weights.

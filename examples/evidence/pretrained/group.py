@@ -30,9 +30,9 @@ class PretrainedGroup(Group):
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
+        expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
         simulated_cache: What the trainer rounds as the engine's cache does: nothing, keys and values (``kv``), or
             queries too (``qkv``).
-        expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
 
     Raises:
         ValueError: Experts are to be replayed that the model has not, or rounded; a learning rate follows no known
