@@ -490,6 +490,25 @@ def test_what_nobody_has_reviewed_is_refused():
         F.grid_sample(randn(1, 1, 3, 3), torch.zeros(1, 2, 2, 2), align_corners=False)
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_what_writes_several_numbers_to_one_place_in_any_order_is_refused(dims):
+    x = randn(2, 3, *[4] * dims)
+    unpool = F.max_unpool2d if dims == 2 else F.max_unpool3d
+    with pytest.raises(NotImplementedError, match=f"max_unpool{dims}d"), batch_invariant_mode():
+        unpool(x, torch.zeros_like(x, dtype=torch.int64), 1)
+
+
+def test_a_row_has_the_same_members_alone_and_in_a_batch_where_dtypes_differ():
+    generator = torch.Generator().manual_seed(0)
+    members = torch.randint(-3000, 3000, (34, 300), dtype=torch.int32, generator=generator)
+    tests = (torch.randn(10_200, generator=generator) * 2000).half()
+    expected = torch.stack([(row.half()[:, None] == tests).any(1) for row in members])
+    assert not torch.equal(torch.isin(members, tests), expected), "torch does it right by itself"
+    with batch_invariant_mode():
+        assert torch.equal(torch.isin(members, tests), expected)
+        assert all(torch.equal(torch.isin(row, tests), of_row) for row, of_row in zip(members, expected, strict=True))
+
+
 def attend(query, key, value, **how):
     return F.scaled_dot_product_attention(query, key, value, **how)
 

@@ -55,7 +55,7 @@ _PASSING = _names("""
     embedding embedding_renorm empty_like equal exponential fill flip full_like gather geometric histc huber_loss
     im2col index index_copy index_fill index_select is_same_size isin kthvalue lift lift_fresh linalg_cross linspace
     log_normal logcumsumexp logspace masked_scatter masked_select max max_pool2d_with_indices
-    max_pool3d_with_indices max_unpool2d max_unpool3d median min mode mse_loss multi_margin_loss
+    max_pool3d_with_indices median min mode mse_loss multi_margin_loss
     multilabel_margin_loss_forward multinomial nanmedian narrow_copy native_dropout native_group_norm
     native_layer_norm new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward
     nonzero nonzero_static normal normal_functional ones_like pixel_shuffle pixel_unshuffle poisson rand_like

@@ -320,6 +320,12 @@ def _of_contiguous(func: Any, x: Tensor, *args: Any) -> Any:
     return func(x.contiguous() if x.device.type == "cpu" else x, *args)
 
 
+def _isin(func: Any, elements: Tensor, tests: Tensor, **kwargs: Any) -> Any:
+    """By how many there are torch compares or sorts. Sorting misses numbers of two dtypes that round to one."""
+    dtype = torch.result_type(elements, tests)
+    return func(elements.to(dtype), tests.to(dtype), **kwargs)
+
+
 def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
@@ -345,6 +351,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.glu.default: elementwise.glu,
     aten.glu_backward.default: elementwise.glu_backward,
     aten.native_batch_norm.default: _of_contiguous,
+    aten.isin.Tensor_Tensor: _isin,
     # Without autograd.
     aten.linalg_multi_dot.default: _refuse_chain,
     aten.chain_matmul.default: _refuse_chain,
