@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mis_ext.hosts.scalars import scalars
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
-    from mis_ext.hosts.slime_miles.engine_cache import simulate_engine_cache
     from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
@@ -63,7 +62,6 @@ else:
             "hosts.scalars": ("scalars",),
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
-            "hosts.slime_miles.engine_cache": ("simulate_engine_cache",),
             "hosts.slime_miles.flat_keys": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),
@@ -111,5 +109,4 @@ __all__ = [
     "scalars",
     "score_tokens",
     "session_for",
-    "simulate_engine_cache",
 ]

@@ -10,14 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import mis_ext
 from mis_ext.onpolicy import simulate_kv_cache
 from mis_ext.onpolicy.kv_cache import DTYPES
-
-HOOKS = {
-    "custom_megatron_before_log_prob_hook_path": "mis_ext.simulate_engine_cache",
-    "custom_megatron_before_train_step_hook_path": "mis_ext.simulate_engine_cache",
-}
 
 
 class Core(nn.Module):
@@ -79,54 +73,6 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
         simulate_kv_cache(found, "fp8_e5m2")
     cache.remove()
     simulate_kv_cache(found, "fp8_e5m2").remove()
-
-
-@pytest.mark.parametrize("is_scoring", [True, False])
-def test_the_hosts_flags_round_once_with_the_engines_dtype(is_scoring) -> None:
-    def before(args: Namespace, chunks: list[nn.Module]) -> None:
-        given = (chunks, "") if is_scoring else (3, 0, chunks, None, None)
-        mis_ext.simulate_engine_cache(args, *given)
-
-    args = Namespace(**HOOKS, sglang_kv_cache_dtype="fp8_e5m2", sglang_attention_backend=None)
-    found, given = model(), streams()
-    for _ in range(2):
-        before(args, [found])
-    layer = found["decoder"][0]
-    layer(*given)
-    query, key, _ = layer.core_attention.given
-    assert torch.equal(query, given[0])
-    assert torch.equal(key, given[1].to(torch.float8_e5m2).bfloat16())
-    # FlashAttention 3 rounds queries too.
-    found = model()
-    before(Namespace(**{**vars(args), "sglang_kv_cache_dtype": "fp8_e4m3", "sglang_attention_backend": "fa3"}), [found])
-    found["decoder"][1](*given)
-    assert torch.equal(found["decoder"][1].core_attention.given[0], given[0].to(torch.float8_e4m3fn).bfloat16())
-
-
-@pytest.mark.parametrize("rank", [None, 0, 1])
-def test_the_first_rank_says_what_is_rounded(rank, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: rank is not None)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    with caplog.at_level("INFO"):
-        mis_ext.simulate_engine_cache(Namespace(**HOOKS, sglang_kv_cache_dtype="fp8_e5m2"), [model()], "")
-    said = ["mis_ext: 2 attention layers round keys and values to fp8_e5m2"]
-    assert [record.message for record in caplog.records] == ([] if rank else said)
-
-
-def test_flags_that_would_do_nothing_or_half_are_refused() -> None:
-    args = {**HOOKS, "sglang_kv_cache_dtype": "auto"}
-    with pytest.raises(ValueError, match=r"with --debug-train-only slime does not read SGLang's flags. Write it"):
-        mis_ext.simulate_engine_cache(Namespace(**HOOKS), [model()], "")
-    for dtype in ("auto", "bfloat16"):
-        with pytest.raises(ValueError, match="there is nothing to simulate"):
-            mis_ext.simulate_engine_cache(Namespace(**{**args, "sglang_kv_cache_dtype": dtype}), [model()], "")
-    with pytest.raises(ValueError, match="dtype='fp4_e2m1': a cache is simulated in"):
-        mis_ext.simulate_engine_cache(Namespace(**{**args, "sglang_kv_cache_dtype": "fp4_e2m1"}), [model()], "")
-    for flag in HOOKS:
-        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} is not set"):
-            mis_ext.simulate_engine_cache(Namespace(**{**args, flag: None}), [model()], "")
-    with pytest.raises(ValueError, match="called with 3 arguments behind args"):
-        mis_ext.simulate_engine_cache(Namespace(**args), [model()], "", None)
 
 
 @pytest.fixture(scope="module")

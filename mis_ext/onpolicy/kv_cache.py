@@ -1,9 +1,9 @@
 """Keys and values as the engine's cache holds them, so that the trainer scores with what the engine computed with.
 
-A cache of 8 bits rounds every key and value. The trainer, which has no cache, does not, and their log-probs differ by
-more than anything else makes them differ. Rounded in the trainer too, they attend to the same numbers. The gradient
-passes the rounding as if it were not there ("Estimating or Propagating Gradients Through Stochastic Neurons for
-Conditional Computation", arXiv 1308.3432: the straight-through estimator).
+A cache of 8 bits rounds every key and value. The trainer has no cache. If it rounds them too, it attends to the same
+numbers as an engine that is aligned in all else. The gradient passes the rounding as if it were not there ("Estimating
+or Propagating Gradients Through Stochastic Neurons for Conditional Computation", arXiv 1308.3432: the straight-through
+estimator).
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
     parallelism alike. Megatron-Core calls its own attention and Transformer Engine's alike; with the latter it was not
     tried.
 
-    What is left: engines whose prefill attends to the prompt's keys before they are in the cache, and kernels that also
-    round the attention's weights.
+    For an engine that is aligned in all else, whose attention computes in the model's dtype and reads prompts from the
+    cache too. With others it can make the mismatch larger: SGLang's Triton attention reads the keys of a prompt before
+    it rounds them, and rounds queries and the attention's weights as well while it decodes.
 
     Args:
         model: A Megatron-Core model, or this rank's model chunks. Layers of multi-token prediction stay as they are.
@@ -82,13 +83,6 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
             raise ValueError(f"{name}: the model simulates a cache already: remove that first")
     rounding = _Rounding(DTYPES[dtype], queries=queries)
     return SimulatedKVCache([layer.core_attention.register_forward_pre_hook(rounding) for layer in layers.values()])
-
-
-def simulates_kv_cache(model: Module | Sequence[Module]) -> bool:
-    """Whether any layer of a model rounds."""
-    chunks = [model] if isinstance(model, Module) else model
-    hooks = (hook for chunk in chunks for module in chunk.modules() for hook in module._forward_pre_hooks.values())
-    return any(isinstance(hook, _Rounding) for hook in hooks)
 
 
 class _Rounding:

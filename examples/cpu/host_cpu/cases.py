@@ -40,10 +40,6 @@ TRAINING = shlex.split(f"""
 """)
 
 CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
-SIMULATED_CACHE = (
-    *("--custom-megatron-before-log-prob-hook-path", "mis_ext.simulate_engine_cache"),
-    *("--custom-megatron-before-train-step-hook-path", "mis_ext.simulate_engine_cache"),
-)
 HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp")
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss")
 MEASURED = ("train/mis_k3_kl", "train/mis_ratio_max")

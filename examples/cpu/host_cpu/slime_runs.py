@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, SIMULATED_CACHE, TRAINING, Case, Host, flat, input_files
+from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
 from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 
@@ -37,16 +37,6 @@ _HOOKS = (
         },
         metrics=CORE,
         says=(CALLED,),
-        is_optional=True,
-    ),
-    Case(
-        name="simulated_cache",
-        title="three flags, keys and values rounded to e5m2",
-        flags=("--use-tis", *HOOK, *CHECK, *SIMULATED_CACHE),
-        # Here slime starts no engine, and does not read its flags.
-        config={"tis_upper_bound": 2.0, "sglang_kv_cache_dtype": "fp8_e5m2"},
-        metrics=CORE,
-        says=(CALLED, "2 attention layers round keys and values to fp8_e5m2"),
         is_optional=True,
     ),
 )
