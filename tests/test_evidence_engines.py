@@ -101,7 +101,7 @@ def test_routing_cannot_be_replayed_without_experts() -> None:
         rows_of(training_of(dataclasses.replace(TINY, replays_routing=True)))
 
 
-@pytest.mark.parametrize("only", [{"bypasses": True}, {"stream": 1}, {"rate": "follows k3"}, {"replays_routing": True}])
+@pytest.mark.parametrize("only", [{"bypasses": True}, {"stream": 1}, {"slows_down": True}, {"replays_routing": True}])
 def test_what_only_a_pretrained_model_reads_is_refused(only) -> None:
     with pytest.raises(ValueError, match="tiny: other: more than keys is for a pretrained model"):
         training_of(dataclasses.replace(TINY, methods=(Method(name="other", **only),)))

@@ -350,9 +350,21 @@ def test_a_task_asks_for_the_steps_of_the_same_sums(checkpoint: Pretrained) -> N
     assert steps.text == sum_only + "Think step by step."
 
 
+def test_a_story_is_worth_its_different_words_without_an_e(checkpoint: Pretrained) -> None:
+    task = QuestionTask("story", checkpoint.tokenizer, response_length=8)
+    texts = [task.sample(Random(seed)).text for seed in range(100)]
+    held_out = [task.sample(Random(seed), held_out=True).text for seed in range(100)]
+    assert len(set(texts)) > 80
+    assert not set(texts) & set(held_out)
+    worth = task.sample(Random(0)).worth
+    assert worth("The cat saw a dog, a CAT: it ran to the tree.") == 4 / 80  # cat, saw, dog, ran
+    many = [f"{a}{b}c" for a in "abcdfghijk" for b in "lmnopqrst"]
+    assert [worth(" ".join(many[:count])) for count in (40, 80, 90)] == [0.5, 1.0, 1.0]
+
+
 def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
     with pytest.raises(
-        ValueError, match="task 'sums': expected counting, arithmetic, arithmetic_steps or reasoning_gym:NAME"
+        ValueError, match="task 'sums': expected counting, arithmetic, arithmetic_steps, story or reasoning_gym:NAME"
     ):
         QuestionTask("sums", checkpoint.tokenizer, response_length=8)
     if importlib.util.find_spec("reasoning_gym") is None:

@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     from evidence.engines import EngineSpec
     from evidence.group import Method
     from evidence.outcomes import Condition
-    from evidence.pretrained import rates, report, routing, studies
+    from evidence.pretrained import rate, report, routing, studies
     from evidence.pretrained import training as training_module
     from evidence.pretrained.group import PretrainedGroup, runs_of
     from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended
@@ -118,7 +118,7 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     "method",
     [
         *(studies.AGAIN, studies.BYPASS, TOKEN_TIS, studies.token_tis(1.5), studies.TOKEN_MASK, studies.FOLLOWING_GATE),
-        *studies.SLOWED,
+        studies.SLOWED,
     ],
     ids=lambda method: method.name,
 )
@@ -175,21 +175,19 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     assert 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 
-@pytest.mark.parametrize("rule", rates.RULES)
-def test_the_learning_rate_follows_its_number_also_after_an_interruption(
-    workplace: Workplace, rule: str, monkeypatch: pytest.MonkeyPatch
+def test_the_learning_rate_follows_k3_also_after_an_interruption(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    number = {"follows k3": "k3", "halved as answers grow": "length"}[rule]
     follows = [1.0] * 10 + [8.0] * 40
     own = training_module.numbers.mismatch
     taken: list[float] = []
 
     def mismatch(*log_probs: Any) -> dict[str, float]:
-        return own(*log_probs) | {number: follows[len(taken)]}
+        return own(*log_probs) | {"k3": follows[len(taken)]}
 
     def training() -> PretrainedTraining:
-        method = Method(name="slowed", rate=rule)
-        run = PretrainedTraining(dataclasses.replace(GROUP, methods=(method,), eval_interval=100), workplace)
+        group = dataclasses.replace(GROUP, methods=(studies.SLOWED,), eval_interval=100)
+        run = PretrainedTraining(group, workplace)
         monkeypatch.setattr(run._trainer, "train", lambda *_: taken.append(_rate_of(run)) or {"grad_norm": 0.0})
         return run
 
@@ -201,12 +199,8 @@ def test_the_learning_rate_follows_its_number_also_after_an_interruption(
     rows += steps(second, 30)
     shares = [rate / GROUP.learning_rate for rate in taken]
     assert shares == pytest.approx([row["learning_rate"] / GROUP.learning_rate for row in rows], rel=1e-3)
-    if number == "k3":
-        # The mean of the last five steps: 1, then 12/5, 19/5, 26/5, 33/5, 8.
-        assert shares == pytest.approx([1.0] * 10 + [5 / 12, 5 / 19, 5 / 26, 5 / 33] + [1 / 8] * 28)
-    else:
-        # The surge is seen at step 10, its period is 18 steps.
-        assert shares == [1.0] * 10 + [0.5] * 18 + [0.25] * 14
+    # The mean of the last five steps: 1, then 12/5, 19/5, 26/5, 33/5, 8.
+    assert shares == pytest.approx([1.0] * 10 + [5 / 12, 5 / 19, 5 / 26, 5 / 33] + [1 / 8] * 28)
 
 
 def _rate_of(run: PretrainedTraining) -> float:
@@ -215,14 +209,10 @@ def _rate_of(run: PretrainedTraining) -> float:
 
 
 def test_a_learning_rate_never_rises_and_has_a_lowest_share() -> None:
-    assert rates.as_it_grows([1.0] * 10 + [0.5] * 9) == 1.0
-    assert rates.as_it_grows([0.0] * 12) == 1.0
-    assert rates.as_it_grows([1.0] * 10 + [1e6] * 9) == rates.LOWEST
-    assert rates.as_it_grows([0.5, 1.5] * 5 + [2.0] * 9) == 0.5
-    assert rates.halved_after_a_surge([0.5, 1.5] * 5 + [1.5] * 90) == 1.0
-    assert rates.halved_after_a_surge([1.0] * 10 + [2.0] * 300) == rates.LOWEST
-    # What comes after the surge changes nothing.
-    assert rates.halved_after_a_surge([1.0] * 10 + [8.0] + [1.0] * 10) == 0.5
+    assert rate.share([1.0] * 10 + [0.5] * 9) == 1.0
+    assert rate.share([0.0] * 12) == 1.0
+    assert rate.share([1.0] * 10 + [1e6] * 9) == rate.LOWEST
+    assert rate.share([0.5, 1.5] * 5 + [2.0] * 9) == 0.5
 
 
 def test_the_trainer_rounds_as_the_cache_of_its_engine(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +229,6 @@ def test_the_trainer_rounds_as_the_cache_of_its_engine(workplace: Workplace, mon
     assert k3[""] < 1e-9 < k3["kv"] < k3["qkv"]
     with pytest.raises(ValueError, match="tiny: simulated_cache='kv', and the engine's cache is not rounded"):
         dataclasses.replace(GROUP, simulated_cache="kv")
-
-
-def test_a_rule_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="tiny: slow: rate='follows k4', not one of follows k3, halved as answers"):
-        dataclasses.replace(GROUP, methods=(Method(name="slow", rate="follows k4"),))
 
 
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
@@ -471,9 +456,9 @@ def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correl
 
 def test_a_page_says_how_far_a_learning_rate_fell() -> None:
     slowed = {1: {"learning_rate": np.array([1e-3, 1e-3])}, 2: {"learning_rate": np.array([5e-4, 2e-4])}}
-    condition = Condition("c", {"none": {1: curves([0.1])}, "none, rate follows k3": slowed})
+    condition = Condition("c", {"none": {1: curves([0.1])}, "none, slower as k3 grows": slowed})
     (line,) = report._rates(GROUP, condition)
-    assert line == "Lowest share of the learning rate, by seed: none, rate follows k3 0.20 to 1.00."
+    assert line == "Lowest share of the learning rate, by seed: none, slower as k3 grows 0.20 to 1.00."
     assert report._rates(GROUP, Condition("c", {"none": {1: curves([0.1])}})) == []
 
 

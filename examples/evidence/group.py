@@ -28,7 +28,7 @@ class Method:
         stream: Of random numbers to sample with, of a pretrained model: another one shows what chance alone does.
         bypasses: Of a pretrained model: PPO's ratio is that to the policy that sampled, and nothing is corrected.
         replays_routing: Of a pretrained model: the trainer scores and trains with the experts that the engine chose.
-        rate: Of a pretrained model: a rule of ``pretrained.rates``, by which the learning rate falls.
+        slows_down: Of a pretrained model: the learning rate falls as k3 grows, see ``pretrained.rate``.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Method:
     stream: int = 0
     bypasses: bool = False
     replays_routing: bool = False
-    rate: str | None = None
+    slows_down: bool = False
 
     @cached_property
     def config(self) -> mis_ext.CorrectionConfig | None:

@@ -1,7 +1,8 @@
 """Questions in words whose answers a program checks, for models with a chat template.
 
 ``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with the steps before the
-answer. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+answer. ``story``: a story, worth more the more words without the letter e it has; there answers stay long, and the next
+word stays open. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ MAX_PROMPT = 512
 HELD_OUT_SHARE = 8
 # So many draws in a row of the other kind: there is none of this one.
 MAX_DRAWS = 1000
+
+# What stories are about, and how many different words without an e, of three letters at least, are worth 1.
+THINGS = (
+    *("baker", "bear", "bell", "bridge", "castle", "clock", "cloud", "comet", "crow", "doctor", "farmer", "forest"),
+    *("fox", "garden", "ghost", "goat", "island", "king", "lamp", "lighthouse", "map", "miller", "mountain", "owl"),
+    *("painter", "pirate", "piano", "queen", "river", "robot", "sailor", "ship", "singer", "storm", "tailor", "thief"),
+    *("train", "turtle", "violin", "wolf"),
+)
+WORTH_ALL = 80
 
 Grader = Callable[[str], float]
 Draw = Callable[[Random], tuple[str, Grader]]
@@ -109,9 +119,11 @@ def _source(name: str) -> Draw:
         return _arithmetic
     if name == "arithmetic_steps":
         return _arithmetic_steps
+    if name == "story":
+        return _story
     if name.startswith(GYM):
         return _gym(name.removeprefix(GYM))
-    raise ValueError(f"task {name!r}: expected counting, arithmetic, arithmetic_steps or {GYM}NAME")
+    raise ValueError(f"task {name!r}: expected counting, arithmetic, arithmetic_steps, story or {GYM}NAME")
 
 
 def _arithmetic(rng: Random) -> tuple[str, Grader]:
@@ -122,6 +134,16 @@ def _arithmetic(rng: Random) -> tuple[str, Grader]:
 def _arithmetic_steps(rng: Random) -> tuple[str, Grader]:
     question, worth = _arithmetic(rng)
     return question.replace("Answer with the number only.", "Think step by step."), worth
+
+
+def _story(rng: Random) -> tuple[str, Grader]:
+    first, second = rng.sample(THINGS, 2)
+    return f"Tell a story about a {first} and a {second}.", _words_without_e
+
+
+def _words_without_e(answer: str) -> float:
+    words = {word for word in re.findall("[a-z]{3,}", answer.lower()) if "e" not in word}
+    return min(1.0, len(words) / WORTH_ALL)
 
 
 def _gym(name: str) -> Draw:

@@ -10,8 +10,6 @@ from typing import Literal
 
 from evidence.group import Group, Method
 
-from .rates import RULES
-
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedGroup(Group):
@@ -35,8 +33,8 @@ class PretrainedGroup(Group):
             queries too (``qkv``).
 
     Raises:
-        ValueError: Experts are to be replayed that the model has not, or rounded; a learning rate follows no known
-            rule; a cache is to be simulated that is not of 8 bits.
+        ValueError: Experts are to be replayed that the model has not, or rounded; a cache is to be simulated that is
+            not of 8 bits.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -70,9 +68,6 @@ class PretrainedGroup(Group):
             raise ValueError(
                 f"{self.name}: simulated_cache={self.simulated_cache!r}, and the engine's cache is not rounded"
             )
-        for method in self.methods:
-            if method.rate not in (None, *RULES):
-                raise ValueError(f"{self.name}: {method.name}: rate={method.rate!r}, not one of {', '.join(RULES)}")
 
     @property
     def run(self) -> tuple[Method, int]:

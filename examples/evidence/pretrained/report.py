@@ -290,7 +290,7 @@ def _routing(group: PretrainedGroup, condition: Condition) -> list[str]:
 
 
 def _rates(group: PretrainedGroup, condition: Condition) -> list[str]:
-    """How far the learning rates fell that follow a number of the run."""
+    """How far the learning rates fell that follow k3."""
     lowest = {
         method: [float(np.nanmin(curves["learning_rate"])) / group.learning_rate for curves in seeds.values()]
         for method, seeds in condition.curves.items()

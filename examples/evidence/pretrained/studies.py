@@ -11,7 +11,6 @@ from evidence.group import Method
 from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study, preset
 
 from .group import PretrainedGroup, runs_of
-from .rates import RULES
 
 BF16 = EngineSpec(kind="sglang")
 FOUR_SEEDS, EIGHT_SEEDS = (tuple(range(1, count + 1)) for count in (4, 8))
@@ -49,7 +48,7 @@ FOLLOWING_GATE = Method(
     },
 )
 # A slower learner in place of a correction.
-SLOWED = tuple(Method(name=f"none, rate {rule}", rate=rule) for rule in RULES)
+SLOWED = Method(name="none, slower as k3 grows", slows_down=True)
 
 
 def token_tis(cap: float) -> Method:
@@ -96,24 +95,36 @@ _STALE = [
     for age in (1, 4)
 ]
 
-# Answers of some 130 tokens at first, right or wrong, and an engine whose cache is coarse: the coarsest one first, with
-# which published runs of a larger model collapsed (benchmarks/evidence/published.md).
-_LONG = [
-    PretrainedGroup(
-        name=f"pretrained_long_{name}",
+# 300 steps against the coarsest cache, with which published runs of a larger model collapsed
+# (benchmarks/evidence/published.md).
+_STEPS = PretrainedGroup(
+    name="pretrained_long_e5m2_cache",
+    engine=_SETTINGS["e5m2_cache"][0],
+    methods=(NONE,),
+    seeds=FOUR_SEEDS,
+    task="arithmetic_steps",
+    response_length=256,
+    num_steps=300,
+    num_prompts=32,
+    num_evaluated=128,
+    eval_interval=25,
+    micro_batch_size=32,
+    dump_steps=(0, 75, 150, 299),
+)
+# The model learns to leave the steps away. Stories stay long, and the next word stays open.
+_STORIES = [
+    replace(
+        _STEPS,
+        name=f"pretrained_stories_{name}",
         engine=_SETTINGS[name][0],
-        methods=(NONE, AGAIN, TOKEN_TIS, preset("sequence_mis"), *more),
-        seeds=FOUR_SEEDS,
-        task="arithmetic_steps",
-        response_length=256,
-        num_steps=300,
-        num_prompts=32,
-        num_evaluated=128,
-        eval_interval=25,
-        micro_batch_size=32,
-        dump_steps=(0, 75, 150, 299),
+        methods=methods,
+        task="story",
+        response_length=192,
     )
-    for name, more in (("e5m2_cache", (TOKEN_MASK, *SLOWED)), ("e4m3_cache", ()))
+    for name, methods in (
+        ("e5m2_cache", (NONE, TOKEN_MASK, TOKEN_TIS, AGAIN, preset("sequence_mis"), SLOWED)),
+        ("bf16", (NONE,)),
+    )
 ]
 
 
@@ -244,8 +255,13 @@ PRETRAINED_STUDIES = (
     ),
     Study(
         name="pretrained_long",
-        question="Does anything collapse in 300 steps with long answers, a sparse reward and a coarse cache?",
-        groups=_one_by_one(_LONG),
+        question="Does anything collapse in 300 steps with a sparse reward and a coarse cache?",
+        groups=runs_of([_STEPS]),
+    ),
+    Study(
+        name="pretrained_stories",
+        question="Does anything collapse in 300 steps with a coarse cache, while answers stay long and open?",
+        groups=_one_by_one(_STORIES),
     ),
     Study(
         name="pretrained_cache",

@@ -26,7 +26,7 @@ from mis_ext.onpolicy import RoutedExperts
 
 from . import numbers, routing
 from .group import PretrainedGroup
-from .rates import RULES
+from .rate import share
 from .workplace import EVALUATION_SEED, Workplace
 
 # Of the rollouts that are scored again later.
@@ -65,7 +65,7 @@ class PretrainedTraining:
         self._problems = Random(10_000 + group.run[1])
         self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
-        self._followed: list[float] = []
+        self._k3: list[float] = []
 
     @property
     def has_begun(self) -> bool:
@@ -114,7 +114,7 @@ class PretrainedTraining:
             "trainer": self._trainer.state_dict(),
             "history": list(self._history),
             "problems": self._problems.getstate(),
-            "followed": self._followed,
+            "k3": self._k3,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class PretrainedTraining:
         )
         self._problems.setstate(state["problems"])
         # A state of before has none, and no rule.
-        self._followed = list(state.get("followed", []))
+        self._k3 = list(state["k3"])
 
     def _rollout(self, step: int) -> tuple[dict[str, Any], Tensor]:
         """Questions, answers of the engine's weights, and what they are worth."""
@@ -168,11 +168,11 @@ class PretrainedTraining:
         return routing.Flips.of(record.micro_batches(), batches)
 
     def _set_rate(self, found: Mapping[str, float]) -> dict[str, float]:
-        """Of this step's update, where it follows a number of the run."""
-        if (rule := RULES.get(self.group.run[0].rate or "")) is None:
+        """Of this step's update, where it follows k3."""
+        if not self.group.run[0].slows_down:
             return {}
-        self._followed.append(found[rule.number])
-        rate = self.group.learning_rate * rule.share(self._followed)
+        self._k3.append(found["k3"])
+        rate = self.group.learning_rate * share(self._k3)
         self._trainer.set_learning_rate(rate)
         return {"learning_rate": rate}
 
