@@ -180,8 +180,9 @@ def _in_words(
     reasons = [size]
     if is_stale:
         reasons.append(
-            "Token TIS gained 0.14 of reward with weights a step old, 0.34 with older ones; gates of 1 % on sequences "
-            f"lost ({EVIDENCE})."
+            "In a pretrained model token TIS gained 0.06 of reward with weights 4 steps old, and made no difference "
+            "with weights one step old; in a tiny one it gained 0.14 with weights one step old, 0.34 with older ones. "
+            f"Gates of 1 % on sequences lost there ({EVIDENCE})."
         )
     else:
         reasons.append(f"No study of mis_ext found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
