@@ -110,6 +110,7 @@ def k3_of(tokens: Tokens) -> float:
 CAUSED_BY = IN_ENGINE | IN_LOG_PROBS
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: "-".join(each.__name__ for each in mixture))
 def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
     tokens, causes = mixed(0, mixture), {CAUSED_BY[change] for change in mixture}

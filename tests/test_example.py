@@ -312,12 +312,14 @@ def topologies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return torch.load(path)
 
 
+@pytest.mark.whole_run
 def test_trainer_scores_as_transformers_does_with_the_exported_weights(topologies):
     for found in topologies.values():
         torch.testing.assert_close(found["log_probs"], found["hf_log_probs"], atol=1e-4, rtol=0)
         assert found["log_probs"].std() > 1
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("loss", ["per sample", "per token", "whole loss"])
 @pytest.mark.parametrize("topology", ["DP 2 bshd", "CP 2 thd", "CP 2 bshd"])
 def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_update(topologies, topology: str, loss: str):
@@ -329,6 +331,7 @@ def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_updat
     torch.testing.assert_close(found["log_probs_after"], expected["log_probs_after"], atol=1e-3, rtol=0)
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("topology", ["DP 2 thd", "CP 2 thd", "CP 2 bshd"])
 def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topology: str):
     own, whole = (topologies[f"{topology} {loss}"] for loss in ("per sample", "whole loss"))

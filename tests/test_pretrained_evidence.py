@@ -114,6 +114,7 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     assert [round(float(weights["model.norm.weight"].float().mean())) for weights in loaded] == [1, 1, 1, 2, 3]
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize(
     "method",
     [

@@ -53,6 +53,7 @@ def report_on(study: str, folder: Path) -> Report:
     return report_of(Dumps(write_dumps(study, folder)), preset_candidates(["mis", "gated_mis"]))
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("study", CAUSES)
 def test_the_cause_of_a_measured_mismatch_is_named(study, tmp_path) -> None:
     assert [found.cause for found in report_on(study, tmp_path).diagnoses] == [CAUSES[study]]

@@ -34,6 +34,7 @@ def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
+@pytest.mark.whole_run
 def test_one_engine_and_one_training_with_our_flags() -> None:
     engine, train = dry_run("--num-rollout", "3", ATTENTION="torch")
     assert "sglang.launch_server" in engine
@@ -44,12 +45,14 @@ def test_one_engine_and_one_training_with_our_flags() -> None:
     assert train.rstrip().endswith("--num-rollout 3")
 
 
+@pytest.mark.whole_run
 def test_recorded_rollouts_need_no_engine() -> None:
     (train,) = dry_run("--debug-train-only", ATTENTION="torch")
     assert "--rollout-external-engine-addrs" not in train
     assert "--save " not in train
 
 
+@pytest.mark.whole_run
 def test_attention_has_two_values() -> None:
     (_, train) = dry_run(ATTENTION="te")
     assert "--spec" not in train
@@ -59,6 +62,7 @@ def test_attention_has_two_values() -> None:
     assert "ATTENTION=flash: must be te or torch" in result.stderr
 
 
+@pytest.mark.whole_run
 def test_miles_converts_records_and_trains_without_an_engine() -> None:
     convert, rollouts, train = dry_run("--num-rollout", "3", script=MILES_SCRIPT, ATTENTION="torch", OUT="/out")
     assert f"{ROOT}/tools/convert_hf_to_torch_dist.py" in convert
@@ -72,6 +76,7 @@ def test_miles_converts_records_and_trains_without_an_engine() -> None:
     assert train.rstrip().endswith("--num-rollout 3")
 
 
+@pytest.mark.whole_run
 def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
     flags = ("--load-debug-rollout-data", "/own/{rollout_id}.pt")
     _, train = dry_run(*flags, script=MILES_SCRIPT, ATTENTION="torch", CONFIG="")
@@ -80,6 +85,7 @@ def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
     assert "mis_ext" not in train
 
 
+@pytest.mark.whole_run
 def test_a_rehearsal_of_miles_needs_no_gpu() -> None:
     convert, _, train = dry_run(script=MILES_SCRIPT, ATTENTION="torch", ON_CPU="1")
     assert "-m host_cpu.convert" in convert

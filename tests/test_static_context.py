@@ -44,6 +44,7 @@ def device():
     dist.destroy_process_group()
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_once_everything_is_aligned_every_token_agrees_until_a_weight_sync_is_forgotten(dtype, device):
     with Experiment(Setting(engine="megatron", dtype=dtype, pieces=ALL), SHORT, device) as experiment:
