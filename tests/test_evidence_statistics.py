@@ -135,6 +135,22 @@ def test_a_length_has_the_responses_that_are_as_long(tmp_path) -> None:
     )
 
 
+def test_of_open_tokens_the_share_above_one_has_an_interval_over_responses() -> None:
+    # 40 responses of ten tokens, of which 7, 6, ... rise; neither the rare nor the certain nor the equal ones count.
+    d = np.full((1, 40, 13), -0.5, dtype=np.float16)
+    rising = [7, 6, 8, 5] * 10
+    for response, number in enumerate(rising):
+        d[0, response, :number] = 0.5
+    behavior = np.full_like(d, np.log(0.5))
+    behavior[..., 10], behavior[..., 11], d[..., 10:12], d[..., 12] = np.log(0.04), np.log(0.95), 0.5, 0.0
+    streams = mismatch.Streams(behavior=behavior, log_ratio=d, mask=np.ones(d.shape, dtype=bool))
+    share, count = mismatch._above_one([streams])
+    # The standard deviation of 7, 6, 8, 5 tenths over the root of 40.
+    assert (share, count) == (f"0.650 ± {1.96 * np.sqrt(1.25) / 10 / np.sqrt(40):.3f}", "400")
+    masked = dataclasses.replace(streams, mask=streams.mask & (np.arange(13) < 4))
+    assert mismatch._above_one([masked]) == ("", "160")
+
+
 def test_responses_of_about_one_length_are_compared_as_far_as_all_reach() -> None:
     def reach(*lengths: int) -> int:
         return mismatch._reach(mismatch._rows([streams_of([[0.1] * length for length in lengths])]))

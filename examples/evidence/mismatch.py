@@ -21,6 +21,8 @@ from .pictures import save
 from .results import Results
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 1.0)
+# Tokens that are neither rare nor certain, and how many of them say something.
+OPEN, MIN_OPEN = (0.05, 0.9), 200
 BANDS = {
     "product in [1/2, 2]": lambda sums, n: np.abs(sums) < np.log(2),
     "geometric mean within 1 %": lambda sums, n: np.abs(np.expm1(sums / n)) < 0.01,
@@ -64,8 +66,8 @@ def section(name: str, conditions: dict[str, Steps], output: Path) -> list[str]:
         "## The mismatch",
         "",
         "| engine | step | tokens | k3 | mean abs d | ratio > 2 | ratio < 1/2 | k-hat, tokens | k-hat, sequences "
-        "| share of k3 where p < 0.1 | tokens there |",
-        "|---" * 11 + "|",
+        f"| share of k3 where p < 0.1 | tokens there | ratio > 1 where {OPEN[0]:g} < p < {OPEN[1]:g} | tokens there |",
+        "|---" * 13 + "|",
     ]
     for condition, steps in conditions.items():
         lines += [
@@ -93,8 +95,29 @@ def _numbers(pieces: list[Streams]) -> str:
             f"{pareto_k(np.exp(np.nansum(rows[:, : _reach(rows)], 1))):.2f}",
             f"{k3[rare].sum() / k3.sum():.2f}",
             f"{rare.mean():.2f}",
+            *_above_one(pieces),
         )
     )
+
+
+def _above_one(pieces: list[Streams]) -> tuple[str, str]:
+    """Of open tokens: the share whose ratio is above 1, with a 95 % interval over responses, and their number.
+
+    An engine's rounding raises and lowers them alike. Weights that have learned since raise most of them.
+    """
+    by_response = []
+    for piece in pieces:
+        probability = np.exp(piece.behavior.astype(np.float64))
+        is_open = piece.mask & (probability > OPEN[0]) & (probability < OPEN[1]) & (piece.log_ratio != 0)
+        both = [is_open & (piece.log_ratio > 0), is_open]
+        by_response.append(np.stack([tokens.sum(-1).ravel() for tokens in both]).astype(np.float64))
+    above, counts = np.concatenate(by_response, 1)
+    total = counts.sum()
+    if total < MIN_OPEN:
+        return "", f"{total:,.0f}"
+    share = above.sum() / total
+    error = np.sqrt(((above - share * counts) ** 2).sum()) / total
+    return f"{share:.3f} ± {1.96 * error:.3f}", f"{total:,.0f}"
 
 
 def _flips(conditions: dict[str, Steps]) -> list[str]:
