@@ -1,5 +1,7 @@
 """The exactness audit: what a difference points to, and what a pass does not show."""
 
+import math
+
 import pytest
 import torch
 from audit_lists import GOOD, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
@@ -31,6 +33,57 @@ def test_a_few_tokens_that_are_all_stale_may_be_of_other_kernels_and_many_that_d
     (found,) = audit_logprobs(train, tied_to(train, noise=1e-3), **versions).diagnoses
     assert found.cause == "bf16_kernels"
     assert found.alternatives == ("stale weights: all 400 tokens were sampled with weights of another version",)
+
+
+def of_signs(
+    raised: list[int], *, of: int = 10, probability: float = 0.5, gap: float = 0.1
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Responses of so many tokens, of which so many are raised and the others lowered, behind 20 certain ones."""
+    rollout = [torch.full((of + 20,), math.log(probability)) for _ in raised]
+    train = []
+    for number, of_engine in zip(raised, rollout, strict=True):
+        of_engine[of:] = math.log(0.97)
+        train.append(of_engine + torch.tensor([gap] * number + [-gap] * (of - number) + [gap / 100] * 20))
+    return train, rollout
+
+
+OPEN_ARE_RAISED = "stale weights, a lost adapter or a penalty: the trainer finds 65% of 400 open tokens more probable"
+RAISED = [7, 6, 8, 5] * 10
+
+
+@pytest.mark.parametrize(
+    ("gap", "cause"),
+    [(0.02, "bf16_kernels"), (0.05, "bf16_kernels"), (0.1, "bf16_or_low_precision"), (0.15, "low_precision")],
+)
+def test_where_most_open_tokens_are_raised_old_weights_come_first(gap, cause) -> None:
+    (found,) = audit_logprobs(*of_signs(RAISED, gap=gap)).diagnoses
+    assert found.cause == cause
+    assert found.alternatives[0].startswith(OPEN_ARE_RAISED)
+    assert "stale weights, or an adapter that one side lacks" not in found.alternatives
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"raised": [5, 6, 4, 5] * 10},  # Half of them.
+        {"raised": [3, 4, 2, 5] * 10},  # Most are lowered.
+        {"raised": RAISED[:19]},  # 190 tokens.
+        {"raised": [54] * 20, "of": 100},  # 54 %, without any spread.
+        {"raised": [10, 10, 10, 0, 10, 10, 10, 0, 10, 0] * 4},  # Whole responses: 70 %, 2.8 standard errors.
+        {"raised": RAISED, "probability": 0.04},
+        {"raised": RAISED, "probability": 0.95},
+    ],
+)
+def test_signs_that_chance_or_rounding_gives_name_no_weights(signs) -> None:
+    found = audit_logprobs(*of_signs(**signs)).diagnoses
+    assert not [words for each in found for words in each.alternatives if "open tokens" in words]
+
+
+def test_where_versions_agree_signs_say_nothing() -> None:
+    train, rollout = of_signs(RAISED)
+    for versions in ({"train_weight_version": 3, "rollout_weight_versions": [3] * 40}, {}):
+        (found,) = audit_logprobs(train, rollout, **versions).diagnoses
+        assert any("open tokens" in words for words in found.alternatives) == (not versions)
 
 
 def test_versions_are_listed_in_the_order_of_numbers() -> None:

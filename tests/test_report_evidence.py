@@ -56,7 +56,10 @@ def report_on(study: str, folder: Path) -> Report:
 @pytest.mark.whole_run
 @pytest.mark.parametrize("study", CAUSES)
 def test_the_cause_of_a_measured_mismatch_is_named(study, tmp_path) -> None:
-    assert [found.cause for found in report_on(study, tmp_path).diagnoses] == [CAUSES[study]]
+    (found,) = report_on(study, tmp_path).diagnoses
+    assert found.cause == CAUSES[study]
+    # All weights are fresh here.
+    assert not any("open tokens" in words for words in found.alternatives)
 
 
 def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
@@ -72,6 +75,17 @@ def test_published_collapses_are_a_reason_above_what_bf16_gives(tmp_path) -> Non
         found = report_on(study, tmp_path / study).recommendation
         assert found.name == "mis"
         assert any("collapsed without a correction" in reason for reason in found.reasons) == is_said
+
+
+def test_most_open_tokens_raised_point_to_old_weights_first_and_engines_raise_half(tmp_path) -> None:
+    for study, share in (("pretrained_stale_1", "57%"), ("pretrained_stale_4", "62%"), ("pretrained_fresh_bf16", "")):
+        (found,) = report_on(study, tmp_path / study).diagnoses
+        first = found.alternatives[0]
+        assert (
+            first.startswith(f"stale weights, a lost adapter or a penalty: the trainer finds {share} of ")
+            if share
+            else first.startswith("a mix")
+        )
 
 
 def test_a_study_that_is_not_there_is_named(tmp_path) -> None:

@@ -13,17 +13,20 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF
+from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF, OPEN
 from mis_ext.diagnosis.signals import Signals
 from mis_ext.diagnosis.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.diagnosis.turns import Turns, turns_of
 
-COLUMNS = ("num_tokens", "gap", "k3", "versions_behind", "has_other_ids")
+COLUMNS = ("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids")
 
 
 @dataclass(eq=False)
 class Samples:
     """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
+
+    ``num_open`` are its tokens with a probability in ``OPEN`` whose log-probs differ, and ``num_raised`` those of them
+    that the trainer finds more probable than the engine.
 
     Attributes:
         columns: As in ``COLUMNS``.
@@ -138,11 +141,12 @@ class Measuring:
         found = sort_out(tokens, layout)
         position_T = positions(layout) if position_T is None else position_T
         turns = turns_of(tokens.response_mask_T, position_T) if turns is None else turns
-        count, gap, k3 = _sums(tokens, found, layout)
+        sums = _sums(tokens, found, layout)
+        count, gap = sums[:2]
         unknown = [math.nan] * len(count)
         behind = unknown if versions_behind is None else versions_behind
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
-        columns = [count, gap, k3, *(torch.tensor([*each], dtype=torch.float64) for each in (behind, other))]
+        columns = [*sums, *(torch.tensor([*each], dtype=torch.float64) for each in (behind, other))]
         self._samples.append(Samples(torch.stack(columns, dim=1), [step] * len(count)))
 
         def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
@@ -173,7 +177,7 @@ class Measuring:
     @classmethod
     def of_other_ids(cls) -> Measuring:
         """A sample whose ids differ: nothing of it is compared."""
-        columns = [0.0, 0.0, 0.0, math.nan, 1.0]
+        columns = [{"versions_behind": math.nan, "has_other_ids": 1.0}.get(name, 0.0) for name in COLUMNS]
         return cls(_samples=[Samples(torch.tensor([columns], dtype=torch.float64), ["0"])])
 
     def measured(self, typical_gaps: Mapping[str, float] | None = None) -> Measured:
@@ -216,7 +220,13 @@ def _sum(first: Signals | None, second: Signals | None) -> Signals | None:
 def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
     difference_T = tokens.log_ratio_T
     k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
-    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T)
+    probability_T = tokens.behavior_T.exp()
+    is_open_T = (probability_T > OPEN[0]) & (probability_T < OPEN[1]) & (difference_T != 0.0)
+    is_raised_T = is_open_T & (difference_T > 0.0)
+    rows = (
+        *(torch.ones_like(difference_T), difference_T.abs(), k3_T),
+        *(each.to(difference_T.dtype) for each in (is_open_T, is_raised_T)),
+    )
     return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
 
 
