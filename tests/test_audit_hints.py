@@ -47,7 +47,7 @@ def of_signs(
     return train, rollout
 
 
-OPEN_ARE_RAISED = "stale weights, a lost adapter or a penalty: the trainer finds 65% of 400 open tokens more probable"
+OPEN_ARE_RAISED = "stale weights, or an adapter that one side lacks, or a penalty: the trainer finds 65% of 400 open"
 RAISED = [7, 6, 8, 5] * 10
 
 
@@ -59,7 +59,7 @@ def test_where_most_open_tokens_are_raised_old_weights_come_first(gap, cause) ->
     (found,) = audit_logprobs(*of_signs(RAISED, gap=gap)).diagnoses
     assert found.cause == cause
     assert found.alternatives[0].startswith(OPEN_ARE_RAISED)
-    assert "stale weights, or an adapter that one side lacks" not in found.alternatives
+    assert sum("stale weights" in words for words in found.alternatives) == 1
 
 
 @pytest.mark.parametrize(

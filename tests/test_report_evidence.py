@@ -82,7 +82,9 @@ def test_most_open_tokens_raised_point_to_old_weights_first_and_engines_raise_ha
         (found,) = report_on(study, tmp_path / study).diagnoses
         first = found.alternatives[0]
         assert (
-            first.startswith(f"stale weights, a lost adapter or a penalty: the trainer finds {share} of ")
+            first.startswith(
+                f"stale weights, or an adapter that one side lacks, or a penalty: the trainer finds {share} of "
+            )
             if share
             else first.startswith("a mix")
         )

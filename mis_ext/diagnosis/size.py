@@ -149,6 +149,6 @@ def _raised_words(num_open_S: Tensor, num_raised_S: Tensor) -> tuple[str, ...]:
     if share < RAISED or share - 0.5 < RAISED_ERRORS * error:
         return ()
     return (
-        f"stale weights, a lost adapter or a penalty: the trainer finds {share:.0%} of {total:.0f} open tokens more "
+        f"{OLD_WEIGHTS}, or a penalty: the trainer finds {share:.0%} of {total:.0f} open tokens more "
         "probable than the engine, as after learning; rounding raises about half",
     )
