@@ -15,14 +15,15 @@ from scipy import stats
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from mis_ext.diagnosis.limits import OPEN
+from mis_ext.diagnosis.size import MIN_OPEN
+
 from .group import Group
 from .outcomes import pareto_k
 from .pictures import save
 from .results import Results
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.9, 1.0)
-# Tokens that are neither rare nor certain, and how many of them say something.
-OPEN, MIN_OPEN = (0.05, 0.9), 200
 BANDS = {
     "product in [1/2, 2]": lambda sums, n: np.abs(sums) < np.log(2),
     "geometric mean within 1 %": lambda sums, n: np.abs(np.expm1(sums / n)) < 0.01,
