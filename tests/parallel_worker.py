@@ -140,8 +140,8 @@ class WrappedGroup:
 class Worker:
     """One rank of one topology."""
 
-    def __init__(self, topology: str) -> None:
-        self.cp_size, self.dp_size = TOPOLOGIES[topology]
+    def __init__(self, cp_size: int, dp_size: int) -> None:
+        self.cp_size, self.dp_size = cp_size, dp_size
         rank = dist.get_rank()
         self.cp_rank, self.dp_rank = rank % self.cp_size, rank // self.cp_size
         everyone = list(range(self.cp_size * self.dp_size))

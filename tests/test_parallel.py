@@ -48,7 +48,7 @@ def work(rank: int, world_size: int, folder: str) -> None:
         for topology, (cp_size, dp_size) in TOPOLOGIES.items():
             if cp_size * dp_size != world_size:
                 continue
-            worker = Worker(topology)
+            worker = Worker(cp_size, dp_size)
             for section in [section for section in SECTIONS if not obstacle(section)]:
                 if section == "triton" and topology not in INTERPRETED_TOPOLOGIES:
                     continue

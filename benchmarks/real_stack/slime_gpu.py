@@ -112,6 +112,10 @@ RECORDED = {
     "refused": Run(("--use-tis", *HOOK), {"tis_uper_bound": 2.0}, seconds=120),
 }
 WHOLE = {
+    **{
+        f"whole_{name}": replace(RECORDED[run], seconds=420)
+        for name, run in (("nothing", "nothing"), ("example", "example"), ("core", "hook_core"))
+    },
     "whole": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}, seconds=420),
     "whole_loss": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_proximal": "current"}, seconds=420),
     "killed": Run(
