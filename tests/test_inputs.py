@@ -149,7 +149,7 @@ class FailingGroup:
     def fail(self, *_: object) -> argparse.Namespace:
         return argparse.Namespace(wait=lambda: False)
 
-    allgather = allreduce = fail
+    allgather = fail
 
 
 def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:

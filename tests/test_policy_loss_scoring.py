@@ -296,7 +296,8 @@ def parts_of_a_vocabulary(rank: int) -> None:
             batch = loss_cases.local_batch(loss_cases.with_top_p(loss_cases.whole_batch(), unrecorded=3))
             with running(host):
                 wanted = called(keys | {"mis_loss_scoring": "host"}, dict(batch))
-            with running(host, tp=place), mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+            counted = mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor)
+            with running(host, tp=place), counted as gather:
                 found = called(keys, batch | {"logits": batch["logits"][..., mine]})
             assert gather.call_count == 1
             assert_same(found, (*wanted[:2], wanted[2][..., mine]))

@@ -29,12 +29,15 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     """``[W, *row.shape]``: the rows of all ``W`` ranks, in rank order."""
     if group is None:
         return row.unsqueeze(0)
+    row = row.contiguous()
     rows = row.new_empty((group_size(group), *row.shape))
-    outputs = list(rows.unbind(0))
     if _is_wrapped(group):
-        _wait(group.allgather([outputs], [row.contiguous()], AllgatherOptions()))
+        if not group.allgather([list(rows.unbind(0))], [row], AllgatherOptions()).wait():
+            raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
     else:
-        dist.all_gather(outputs, row.contiguous(), group=group)
+        # The one collective before which slime does not look how much memory is free, which waits for the driver and
+        # clears all caches where it is little (issues 1717 and 2268 of THUDM/slime). gloo wants one dimension.
+        dist.all_gather_into_tensor(rows.view(-1), row.view(-1), group=group)
     return rows
 
 
@@ -61,20 +64,8 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
 
 def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
     """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
-    if group is None:
-        return packed
-    merged = packed.clone()
-    if _is_wrapped(group):
-        _wait(group.allreduce([merged], dist.AllreduceOptions()))
-    else:
-        dist.all_reduce(merged, group=group)
-    return merged
+    return packed if group is None else gather_rows(packed, group).sum(0, dtype=packed.dtype)
 
 
 def _is_wrapped(group: Group) -> bool:
     return hasattr(group, "_replica_id")
-
-
-def _wait(work: Any) -> None:
-    if not work.wait():
-        raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
