@@ -104,6 +104,13 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     record.constant("ess_ratio_seq", effective_share(products))
     record.constant("lr_multiplier_token", math.sqrt(effective_share(ratios)))
     record.constant("lr_multiplier_seq", math.sqrt(effective_share(products)))
+    open_d = [
+        t - b
+        for r in group
+        for t, b, v in zip(r.train, r.rollout, r.valid, strict=True)
+        if v and t != b and r.above(b, 0.05) and r.below(b, 0.9)
+    ]
+    record.constant("raised_fraction", mean(float(d > 0) for d in open_d) if open_d else math.nan)
     record.constant("ratio_max", max(ratios, default=math.nan))
     record.constant("ratio_min", min(ratios, default=math.nan))
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]

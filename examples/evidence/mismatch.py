@@ -15,7 +15,7 @@ from scipy import stats
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from mis_ext.diagnosis.limits import OPEN
+from mis_ext.correction.statistics import OPEN
 from mis_ext.diagnosis.size import MIN_OPEN
 
 from .group import Group

@@ -15,6 +15,7 @@ from torch import Tensor
 from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, where
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import MetricRow, Population, row
+from mis_ext.correction.statistics import OPEN
 from mis_ext.correction.weights import Weight
 
 LOG_2 = math.log(2.0)
@@ -93,6 +94,13 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
     yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
     yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")
+    yield group(
+        "raised_fraction",
+        lambda total_sum_is_raised, total_sum_is_open: where(
+            total_sum_is_open > 0.0, total_sum_is_raised / total_sum_is_open.clamp_min(1.0), math.nan
+        ),
+        f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs",
+    )
     yield group(
         "ess_ratio_token",
         lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(

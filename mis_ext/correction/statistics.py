@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1
+from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1, where
 
 Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
 OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
@@ -61,6 +61,16 @@ def _k3(ratio_excess: Tensor, log_ratio: Tensor) -> Tensor:
     return (ratio_excess - log_ratio.clamp(-math.inf, MAX_LOG_RATIO)).clamp(0.0, math.inf)
 
 
+OPEN = (0.05, 0.9)
+"""Probabilities of the engine between which tokens are neither rare nor certain, so that learning moves them."""
+_LOG_OPEN = tuple(map(math.log, OPEN))
+
+
+def _is_open(behavior: Tensor, log_ratio: Tensor) -> Tensor:
+    is_between = (behavior > _LOG_OPEN[0]) & (behavior < _LOG_OPEN[1])
+    return where(is_between & (log_ratio != 0.0), 1.0, 0.0)
+
+
 TOKEN_FORMULAS: dict[str, Formula] = {
     "ratio": Formula.of(lambda log_ratio: bounded_exp(log_ratio)),
     "squared_ratio": Formula.of(lambda ratio: ratio.square()),
@@ -73,6 +83,8 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     "exp_abs_log_ratio": Formula.of(lambda abs_log_ratio: bounded_exp(abs_log_ratio)),
     "probability_gain": Formula.of(lambda proximal, behavior: bounded_exp(proximal) - bounded_exp(behavior)),
     "probability_difference": Formula.of(lambda probability_gain: probability_gain.abs()),
+    "is_open": Formula.of(_is_open),
+    "is_raised": Formula.of(lambda is_open, log_ratio: where(log_ratio > 0.0, is_open, 0.0)),
 }
 
 _ROWS = (

@@ -33,9 +33,6 @@ every dtype."""
 MAX_LOG_PROB = 0.1
 """Nats. Where the log-sum-exp is rounded to bfloat16, the log-prob of a certain token may be above 0, but by less."""
 
-OPEN = (0.05, 0.9)
-"""Probabilities of the engine between which tokens are neither rare nor certain, so that learning moves them."""
-
 CERTAIN = 0.98
 """Where the engine's probability is above, a token says little about the engines: both give 1."""
 

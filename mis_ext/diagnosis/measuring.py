@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF, OPEN
+from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF
 from mis_ext.diagnosis.signals import Signals
 from mis_ext.diagnosis.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.diagnosis.turns import Turns, turns_of
@@ -25,8 +25,8 @@ COLUMNS = ("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind
 class Samples:
     """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
 
-    ``num_open`` are its tokens with a probability in ``OPEN`` whose log-probs differ, and ``num_raised`` those of them
-    that the trainer finds more probable than the engine.
+    ``num_open`` are its tokens with a probability in ``OPEN`` of :mod:`mis_ext.correction.statistics` whose log-probs
+    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine.
 
     Attributes:
         columns: As in ``COLUMNS``.
@@ -220,13 +220,9 @@ def _sum(first: Signals | None, second: Signals | None) -> Signals | None:
 def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
     difference_T = tokens.log_ratio_T
     k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
-    probability_T = tokens.behavior_T.exp()
-    is_open_T = (probability_T > OPEN[0]) & (probability_T < OPEN[1]) & (difference_T != 0.0)
-    is_raised_T = is_open_T & (difference_T > 0.0)
-    rows = (
-        *(torch.ones_like(difference_T), difference_T.abs(), k3_T),
-        *(each.to(difference_T.dtype) for each in (is_open_T, is_raised_T)),
-    )
+    is_open_T = TOKEN_FORMULAS["is_open"].function(tokens.behavior_T, difference_T)
+    is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
+    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
     return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
 
 
