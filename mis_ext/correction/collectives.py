@@ -35,8 +35,8 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
         if not group.allgather([list(rows.unbind(0))], [row], AllgatherOptions()).wait():
             raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
     else:
-        # Before all_gather and all_reduce slime looks how much memory is free. That waits for the driver, and clears all
-        # caches where it is little (issues 1717 and 2268 of THUDM/slime). Before this it does not. gloo wants 1-D.
+        # Before all_gather and all_reduce slime looks how much memory is free, and before this it does not. That waits
+        # for the driver, and clears all caches where it is little (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
         dist.all_gather_into_tensor(rows.view(-1), row.view(-1), group=group)
     return rows
 
