@@ -208,6 +208,17 @@ def test_the_table_has_what_was_stopped_in_the_order_of_the_runs(tmp_path):
     assert rows[1].startswith("| whole | stopped |  | 1.5 |")
 
 
+def test_times_are_medians_without_the_first_step(tmp_path: Path) -> None:
+    for name, keys in (("nothing", ("train",)), ("whole", ("train", "rollout", "update_weights", "step"))):
+        of_steps = (90.0, 3.0, 1.0, 2.0)
+        values = [{f"perf/{key}_time": seconds + at for at, key in enumerate(keys)} for seconds in of_steps]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text("".join(f"x) perf {at}: {each}\n" for at, each in enumerate(values)))
+    nothing, whole = table(tmp_path).splitlines()[2:]
+    assert " | 2.00 |  | no |" in nothing
+    assert " | 2.00 | 3.0, 4.0, 5.0 | no |" in whole
+
+
 ENGINE = """
 import http.server, os, sys
 print("arguments", os.environ["ENGINE_ONLY"], os.environ["PORT"], os.environ.get("MODEL"), flush=True)

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -309,9 +310,9 @@ def shared_engine(out: Path, *, port: int, python: str) -> Iterator[str]:
 def table(folder: Path) -> str:
     """Markdown: one row per run."""
     lines = [
-        "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step | scoring pass "
-        "| `train/mis_*` | reward, first to last |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step "
+        "| s of sampling, new weights, all | scoring pass | `train/mis_*` | reward, first to last |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in results(folder):
         steps = [values for _, values in sorted((int(step), values) for step, values in run["steps"].items())]
@@ -321,7 +322,11 @@ def table(folder: Path) -> str:
         shown = [norms[0], norms[1] if len(norms) > 1 else None, norms[-1]] if norms else [None] * 3
         rewards = [values["rollout/raw_reward"] for values in rollouts if "rollout/raw_reward" in values]
         own = len({key for step in steps for key in step if key.startswith("train/mis_")})
-        times = sorted(values["perf/train_time"] for values in perf[1:] if "perf/train_time" in values)
+        # The first step compiles.
+        train, *loop = (
+            statistics.median(found) if (found := [each[key] for each in perf[1:] if key in each]) else None
+            for key in (f"perf/{name}_time" for name in ("train", "rollout", "update_weights", "step"))
+        )
         cells = [
             run["name"],
             ", ".join(map(str, run["return_codes"])),
@@ -329,7 +334,8 @@ def table(folder: Path) -> str:
             *("" if norm is None else f"{norm:.9g}" for norm in shown),
             f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"][-1:])[:120].replace("|", "/"),
             f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
-            f"{times[len(times) // 2]:.2f}" if times else "",
+            "" if train is None else f"{train:.2f}",
+            "" if None in loop else ", ".join(f"{seconds:.1f}" for seconds in loop if seconds is not None),
             "yes" if any("perf/log_probs_time" in values for values in perf) else "no",
             str(own),
             f"{rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else "",
