@@ -279,6 +279,9 @@ def test_a_run_that_stops_early_or_logs_a_nan_is_a_fault() -> None:
         in faults_of_run(replace(hook, logged=replace(hook.logged, steps=hook.logged.steps[:1])))[0]
     )
     assert faults_of_run(ran("hook", grad_norm=math.nan))
+    for name, is_fault in (("train/mis_raised_fraction", False), ("train/mis_ratio_max", True)):
+        steps = [each | {name: math.nan} for each in hook.logged.steps]
+        assert bool(faults_of_run(replace(hook, logged=replace(hook.logged, steps=steps)))) is is_fault
     # Two steps a rollout.
     assert faults_of_run(ran("prepare_rollout")) == []
 
