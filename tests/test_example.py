@@ -392,7 +392,8 @@ def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: 
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
     for row in resumed:
-        assert all(math.isfinite(value) for value in row.values())
+        # At first no token is probable enough for this one.
+        assert all(math.isfinite(value) for name, value in row.items() if name != "train/mis_raised_fraction")
         assert 0 <= row["rollout/reward"] <= 1
         # bfloat16 against float32: neither nothing nor more than rounding.
         assert 1e-5 < row["train/mis_logprob_abs_diff"] < 0.05
