@@ -90,7 +90,12 @@ DIFFERENT = {("miles", "rollout log-probs"): ("train_rollout_logprob_abs_diff", 
 """Miles compares the behavior log-probs with themselves there, and reports 0; we compare the current ones."""
 
 
-YOUNGER = (*("mis_lr_multiplier_token", "mis_lr_multiplier_seq", "mis_unmeasured_seq_fraction", "mis_raised_fraction"),)
+YOUNGER = (
+    "mis_lr_multiplier_token",
+    "mis_lr_multiplier_seq",
+    "mis_unmeasured_seq_fraction",
+    "mis_raised_fraction",
+)
 """Metrics of the hook that the recordings do not have yet."""
 
 
