@@ -3,12 +3,14 @@
     git worktree add ../before REVISION
     python benchmarks/compare_revisions.py ../before [--what hook policy_loss methods] [--calls 300] [--shapes ...]
         [--configs ...] [--rows ...]
+    torchrun --standalone --nproc-per-node 4 benchmarks/compare_revisions.py ../before --cp 4 --shapes 8x2048
 
 Each turn gives the same numbers to this revision, to the other one, and to the other one loaded a second time, in a
 random order. What disturbs the host disturbs neighbouring calls alike, and drops out of their ratio. The table has the
 medians of the ratios within a turn with 95 % confidence intervals (bootstrap); the last column, the other revision
 against itself, says how far noise alone goes. Runs in processes of their own would not do: on a shared host the medians
-of one revision's own runs differed by up to 2.
+of one revision's own runs differed by up to 2. With ``--cp`` all ranks begin a call together, and the times are of the
+first one.
 
 - ``hook``: calls of ``mis_ext.compute_mis_weights_with_cp`` with configurations of this revision's ``yaml/``, whose
   keys the other one must know.
@@ -87,7 +89,7 @@ class Revision:
     def seconds(self, call: Call, world: World) -> tuple[float, float]:
         """Of one call: until the device is idle, and until the call returns."""
         self.enter()
-        world.synchronize()
+        world.barrier()
         start = time.perf_counter()
         out = call()
         returned = time.perf_counter()
@@ -136,15 +138,23 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="of the hook")
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="of policy_loss and methods; all by default")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks of the hook; started with torchrun")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
+    if options.cp > 1 and options.what != ["hook"]:
+        parser.error("--cp is for --what hook")
     warnings.simplefilter("ignore")
-    world = World.join(options.device, 1)
+    world = World.join(options.device, options.cp)
+    if world.size != options.cp:
+        parser.error(f"--cp {options.cp}: must be the number of processes, {world.size}")
+    # Every rank takes the revisions in the same order.
+    random.seed(options.seed)
     with_benchmarks = options.what != ["hook"]
     folders = (THIS, options.other, options.other)
     revisions = [Revision(folder, benchmarks=with_benchmarks) for folder in folders]
-    print("| shape | row | this, ms | other, ms | this / other | host only | other / other |")
-    print("|---|---|---|---|---|---|---|")
+    if world.rank == 0:
+        print("| shape | row | this, ms | other, ms | this / other | host only | other / other |")
+        print("|---|---|---|---|---|---|---|")
     for what in options.what:
         for shape in options.shapes or SHAPES[what]:
             compare = _compare_hook if what == "hook" else partial(_compare_rows, what)
@@ -198,14 +208,15 @@ def _print_row(
     options: argparse.Namespace,
 ) -> None:
     turns = []
-    progress = Console(stderr=True)
+    progress = Console(stderr=True, quiet=world.rank > 0)
     for turn in track(range(WARM_UP_TURNS + options.calls), f"{shape} {name}", console=progress):
         calls = next_calls()
         order = random.sample(range(len(revisions)), len(revisions))
         taken = {i: revisions[i].seconds(calls[i], world) for i in order}
         if turn >= WARM_UP_TURNS:
             turns.append([taken[i] for i in range(len(revisions))])
-    print(f"| {shape} | {name} | {_cells(turns)} |", flush=True)
+    if world.rank == 0:
+        print(f"| {shape} | {name} | {_cells(turns)} |", flush=True)
 
 
 def _cells(turns: list[list[tuple[float, float]]]) -> str:
@@ -218,7 +229,8 @@ def _cells(turns: list[list[tuple[float, float]]]) -> str:
 def _ratio(turns: list[list[float]], index: int) -> str:
     """Median of the ratios to the other revision, and its 95 % interval."""
     ratios = [turn[index] / turn[1] for turn in turns]
-    medians = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     low, high = medians[RESAMPLES // 40], medians[-1 - RESAMPLES // 40]
     return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 

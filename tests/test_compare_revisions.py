@@ -16,9 +16,11 @@ def compute_mis_weights_with_cp(*args, **kwargs):
 """
 
 
-def compare(other: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare_revisions.py"), str(other), "--device", "cpu"]
-    return subprocess.run([*command, "--calls", "5", "--shapes", "2x8", *options], capture_output=True, text=True)
+def compare(other: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(ROOT / "benchmarks" / "compare_revisions.py"), str(other)]
+    options = ("--device", "cpu", "--calls", "5", "--shapes", "2x8", "--cp", str(ranks), *options)
+    return subprocess.run([*command, *options], capture_output=True, text=True)
 
 
 def cells(printed: str) -> list[list[str]]:
@@ -26,7 +28,8 @@ def cells(printed: str) -> list[list[str]]:
 
 
 @pytest.mark.whole_run
-def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slower_revision_is_seen_and_equals_itself(ranks: int, tmp_path: Path) -> None:
     copy = tmp_path / "mis_ext"
     copy.mkdir()
     for entry in (ROOT / "mis_ext").iterdir():
@@ -35,7 +38,7 @@ def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     package = (ROOT / "mis_ext" / "__init__.py").read_text(encoding="utf-8")
     (copy / "__init__.py").write_text(package + SLOWER, encoding="utf-8")
 
-    rows = cells(compare(tmp_path, "--configs", "metrics_only").stdout)
+    rows = cells(compare(tmp_path, "--configs", "metrics_only", ranks=ranks).stdout)
     assert [row[:2] for row in rows] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
     for row in rows:
         assert float(row[4].split()[0]) < 0.5, "the other revision sleeps"
