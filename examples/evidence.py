@@ -7,8 +7,10 @@
     python examples/evidence.py compact                          # a file per study of what ran
     python examples/evidence.py report                           # tables and plots of everything that ran
 
-Results lie in ``benchmarks/evidence/results``: a file per group of runs until ``compact``. Several processes can share
-a study, on one machine (``--workers 4``) or on several: ``--worker 0/2`` and ``--worker 1/2`` take turns in its groups.
+Results lie in ``benchmarks/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
+a group lies in ``unfinished`` there; ``list`` says how far it got, and a pretrained study's page shows it. Several
+processes can share a study, on one machine (``--workers 4``) or on several: ``--worker 0/2`` and ``--worker 1/2`` take
+turns in its groups.
 """
 
 from __future__ import annotations
@@ -98,6 +100,9 @@ def main() -> None:
         if options.command == "list":
             done = sum(results.is_done(group) for group in study.groups)
             print(f"{study.name:24} {done} of {len(study.groups)} groups   {study.question}")
+            found, unfinished = results.unfinished(study.groups)
+            for group in unfinished:
+                print(f"{'':24} {group.name}: {found.num_steps(group)} of {group.num_steps} steps")
         if options.command == "compact":
             results.compact(study.name, study.groups)
     if options.command == "run" and options.workers > 1:
@@ -211,6 +216,7 @@ def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
             while training.num_steps_done < group.num_steps:
                 if training.is_warm:
                     rows += training.step(keep)
+                    keep.write_now_and_then()
                     reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
                     progress.update(bar, completed=training.num_steps_done, reward=reward)
                 else:

@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence import ensemble
+from evidence import results as results_module
 from evidence.engines import EngineSpec
 from evidence.group import Method
 from evidence.results import Results
@@ -112,6 +113,35 @@ def test_an_interrupted_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert list(found) == list(whole) == ["step1"]
     assert all(np.array_equal(found["step1"][name], whole["step1"][name]) for name in ("behavior", "log_ratio", "mask"))
     assert found["step1"]["mask"].shape == (2, 32, 10)
+
+
+def test_a_group_that_is_killed_leaves_what_it_had_and_a_shorter_attempt_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps_of(results: Results) -> list[int]:
+        found, groups = results.unfinished([TINY])
+        return [found.num_steps(group) for group in groups]
+
+    # No state is written by what is killed.
+    monkeypatch.setattr(torch, "save", lambda *_: None)
+    for seconds, num_steps, written in ((60.0, 1, []), (0.0, 2, [2]), (0.0, 1, [2])):
+        monkeypatch.setattr(results_module, "SECONDS_BETWEEN_WRITES", seconds)
+        training, rows = training_of(TINY), []
+        with Results(tmp_path).saving(TINY, training, rows) as keep:
+            for _ in range(num_steps):
+                rows += training.step(keep)
+                keep.write_now_and_then()
+            assert steps_of(Results(tmp_path)) == written
+    assert steps_of(Results(tmp_path)) == [2]
+    found, _ = Results(tmp_path).unfinished([TINY])
+    assert list(found.log_probs(TINY)) == ["step1"]
+    other = dataclasses.replace(TINY, learning_rate=0.5)
+    assert Results(tmp_path).unfinished([other])[1] == []
+    with Results(tmp_path).saving(TINY, training, rows) as keep:
+        while training.num_steps_done < TINY.num_steps:
+            rows += training.step(keep)
+    assert steps_of(Results(tmp_path)) == []
+    assert not list((tmp_path / "unfinished").iterdir())
 
 
 def test_only_the_scoring_with_the_mask_has_no_mismatch_and_the_right_log_probs() -> None:

@@ -321,6 +321,25 @@ def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_traini
         assert (words in page) == (words in ("How far?", "## The mismatch")), words
 
 
+def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: Workplace, tmp_path: Path) -> None:
+    group = dataclasses.replace(GROUP, num_steps=3, seeds=(1, 2), dtype="float32")
+    study = Study(name="stopped", question="How far?", groups=runs_of([group]))
+    whole, stopped = study.groups
+    # The one that is stopped comes first: then no run has finished.
+    for each, num_steps, missing in ((stopped, 2, 2), (whole, 3, 1)):
+        training = PretrainedTraining(each, workplace)
+        rows: list[dict[str, Any]] = []
+        with Results(tmp_path / "results").saving(each, training, rows) as keep:
+            for _ in range(num_steps):
+                rows += training.step(keep)
+        report.report([study], Results(tmp_path / "results"), tmp_path / "pages")
+        page = (tmp_path / "pages" / "stopped.md").read_text()
+        compared, _, left = page.partition("## Stopped before their last step")
+        assert f"| {stopped.name} | 2 of 3 | " in left
+        assert f"**{missing} of 2 runs are missing.**" in compared
+        assert ("| none | 1 |" in compared) == (each is whole)
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Any:
     """Calls evidence.py with the first study made tiny: all of its runs, two steps each, transformers as engine."""

@@ -66,6 +66,10 @@ class Archives:
             members[f"{group}/{name}.npy"] = buffer.getvalue()
         _write(self._folder / f"{group}.zip", members)
 
+    def remove(self, group: str) -> None:
+        """A group's own archive, if there is one."""
+        (self._folder / f"{group}.zip").unlink(missing_ok=True)
+
     def compact(self, study: str, groups: Iterable[str]) -> None:
         """Put what there is of a study's groups into one archive."""
         members, old = {}, set()

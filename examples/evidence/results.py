@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ from .archives import Archives
 from .ensemble import Row, Training
 from .group import Group
 
-Keep = Callable[[str, dict[str, Any]], None]
+UNFINISHED = "unfinished"
+# A machine that is taken away takes no more than this.
+SECONDS_BETWEEN_WRITES = 30.0
 
 
 class Results:
@@ -31,7 +34,8 @@ class Results:
 
     A finished group is in an archive of its own, ``GROUP.zip``, until :meth:`compact` puts it into that of its study:
     its settings and machine, a row per run and step, and the log-probs of the steps that the group names.
-    ``GROUP.state.pt`` is there while the group is not finished.
+    ``GROUP.state.pt`` is there while the group is not finished. What a group has so far, ``unfinished/GROUP.zip``, is
+    written all along: a process that is killed leaves it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,6 +57,11 @@ class Results:
         """Of the groups that are finished."""
         return self._archives.names()
 
+    def unfinished(self, groups: Iterable[Group]) -> tuple[Results, list[Any]]:
+        """Where the steps of groups are that have not finished, and which of these groups have any."""
+        found = Results(self._folder / UNFINISHED)
+        return found, [group for group in groups if not self.is_done(group) and found._is_of(group)]
+
     @contextmanager
     def claimed(self, group: Group) -> Iterator[bool]:
         """Whether this process may run a group: no other one is at it. A process that ends gives up its claims."""
@@ -66,6 +75,10 @@ class Results:
                 yield False
             else:
                 yield not self.is_done(group)
+
+    def num_steps(self, group: Group) -> int:
+        """That there are rows of."""
+        return 1 + max(row["step"] for row in self.rows(group))
 
     def rows(self, group: Group) -> list[Row]:
         """Of a finished group."""
@@ -100,31 +113,58 @@ class Results:
         return rows
 
     @contextmanager
-    def saving(self, group: Group, training: Training, rows: list[Row]) -> Iterator[Keep]:
+    def saving(self, group: Group, training: Training, rows: list[Row]) -> Iterator[Keeping]:
         """Keep what there is at the end: the results, or the state if it comes before the last step."""
         kept: dict[str, Any] = self.__dict__.pop("_kept", {})
-
-        def keep(name: str, arrays: dict[str, Any]) -> None:
-            kept.update({f"{name}/{stream}": array for stream, array in arrays.items()})
-
+        so_far = Results(self._folder / UNFINISHED)
+        keeping = Keeping(kept, write=lambda: so_far._write_longer(group, training, rows, kept))
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            yield keep
+            yield keeping
         finally:
             if training.num_steps_done == group.num_steps:
-                self._finish(group, training, rows, kept)
+                self._write(group, training, rows, kept)
+                self._state(group).unlink(missing_ok=True)
+                so_far._archives.remove(group.name)
             elif training.has_begun:
+                keeping.write()
                 complete = [row for row in rows if row["step"] < training.num_steps_done]
                 torch.save({"training": training.state(), "rows": complete, "kept": kept}, self._state(group))
 
-    def _finish(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
+    def _write(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         seconds = {"sampling": round(training.sampling_seconds, 3)}
         head = _machine(training.device) | training.record | {"settings": settings(group), "seconds": seconds}
         self._archives.write(group.name, head, rows, kept)
-        self._state(group).unlink(missing_ok=True)
+
+    def _write_longer(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
+        """What there is so far, unless an earlier attempt got further."""
+        complete = [row for row in rows if row["step"] < training.num_steps_done]
+        if complete and not (self._is_of(group) and len(self.rows(group)) > len(complete)):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write(group, training, complete, kept)
+
+    def _is_of(self, group: Group) -> bool:
+        return self._archives.has(group.name) and self._archives.head(group.name)["settings"] == settings(group)
 
     def _state(self, group: Group) -> Path:
         return self._folder / f"{group.name}.state.pt"
+
+
+class Keeping:
+    """Takes the log-probs that a training keeps, by name; ``write`` keeps what there is of the group so far."""
+
+    def __init__(self, kept: dict[str, Any], *, write: Callable[[], None]) -> None:
+        self._kept, self._written, self.write = kept, time.monotonic(), write
+
+    def __call__(self, name: str, arrays: dict[str, Any]) -> None:
+        """Take arrays by stream."""
+        self._kept.update({f"{name}/{stream}": array for stream, array in arrays.items()})
+
+    def write_now_and_then(self) -> None:
+        """After every step."""
+        if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
+            self.write()
+            self._written = time.monotonic()
 
 
 def settings(group: Group) -> dict[str, Any]:

@@ -37,15 +37,22 @@ WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_ma
 
 
 def report(studies: Iterable[Study], results: Results, output: Path) -> None:
-    """Write ``STUDY.md`` and ``STUDY.png`` of each study that has a finished run."""
+    """Write ``STUDY.md`` of each study of which anything ran, and ``STUDY.png`` of its finished runs."""
     output.mkdir(parents=True, exist_ok=True)
     for study in studies:
         done = [group for group in study.groups if results.is_done(group)]
-        if not done:
+        found, stopped = results.unfinished(study.groups)
+        if not done and not stopped:
             print(f"{study.name}: nothing has run")
             continue
+        head, where = (done, results) if done else (stopped, found)
+        lines = [f"# {study.question}", "", *_header(study, head, where, missing=len(study.groups) - len(done))]
+        if done:
+            lines += _finished(study, done, results, output)
+        if stopped:
+            lines += ["", "## Stopped before their last step", "", *_stopped(stopped, found)]
         page = output / f"{study.name}.md"
-        page.write_text("\n".join(_page(study, done, results, output)) + "\n", encoding="utf-8")
+        page.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(page)
 
 
@@ -139,7 +146,7 @@ def has_failed(curves: dict[str, np.ndarray[Any, Any]]) -> bool:
     return bool(final(evaluated) < evaluated[0] + RISE or smooth.max() - smooth[-1] > FALL)
 
 
-def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> list[str]:
+def _finished(study: Study, done: Sequence[Any], results: Results, output: Path) -> list[str]:
     groups: dict[str, list[PretrainedGroup]] = {}
     for group in done:
         groups.setdefault(group.condition, []).append(group)
@@ -148,7 +155,7 @@ def _page(study: Study, done: Sequence[Any], results: Results, output: Path) -> 
         for name, of_condition in groups.items()
     }
     arms = {name: Arms(Condition.of_rows(name, of_condition)) for name, of_condition in rows.items()}
-    lines = [f"# {study.question}", "", *_header(study, done, results)]
+    lines: list[str] = []
     if _is_trained(study):
         if any(found.floor() for found in arms.values()):
             lines += ["", "## Floor", "", *_floors(arms)]
@@ -177,11 +184,36 @@ def _by_method(groups: list[PretrainedGroup], study: Study) -> list[PretrainedGr
     return sorted(groups, key=lambda group: order.index(group.methods[0].name))
 
 
-def _header(study: Study, done: Sequence[PretrainedGroup], results: Results) -> list[str]:
+def _stopped(groups: Sequence[PretrainedGroup], results: Results) -> list[str]:
+    """How far each got, and what it was like at first and at the end; no comparison has them."""
+    lines = [
+        "In no comparison above. Means of the first five and of the last ten steps; own policy: first, best and last "
+        "evaluation.",
+        "",
+        "| run | steps | own policy | reward of rollouts | k3 | sequence ESS | tokens | entropy, nats |",
+        "|---" * 8 + "|",
+    ]
+    for group in groups:
+        rows = results.rows(group)
+        own = [row["own_reward"] for row in rows if "own_reward" in row]
+        cells = [group.name, f"{len(rows)} of {group.num_steps}", f"{own[0]:.3f}, {max(own):.3f}, {own[-1]:.3f}"]
+        for number, form in {
+            "reward": ".3f",
+            "k3": ".1e",
+            "ess_sequence": ".2f",
+            "length": ".0f",
+            "entropy": ".2f",
+        }.items():
+            ends = (np.mean([row[number] for row in part]) for part in (rows[FIRST_STEPS], rows[-10:]))
+            cells.append(" to ".join(f"{mean:{form}}" for mean in ends))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _header(study: Study, done: Sequence[PretrainedGroup], results: Results, *, missing: int) -> list[str]:
     group, machine = done[0], results.machine(done[0])
     revisions = sorted({str(results.machine(group).get("revision", "unknown")) for group in done})
     shown = {name: value for name, value in machine.items() if name != "revision"}
-    missing = len(study.groups) - len(done)
     dtypes = dict.fromkeys(group.dtype for group in done)
     lines = [
         f"`python examples/evidence.py run {study.name} --model FOLDER`, then `report`.",
