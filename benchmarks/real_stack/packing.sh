@@ -6,11 +6,12 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
-# unpack_wheels FOLDER PACKAGE==VERSION ...: for Python 3.12 on x86-64, glibc 2.28; without what they need.
+# unpack_wheels FOLDER PACKAGE==VERSION ...: for Python 3.12 on x86-64, glibc 2.28, and the newer ones that the array glibc
+# names; without what they need.
 unpack_wheels() {
     local folder="$1" platforms=() version wheel
     shift
-    for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_x86_64"); done
+    for version in ${glibc[@]+"${glibc[@]}"} 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_x86_64"); done
     platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
     python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" -d wheels "$@"
     mkdir -p "$folder"
