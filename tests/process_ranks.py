@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,8 +53,9 @@ def run_processes(
 
 
 def _work(rank: int, work: Callable[..., None], *args: Any) -> None:
-    # As in conftest.
+    # As in conftest, and in the settings of pytest: what torch will remove is an error here too.
     gc.freeze()
+    warnings.simplefilter("error", FutureWarning)
     work(rank, *args)
 
 

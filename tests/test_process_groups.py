@@ -1,8 +1,11 @@
 """Real gloo processes: where a rank stands, and what the other one learns when it fails."""
 
 import argparse
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mis_ext
 from mis_ext import Groups, prepare_rollout
+from mis_ext.correction import collectives
 
 pytestmark = pytest.mark.distributed
 
@@ -35,6 +39,39 @@ def check_process_groups(rank: int) -> None:
     assert places(of_cp) == (rank, 2, 0, 1)
     assert of_cp.without_data_parallelism == of_cp
     assert of_cp.is_first_rank == of_dp.is_first_rank == (rank == 0)
+
+
+class Reloadable(dist.ProcessGroup):
+    """A group as slime and Miles make them: their functions of torch.distributed take it, and torch's own do not."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(rank=dist.get_rank(group), size=dist.get_world_size(group))
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    @staticmethod
+    def patched(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def unwrapped(value: Any) -> Any:
+            return value.group if isinstance(value, Reloadable) else value
+
+        def unwrapping(*args: Any, **given: Any) -> Any:
+            # torch 2.13 warns of the old name, and so it does in a host.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return function(*map(unwrapped, args), **{key: unwrapped(value) for key, value in given.items()})
+
+        return mock.patch.object(dist, name, unwrapping)
+
+
+def check_groups_of_a_host(rank: int) -> None:
+    row, group = torch.full((2,), float(rank)), Reloadable(dist.group.WORLD)
+    with Reloadable.patched("get_world_size"), Reloadable.patched("all_gather_into_tensor"):
+        rows = collectives.gather_rows(row, group)
+    assert rows.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def check_device_mesh(rank: int) -> None:

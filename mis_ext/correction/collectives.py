@@ -7,6 +7,7 @@ called through its own methods; objects are gathered over the former only. None 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     else:
         # Before all_gather and all_reduce slime looks how much memory is free, and before this it does not. That waits
         # for the driver, and clears all caches where it is little (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
-        dist.all_gather_into_tensor(rows.view(-1), row.view(-1), group=group)
+        _gather_function(group)(rows.view(-1), row.view(-1), group=group)
     return rows
 
 
@@ -65,6 +66,12 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
 def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
     """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
     return packed if group is None else gather_rows(packed, group).sum(0, dtype=packed.dtype)
+
+
+def _gather_function(group: Group) -> Callable[..., Any]:
+    """Since torch 2.13 it has a new name. Of slime's and Miles' own groups only the function of the old name knows."""
+    renamed = getattr(dist, "all_gather_single", None) if type(group) is dist.ProcessGroup else None
+    return renamed or dist.all_gather_into_tensor
 
 
 def _is_wrapped(group: Group) -> bool:
