@@ -58,6 +58,14 @@ def assert_parts(parts: list, whole: tuple, *, is_padded: bool) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
+def of_one_token(batch: dict) -> dict:
+    """The response of one token of a batch."""
+    return {
+        key: [values[2]] if isinstance(values, list) else values[2:3] if isinstance(values, torch.Tensor) else values
+        for key, values in batch.items()
+    }
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
     batch = loss_cases.whole_batch()
@@ -68,6 +76,24 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
             return computed(rank.groups, OPTIONS[name], batch, is_padded=is_padded)
 
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
+
+
+@pytest.mark.parametrize("name", ["gates, entropy, kl", "bypass"])
+def test_compiled_context_parallel_ranks_give_the_loss_of_one_too(name, graphs) -> None:
+    """Also one that has no token of the only response."""
+    compiled = OPTIONS[name] | {"mis_loss_compile": True}
+    batch = loss_cases.whole_batch()
+    for cp_size in (2, 4):
+        parts = run_ranks(lambda rank: computed(rank.groups, compiled, batch), cp_size=cp_size)
+        assert_parts(parts, computed(Groups(), OPTIONS[name], batch), is_padded=False)
+    assert graphs
+    alone = of_one_token(batch)
+    found, wanted = (
+        run_ranks(lambda rank, keys=keys: computed(rank.groups, keys, alone), cp_size=2)
+        for keys in (compiled, OPTIONS[name])
+    )
+    for part, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_exchanges_sums_is_not_compiled() -> None:
@@ -84,11 +110,7 @@ def no_scores(*_) -> Scores:
 
 def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
     """One response of one token: one rank owns the logits before it, the other one none that count."""
-    batch = loss_cases.whole_batch()
-    chosen = {
-        key: [values[2]] if isinstance(values, list) else values[2:3] if isinstance(values, torch.Tensor) else values
-        for key, values in batch.items()
-    }
+    chosen = of_one_token(loss_cases.whole_batch())
     for keys in ({}, loss_cases.GATES, {"advantage_estimator": "gspo"}):
 
         def on_rank(rank: Rank, keys=keys) -> tuple:
