@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 MISSING = [
     name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
@@ -674,7 +675,8 @@ def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, g
             training = PretrainedTraining(group, workplace)
             steps(training, 1)
             tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-            held.append(sum(tensor.numel() for tensor in tensors))
+            # Those that torch.compile has left of other tests hold no memory.
+            held.append(sum(tensor.numel() for tensor in tensors if not isinstance(tensor, FakeTensor)))
             del training
     finally:
         gc.enable()
