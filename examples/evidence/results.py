@@ -25,7 +25,7 @@ from .ensemble import Row, Training
 from .group import Group
 
 UNFINISHED = "unfinished"
-# A machine that is taken away takes no more than this.
+# A process that is killed loses no more than this.
 SECONDS_BETWEEN_WRITES = 30.0
 
 
@@ -127,9 +127,9 @@ class Results:
                 self._state(group).unlink(missing_ok=True)
                 so_far._archives.remove(group.name)
             elif training.has_begun:
+                state = {"training": training.state(), "rows": _complete(rows, training), "kept": kept}
+                torch.save(state, self._state(group))
                 keeping.write()
-                complete = [row for row in rows if row["step"] < training.num_steps_done]
-                torch.save({"training": training.state(), "rows": complete, "kept": kept}, self._state(group))
 
     def _write(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         seconds = {"sampling": round(training.sampling_seconds, 3)}
@@ -138,7 +138,7 @@ class Results:
 
     def _write_longer(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
         """What there is so far, unless an earlier attempt got further."""
-        complete = [row for row in rows if row["step"] < training.num_steps_done]
+        complete = _complete(rows, training)
         if complete and not (self._is_of(group) and len(self.rows(group)) > len(complete)):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write(group, training, complete, kept)
@@ -165,6 +165,11 @@ class Keeping:
         if time.monotonic() - self._written >= SECONDS_BETWEEN_WRITES:
             self.write()
             self._written = time.monotonic()
+
+
+def _complete(rows: list[Row], training: Training) -> list[Row]:
+    """Without those of a step that was interrupted."""
+    return [row for row in rows if row["step"] < training.num_steps_done]
 
 
 def settings(group: Group) -> dict[str, Any]:

@@ -26,7 +26,9 @@ LAST_EVALUATIONS = 4
 SMALLEST_MARGIN = 0.02
 # With more noise or less to learn nothing would be seen.
 LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
-FIRST_STEPS = slice(0, 5)
+FIRST_STEPS, LAST_STEPS = slice(0, 5), slice(-10, None)
+# Of numbers that are shown at first and at the end.
+FORMS = {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f"}
 # Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
 RISE, FALL = 0.1, 0.2
 # A run got worse whose last evaluation is so much below its best one. What may warn of it is the mean of so many steps
@@ -197,14 +199,8 @@ def _stopped(groups: Sequence[PretrainedGroup], results: Results) -> list[str]:
         rows = results.rows(group)
         own = [row["own_reward"] for row in rows if "own_reward" in row]
         cells = [group.name, f"{len(rows)} of {group.num_steps}", f"{own[0]:.3f}, {max(own):.3f}, {own[-1]:.3f}"]
-        for number, form in {
-            "reward": ".3f",
-            "k3": ".1e",
-            "ess_sequence": ".2f",
-            "length": ".0f",
-            "entropy": ".2f",
-        }.items():
-            ends = (np.mean([row[number] for row in part]) for part in (rows[FIRST_STEPS], rows[-10:]))
+        for number, form in (FORMS | {"entropy": ".2f"}).items():
+            ends = (np.mean([row[number] for row in part]) for part in (rows[FIRST_STEPS], rows[LAST_STEPS]))
             cells.append(" to ".join(f"{mean:{form}}" for mean in ends))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -283,8 +279,8 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
     holm = arms.holm()
     start = f"; from a checkpoint after {group.trained_steps} steps" if group.trained_steps else ""
     from_to = {
-        number: " to ".join(f"{condition.mean(base, number, part):{form}}" for part in (FIRST_STEPS, slice(-10, None)))
-        for number, form in {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f"}.items()
+        number: " to ".join(f"{condition.mean(base, number, part):{form}}" for part in (FIRST_STEPS, LAST_STEPS))
+        for number, form in FORMS.items()
     }
     lines = [
         f"Engine {_engine(group)}; trainer {group.dtype}; weights {group.staleness} updates old; learning rate "
