@@ -450,6 +450,16 @@ def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:
     assert report.final(np.array([0.0, np.nan, 1.0, 2.0, np.nan, 3.0, 4.0])) == 2.5
 
 
+def test_who_learns_sooner_is_seen_where_all_end_alike() -> None:
+    slow = {seed: curves([0.1, 0.2, 0.6, 1.0, 1.0, 1.0, 1.0]) for seed in (1, 2)}
+    fast = {seed: curves([0.1, 0.7, 0.8, 1.0, 1.0, 1.0, 1.0]) for seed in (1, 2)}
+    arms = report.Arms(Condition("c", {"none": slow, "tis": fast}))
+    assert arms.against_none("tis").mean == 0
+    assert arms.against_none("tis", report.of_all).mean == pytest.approx(0.1)
+    # Most steps have no evaluation.
+    assert report.of_all(np.array([0.0, np.nan, 3.0])) == 1.5
+
+
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:
     nan = float("nan")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,33 @@ def report(studies: Iterable[Study], results: Results, output: Path) -> None:
         print(page)
 
 
+def final(own_reward: np.ndarray[Any, Any]) -> float:
+    """Mean of the last evaluations."""
+    return float(own_reward[~np.isnan(own_reward)][-LAST_EVALUATIONS:].mean())
+
+
+def of_all(own_reward: np.ndarray[Any, Any]) -> float:
+    """Mean of all evaluations: who learns sooner has more, also where all end alike."""
+    return float(np.nanmean(own_reward))
+
+
+# Of a run's evaluations, NaN at the steps without one.
+Outcome = Callable[[np.ndarray[Any, Any]], float]
+
+
 @dataclass(frozen=True)
 class Arms:
     """The runs of one setting, and what is compared: the trainer's own policy, mean of the last evaluations."""
 
     condition: Condition
 
-    def outcome(self, method: str) -> dict[int, float]:
-        """By seed."""
-        return {seed: final(curves["own_reward"]) for seed, curves in self.condition.curves[method].items()}
+    def outcome(self, method: str, of: Outcome = final) -> dict[int, float]:
+        """By seed: the last evaluations, or another outcome of them."""
+        return {seed: of(curves["own_reward"]) for seed, curves in self.condition.curves[method].items()}
 
-    def against_none(self, method: str) -> Difference:
+    def against_none(self, method: str, of: Outcome = final) -> Difference:
         """Paired by seed."""
-        return Difference.of_pairs(self._pairs(method))
+        return Difference.of_pairs(self._pairs(method, of))
 
     def floor(self) -> Difference | None:
         """What chance alone does: the uncorrected arm a second time, with other random numbers."""
@@ -119,14 +133,9 @@ class Arms:
                 found[number] = float(correlation.statistic), float(correlation.pvalue)
         return found
 
-    def _pairs(self, method: str) -> list[float]:
-        ours, none = self.outcome(method), self.outcome(self.condition.base)
+    def _pairs(self, method: str, of: Outcome = final) -> list[float]:
+        ours, none = self.outcome(method, of), self.outcome(self.condition.base, of)
         return [ours[seed] - none[seed] for seed in ours if seed in none]
-
-
-def final(own_reward: np.ndarray[Any, Any]) -> float:
-    """Mean of the last evaluations."""
-    return float(own_reward[~np.isnan(own_reward)][-LAST_EVALUATIONS:].mean())
 
 
 def decline(own_reward: np.ndarray[Any, Any]) -> float:
@@ -225,7 +234,7 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results, *, 
         lines += [
             f"Compared is the reward of the trainer's own policy on {group.num_evaluated} held-out questions, mean of "
             f"the last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after "
-            "Holm.",
+            "Holm. The mean of all evaluations, without a verdict, shows who learns sooner where all end alike.",
             f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
             f"than {FALL:g} below its best ten steps. Worse: the last evaluation is more than {WORSE:g} below the "
             "best.",
@@ -291,8 +300,9 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         *_routing(group, condition),
         *_rates(group, condition),
         "",
-        "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict |",
-        "|---" * 10 + "|",
+        "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict "
+        "| all evaluations, against none |",
+        "|---" * 11 + "|",
     ]
     for method, seeds in condition.curves.items():
         cells = [method, str(len(seeds)), f"{np.mean(list(arms.outcome(method).values())):.3f}"]
@@ -300,6 +310,7 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         cells += [f"{arms.failed(method)}{_fisher(arms, method)}", str(sum(x > WORSE for x in arms.declines(method)))]
         cells += [f"{condition.mean(method, name):.3f}" for name in ("kept_sequences", "kept_tokens")]
         cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
+        cells.append("" if method == base else str(arms.against_none(method, of_all)))
         lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
     return lines + _warnings(arms)
 
