@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -362,9 +363,21 @@ def test_a_story_is_worth_its_different_words_without_an_e(checkpoint: Pretraine
     assert [worth(" ".join(many[:count])) for count in (40, 80, 90)] == [0.5, 1.0, 1.0]
 
 
+def test_a_story_that_ends_with_the_right_number_is_worth_1(checkpoint: Pretrained) -> None:
+    question = QuestionTask("story_answer", checkpoint.tokenizer, response_length=8).sample(Random(0))
+    numbers = [int(number) for number in re.findall(r"\d+", question.text)]
+    assert len(set(numbers)) == 3
+    story = " ".join(f"{a}{b}c" for a in "abcdfg" for b in "lmnopqrstu")
+    assert question.worth(f"{story}. The largest is {max(numbers)}.") == 1.0
+    assert question.worth(f"{max(numbers)}. {story} {min(numbers)}") == 0.0
+    assert question.worth(f"{story[4:]} {story[4:8]}. It is {max(numbers)}") == 0.0
+    assert question.worth(story) == 0.0
+
+
 def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
     with pytest.raises(
-        ValueError, match="task 'sums': expected counting, arithmetic, arithmetic_steps, story or reasoning_gym:NAME"
+        ValueError,
+        match="task 'sums': expected counting, arithmetic, arithmetic_steps, story, story_answer or reasoning_gym:NAME",
     ):
         QuestionTask("sums", checkpoint.tokenizer, response_length=8)
     if importlib.util.find_spec("reasoning_gym") is None:

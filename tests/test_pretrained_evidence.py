@@ -125,8 +125,8 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     ids=lambda method: method.name,
 )
 def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
     )
     group = dataclasses.replace(GROUP, methods=(method,), samples_per_prompt=32)
     rows = steps(PretrainedTraining(group, workplace), 2)
@@ -139,8 +139,8 @@ def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pyt
 def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
     )
     norms = {}
     for dtype in ("float32", "float16"):
@@ -165,7 +165,7 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     def sevens(rng: Random) -> tuple[str, Any]:
         return f"What is {rng.randrange(100)} x 7?", lambda answer: answer.count("7") / 6
 
-    monkeypatch.setattr(questions, "_arithmetic", sevens)
+    monkeypatch.setitem(questions._TASKS, "arithmetic", sevens)
     size = {"num_steps": 26, "num_prompts": 8, "response_length": 6, "num_evaluated": 32, "micro_batch_size": 64}
     group = dataclasses.replace(GROUP, **size, methods=(TOKEN_TIS,), staleness=1, ages=(1, 4), eval_interval=25)
     rows = steps(PretrainedTraining(group, workplace), 26)
@@ -517,8 +517,8 @@ def test_a_seed_that_a_study_has_not_is_a_run_for_each_method() -> None:
 def test_a_mixture_trains_and_goes_on_and_measures_no_routing_that_its_engine_does_not_tell(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        questions, "_arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
     )
     group = dataclasses.replace(MIXTURE, eval_interval=1)
     whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
@@ -558,7 +558,7 @@ def test_the_engines_experts_are_replayed_in_scoring_and_in_training(
 ) -> None:
     # Prompts of many lengths.
     question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda answer: 0.0)  # noqa: E731
-    monkeypatch.setattr(questions, "_arithmetic", question)
+    monkeypatch.setitem(questions._TASKS, "arithmetic", question)
     size = {"num_prompts": 8, "samples_per_prompt": 2, "micro_batch_size": 4, "num_evaluated": 1}
     group = dataclasses.replace(MIXTURE, methods=(studies.REPLAY,), ages=(1,), **size)
     training = PretrainedTraining(group, workplace)

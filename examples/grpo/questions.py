@@ -2,7 +2,8 @@
 
 ``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with the steps before the
 answer. ``story``: a story, worth more the more words without the letter e it has; there answers stay long, and the next
-word stays open. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+word stays open. ``story_answer``: a story that ends with the largest of three numbers: worth 1 or 0, and rarely 1 at
+first. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ THINGS = (
     *("train", "turtle", "violin", "wolf"),
 )
 WORTH_ALL = 80
+# A story has so many different words of three letters.
+FEWEST_WORDS = 60
 
 Grader = Callable[[str], float]
 Draw = Callable[[Random], tuple[str, Grader]]
@@ -115,15 +118,11 @@ class QuestionTask:
 
 
 def _source(name: str) -> Draw:
-    if name == "arithmetic":
-        return _arithmetic
-    if name == "arithmetic_steps":
-        return _arithmetic_steps
-    if name == "story":
-        return _story
+    if name in _TASKS:
+        return _TASKS[name]
     if name.startswith(GYM):
         return _gym(name.removeprefix(GYM))
-    raise ValueError(f"task {name!r}: expected counting, arithmetic, arithmetic_steps, story or {GYM}NAME")
+    raise ValueError(f"task {name!r}: expected counting, {', '.join(_TASKS)} or {GYM}NAME")
 
 
 def _arithmetic(rng: Random) -> tuple[str, Grader]:
@@ -142,8 +141,31 @@ def _story(rng: Random) -> tuple[str, Grader]:
 
 
 def _words_without_e(answer: str) -> float:
-    words = {word for word in re.findall("[a-z]{3,}", answer.lower()) if "e" not in word}
+    words = {word for word in _words(answer) if "e" not in word}
     return min(1.0, len(words) / WORTH_ALL)
+
+
+def _story_answer(rng: Random) -> tuple[str, Grader]:
+    story, _ = _story(rng)
+    numbers = rng.sample(range(10, 100), 3)
+    question = f"Which of these numbers is the largest: {', '.join(map(str, numbers))}?"
+
+    def worth(answer: str) -> float:
+        return float(is_right(answer, str(max(numbers))) and len(_words(answer)) >= FEWEST_WORDS)
+
+    return f"{story} End it with the answer to a question: {question}", worth
+
+
+def _words(answer: str) -> set[str]:
+    return set(re.findall("[a-z]{3,}", answer.lower()))
+
+
+_TASKS: dict[str, Draw] = {
+    "arithmetic": _arithmetic,
+    "arithmetic_steps": _arithmetic_steps,
+    "story": _story,
+    "story_answer": _story_answer,
+}
 
 
 def _gym(name: str) -> Draw:

@@ -127,6 +127,22 @@ _STORIES = [
     )
 ]
 
+# Soup of words is worth all in a story. Here an answer stays long, and must remember the question; few do at first.
+_SPARSE = [
+    replace(
+        _STEPS,
+        name=f"pretrained_sparse_{name}",
+        engine=_SETTINGS[name][0],
+        methods=methods,
+        task="story_answer",
+        response_length=256,
+        num_steps=200,
+        eval_interval=20,
+        dump_steps=(0, 50, 100, 199),
+    )
+    for name, methods in (("e5m2_cache", (NONE, AGAIN, TOKEN_TIS, TOKEN_MASK)), ("bf16", (NONE,)))
+]
+
 
 def _first_rollout(name: str, engine: EngineSpec, dtype: str, *, num_prompts: int) -> PretrainedGroup:
     """All log-probs of one rollout."""
@@ -262,6 +278,11 @@ PRETRAINED_STUDIES = (
         name="pretrained_stories",
         question="Does anything collapse in 300 steps with a coarse cache, while answers stay long and open?",
         groups=_one_by_one(_STORIES),
+    ),
+    Study(
+        name="pretrained_sparse",
+        question="Does anything collapse in 200 steps where a sparse reward needs long, open, coherent answers?",
+        groups=runs_of(_SPARSE),
     ),
     Study(
         name="pretrained_cache",
