@@ -14,8 +14,6 @@ import dataclasses
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,40 +30,20 @@ with warnings.catch_warnings():
     from grpo.pretrained import load_pretrained
     from megatron.core import parallel_state
     from onpolicy.demonstration import WORKLOADS, Experiment, Setting, Workload
-    from onpolicy.pieces import ALL, Pieces
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from onpolicy.pieces import ALL, Piece, Pieces
 
-from mis_ext.onpolicy import simulate_kv_cache
 from mis_ext.onpolicy.kv_cache import DTYPES
 
-ALIGNED: dict[str, Pieces] = {"nothing": frozenset(), "everything": ALL}
-
-
-@contextmanager
-def cache_of(dtype: str | None) -> Iterator[None]:
-    """Inside, transformers' paged cache holds what such a cache would."""
-    own = PagedAttentionCache.update
-
-    def update(self: PagedAttentionCache, *, key_states: Any, value_states: Any, **places: Any) -> Any:
-        rounded = [states.to(DTYPES[dtype]).to(states.dtype) for states in (key_states, value_states)]
-        return own(self, key_states=rounded[0], value_states=rounded[1], **places)
-
-    if dtype is not None:
-        PagedAttentionCache.update = update
-    try:
-        yield
-    finally:
-        PagedAttentionCache.update = own
+ALIGNED: dict[str, Pieces] = {"nothing": frozenset(), "everything": ALL - {Piece.CACHE}}
 
 
 def rollout(
     workload: Workload, device: torch.device, *, dtype: torch.dtype, aligned: str, cache: str | None, simulated: bool
 ) -> dict[str, Any]:
     """Of one rollout of the first weights."""
-    setting = Setting(engine="transformers", dtype=dtype, pieces=ALIGNED[aligned])
-    with cache_of(cache), Experiment(setting, workload, device) as experiment:
-        if simulated and cache is not None:
-            simulate_kv_cache(experiment._trainer.model, cache)
+    pieces = ALIGNED[aligned] | ({Piece.CACHE} if simulated else set())
+    setting = Setting(engine="transformers", dtype=dtype, pieces=pieces, cache=cache)
+    with Experiment(setting, workload, device) as experiment:
         (step,) = experiment.steps(0)
     report = step.report
     return {

@@ -8,6 +8,7 @@ that should be exact is not, or a forgotten weight sync is not called one.
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,12 +27,15 @@ from onpolicy.demonstration import (
     Setting,
     Step,
     Workload,
+    pieces_of,
     training_seconds,
 )
 from onpolicy.pieces import ALL, NONE, TRAINER_PIECES
 from onpolicy.report import ResultsFile, plot, print_tables
 from rich.console import Console
 from rich.progress import Progress
+
+from mis_ext.onpolicy import kv_cache
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COMPARED = ("nothing", "all", "stale", "ablation")
@@ -50,6 +54,11 @@ def parse_args() -> argparse.Namespace:
         help="a pretrained Llama, Qwen2 or Qwen3: a folder in Hugging Face's format, or a GGUF file; --size then says "
         "how many prompts and tokens. None: a random model",
     )
+    parser.add_argument(
+        "--cache",
+        choices=kv_cache.DTYPES,
+        help="the 8 bits in which the engine keeps keys and values; the trainer rounds as it does. None: as the model",
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps with everything aligned")
     parser.add_argument("--timing-repeats", type=int, default=3, help="0: measure no costs")
     parser.add_argument(
@@ -67,6 +76,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(INSTALL_HINT)
     if "sglang-deterministic" in args.engines and not on_gpu:
         parser.error("--engines sglang-deterministic: SGLang has that mode on a GPU only")
+    if args.cache and "megatron" in args.engines:
+        parser.error(f"--cache {args.cache}: --engines megatron has no cache of 8 bits")
     if "sglang" in args.engines and on_gpu and "float32" in args.dtypes and "nothing" in args.compare:
         parser.error("SGLang's RMSNorm has no float32 on CUDA: with float32 leave nothing out of --compare")
     return args
@@ -87,8 +98,9 @@ def main() -> int:
     try:
         with Progress(console=console, transient=True) as progress:
             cells = [(engine, dtype) for engine in args.engines for dtype in args.dtypes]
+            left_out = {engine: len(pieces_of(engine, args.cache)) for engine in args.engines}
             several = len({*args.compare} - {"ablation"})
-            total = sum(several + len(PIECES[engine]) * ("ablation" in args.compare) for engine, _ in cells)
+            total = sum(several + left_out[engine] * ("ablation" in args.compare) for engine, _ in cells)
             total += len(args.dtypes) * (2 + len(TRAINER_PIECES)) * bool(args.timing_repeats)
             task = progress.add_task("comparing", total=total)
             for engine, dtype in cells:
@@ -111,11 +123,12 @@ def main() -> int:
 
 def compare(engine: EngineName, dtype: str, args, workload: Workload, device: torch.device, results: ResultsFile):
     """Nothing aligned, everything, everything with a forgotten sync, and one piece left out at a time."""
+    everything = Setting(engine=engine, dtype=DTYPES[dtype], pieces=ALL, cache=args.cache)
 
     def experiment(pieces):
-        return Experiment(Setting(engine=engine, dtype=DTYPES[dtype], pieces=pieces), workload, device)
+        return Experiment(replace(everything, pieces=pieces), workload, device)
 
-    cell = {"engine": engine, "dtype": dtype}
+    cell = {"engine": engine, "dtype": dtype} | ({"cache": args.cache} if args.cache else {})
     for aligned, pieces in (("nothing", NONE), ("all", ALL)):
         if aligned not in args.compare:
             continue
@@ -128,7 +141,7 @@ def compare(engine: EngineName, dtype: str, args, workload: Workload, device: to
             *_, last = running.steps(1, forgotten_sync=1)
             results.add(kind="stale", **cell, **row_of(last), hint=last.report.hint)
         yield
-    for piece in sorted(PIECES[engine]) if "ablation" in args.compare else ():
+    for piece in sorted(pieces_of(engine, args.cache)) if "ablation" in args.compare else ():
         with experiment(ALL - {piece}) as running:
             (step,) = running.steps(0)
             results.add(kind="ablation", **cell, left_out=piece.value, **row_of(step), culprit=running.culprit())

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import warnings
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ if importlib.util.find_spec("sglang") is None:
 if torch.cuda.is_available():
     pytest.skip("SGLang is aligned on a CPU only", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 # Megatron-Core tells at import which optional kernels are missing.
 with warnings.catch_warnings(action="ignore"):
@@ -23,7 +25,10 @@ with warnings.catch_warnings(action="ignore"):
     from onpolicy.demonstration import LEARNING_RATE, SEED, Experiment, Setting, Workload
     from onpolicy.pieces import ALL, NONE, Piece
     from onpolicy.sglang_arm import SGLang, stop_engine
+    from onpolicy.sglang_scheduler import _attention_forward
     from onpolicy.trainer import Sample, Trainer
+
+    from mis_ext.onpolicy.batch_invariant import attention
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -92,6 +97,60 @@ def test_every_sampled_token_agrees_before_and_after_an_optimizer_step(experimen
         reports = [step.report for step in running.steps(1)]
         assert running.culprit() == "nobody"
     assert [(report.verdict.value, report.num_active_tokens) for report in reports] == [("EXACT", NUM_TOKENS)] * 2
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
+def test_with_a_cache_of_8_bits_they_agree_where_the_trainer_rounds_as_it_does(device, dtype, cache):
+    def reports(pieces, num_steps):
+        setting = Setting(engine="sglang", dtype=dtype, pieces=pieces, cache=cache)
+        with Experiment(setting, WORKLOAD, device) as running:
+            return [step.report for step in running.steps(num_steps)]
+
+    assert [report.verdict.value for report in reports(ALL, 1)] == ["EXACT"] * 2
+    (without,) = reports(ALL - {Piece.CACHE}, 0)
+    assert without.mean_abs_diff > 0.01
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_of_a_real_pool_of_8_bits_are_attended_to_in_the_dtype_of_the_model(monkeypatch, cache):
+    """What a GPU does: on a CPU SGLang starts no engine with such a pool."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.syspath_prepend(EXAMPLES / "grpo" / "sglang_cpu")
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor import forward_context
+
+    lengths, size = torch.tensor([3, 7]), 32
+    pool = MHATokenToKVPool(
+        size=size,
+        page_size=1,
+        dtype=cache,
+        head_num=2,
+        head_dim=16,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    assert pool.get_key_buffer(0).dtype == cache
+    slots = torch.randperm(size)[:20].view(2, 10)
+    monkeypatch.setattr(forward_context, "get_token_to_kv_pool", lambda: pool)
+    monkeypatch.setattr(forward_context, "get_req_to_token_pool", lambda: Namespace(req_to_token=slots))
+    layer = Namespace(layer_id=0, tp_q_head_num=4, tp_k_head_num=2, head_dim=16, scaling=0.25)
+    places = torch.cat([row[:length] for row, length in zip(slots, lengths, strict=True)])
+    batch = Namespace(
+        req_pool_indices=torch.arange(2),
+        seq_lens=lengths,
+        extend_seq_lens=lengths,
+        extend_seq_lens_cpu=lengths.tolist(),
+        out_cache_loc=places,
+        forward_mode=Namespace(is_decode=lambda: False),
+    )
+    query, key, value = (torch.randn(10, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    found = _attention_forward(layer, True, query, key.clone(), value.clone(), batch)
+    ends = torch.tensor([0, 3, 10], dtype=torch.int32)
+    rounded = [states.to(cache).to(states.dtype) for states in (key, value)]
+    expected = attention(query, *rounded, cu_seqlens_q=ends, max_seqlen_q=7, scale=0.25)
+    assert torch.equal(found, expected.flatten(1))
+    assert not torch.equal(rounded[0], key)
 
 
 def test_they_differ_when_nothing_is_aligned(experiment, dtype):

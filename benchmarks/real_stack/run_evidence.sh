@@ -4,9 +4,10 @@
 #   mkdir DIR && tar -xJf ARCHIVE -C DIR
 #   benchmarks/real_stack/run_evidence.sh DIR STUDY... [-- further arguments of evidence.py run, such as --seeds 1 2]
 #
-# WORKERS processes (4) share each GPU and take one run after the other, until none is left. MPS=1 lets them compute at the
-# same time (NVIDIA's Multi-Process Service): without it they take turns. What a run has so far, and what finished, lies
-# in benchmarks/evidence/results at any time; `examples/evidence.py list` says how far each is. DRY_RUN=1 prints the commands.
+# WORKERS processes (4) share each GPU and take one run after the other, until none is left; seven took 110 GB of an H200.
+# MPS=1 lets them compute at the same time (NVIDIA's Multi-Process Service): without it they take turns. What a run has so
+# far, and what finished, lies in benchmarks/evidence/results at any time; `examples/evidence.py list` says how far each is.
+# DRY_RUN=1 prints the commands.
 set -euo pipefail
 site="$(realpath -- "$1")"
 shift

@@ -19,7 +19,7 @@ from mis_ext.onpolicy.recording.comparison import compare
 from mis_ext.onpolicy.recording.recordings import describe
 
 from .engines import ContinuousBatching, Engine
-from .pieces import Pieces
+from .pieces import Piece, Pieces
 from .policy import Policy
 from .sglang_arm import DeterministicSGLang, SGLang
 from .static_context import StaticContext
@@ -32,6 +32,13 @@ PIECES: dict[EngineName, Pieces] = {
     "sglang": SGLang.pieces,
     "sglang-deterministic": DeterministicSGLang.pieces,
 }
+
+
+def pieces_of(engine: EngineName, cache: str | None) -> Pieces:
+    """The pieces that matter with this engine, which may have a cache of 8 bits."""
+    return PIECES[engine] - (frozenset() if cache is not None else {Piece.CACHE})
+
+
 _ENGINES = {"transformers": ContinuousBatching, "sglang": SGLang, "sglang-deterministic": DeterministicSGLang}
 
 SEED = 5
@@ -126,11 +133,20 @@ class Setting:
         engine: Which inference engine.
         dtype: Of both models.
         pieces: What is aligned.
+        cache: The 8 bits of the engine's cache, ``fp8_e4m3`` or ``fp8_e5m2``; None: it is as wide as the model.
+
+    Raises:
+        ValueError: The engine has no cache of 8 bits.
     """
 
     engine: EngineName
     dtype: torch.dtype
     pieces: Pieces
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache is not None and Piece.CACHE not in PIECES[self.engine]:
+            raise ValueError(f"cache={self.cache!r}: engine {self.engine} has no cache of 8 bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +170,22 @@ class Experiment:
     def __init__(self, setting: Setting, workload: Workload, device: torch.device) -> None:
         self._setting, self._workload, self._device = setting, workload, device
         policy, pieces, dtype = workload.policy, setting.pieces, setting.dtype
-        self._trainer = Trainer(policy, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE)
+        self._trainer = Trainer(
+            policy, pieces, dtype=dtype, device=device, seed=SEED, lr=LEARNING_RATE, cache=setting.cache
+        )
         self._engine: Engine
         if setting.engine == "megatron":
             self._engine = StaticContext(policy, pieces, dtype=dtype, device=device, seed=SEED)
         else:
             engine = _ENGINES[setting.engine]
-            self._engine = engine(policy, pieces, dtype=dtype, seed=SEED, max_batch_tokens=workload.max_batch_tokens)
+            self._engine = engine(
+                policy,
+                pieces,
+                dtype=dtype,
+                seed=SEED,
+                max_batch_tokens=workload.max_batch_tokens,
+                cache=setting.cache,
+            )
         self._samples: list[Sample] = []
 
     def __enter__(self) -> Experiment:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from grpo.engine import Completion, TransformersEngine
 from torch import nn
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from mis_ext.onpolicy.kv_cache import DTYPES
 from mis_ext.onpolicy.recording.name_map import Parts
 from mis_ext.onpolicy.recording.recorder import Recorder, record
 from mis_ext.onpolicy.recording.recordings import Recording
@@ -59,14 +61,26 @@ class Engine(Protocol):
 
 
 class ContinuousBatching:
-    """transformers: paged cache, chunked prefill, several requests in one batch, a thread of its own."""
+    """transformers: paged cache, chunked prefill, several requests in one batch, a thread of its own.
+
+    It has no cache of 8 bits: with ``cache`` keys and values are rounded to them and back as they are written.
+    """
 
     # Its activation rounds as the trainer's does.
     pieces = frozenset(Piece) - {Piece.ACTIVATION}
     # The trainer has angles only, no sines.
     unpaired = ("model.rotary_emb",)
 
-    def __init__(self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        pieces: Pieces,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        max_batch_tokens: int,
+        cache: str | None = None,
+    ) -> None:
         self._engine = TransformersEngine(
             policy.config,
             seed=seed,
@@ -82,6 +96,8 @@ class ContinuousBatching:
         self.names = to_transformers(policy.shape, dtype, self.model.device)
         self._stack = ExitStack()
         self._stack.enter_context(products(pieces, self.model))
+        if cache is not None:
+            self._stack.enter_context(_rounded_cache(DTYPES[cache]))
 
     @property
     def model(self) -> nn.Module:
@@ -113,3 +129,19 @@ class ContinuousBatching:
         """See :class:`Engine`."""
         self._engine.close()
         self._stack.close()
+
+
+@contextmanager
+def _rounded_cache(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, transformers' paged cache holds what one of that dtype would."""
+    own = PagedAttentionCache.update
+
+    def update(self: PagedAttentionCache, *, key_states: Any, value_states: Any, **places: Any) -> Any:
+        rounded = [states.to(dtype).to(states.dtype) for states in (key_states, value_states)]
+        return own(self, key_states=rounded[0], value_states=rounded[1], **places)
+
+    PagedAttentionCache.update = update
+    try:
+        yield
+    finally:
+        PagedAttentionCache.update = own

@@ -33,6 +33,8 @@ class Piece(str, Enum):
     ACTIVATION = "activation rounding"
     PRODUCTS = "fixed-tile products"
     FORMULA = "log-prob formula"
+    # Of an engine with a cache of 8 bits only: the trainer rounds keys and values as it does.
+    CACHE = "cache rounding"
 
 
 Pieces = frozenset[Piece]

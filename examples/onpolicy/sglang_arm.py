@@ -37,14 +37,24 @@ class SGLang:
     # rows, and its other norms return the residual too.
     unpaired = ("rotary_pos_emb", "*.q_layernorm", "*.k_layernorm", "model.layers.*_layernorm", "model.norm")
 
-    def __init__(self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, seed: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        pieces: Pieces,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        max_batch_tokens: int,
+        cache: str | None = None,
+    ) -> None:
         self.names = to_sglang(policy.shape)
-        settings = dict(self.settings)
-        if pieces and torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available()
+        settings = {**self.settings, "kv_cache_dtype": cache if cache and on_gpu else "auto"}
+        if pieces and on_gpu:
             # Attention of a prefill needs lengths on the host. With overlap, a request that has ended is decoded once
             # more, and recorded.
             settings |= {"disable_prefill_cuda_graph": True, "disable_overlap_schedule": True}
-        if torch.cuda.is_available():
+        if on_gpu:
             # Every alignment captures all graphs anew. Larger decodes would run without.
             settings |= {"cuda_graph_max_bs_decode": MAX_GRAPHED_REQUESTS}
         self._directory, self._engine = _engine_for(policy, dtype, seed, max_batch_tokens, settings)
@@ -58,6 +68,7 @@ class SGLang:
             rotary=Piece.ROPE in pieces,
             activation=Piece.ACTIVATION in pieces,
             formula=bool(pieces),
+            rounded_cache=None if on_gpu else cache,
         )
 
     def update_weights(self, trainer: Trainer, *, version: int) -> None:

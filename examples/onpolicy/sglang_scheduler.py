@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, rms_norm
+from mis_ext.onpolicy.kv_cache import DTYPES
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.rows import Rows
 
@@ -42,6 +43,8 @@ class Alignment(NamedTuple):
         rotary: Frequencies computed on the CPU, as transformers and Megatron-Core do; rotation by torch.
         activation: SwiGLU rounds after SiLU.
         formula: Log-probs are logarithms of the probabilities also in SGLang's deterministic mode.
+        rounded_cache: ``fp8_e4m3`` or ``fp8_e5m2``: keys and values are rounded to it and back as they are written,
+            for a CPU, on which SGLang has no such cache, or one with scales.
     """
 
     norms: bool = False
@@ -50,6 +53,7 @@ class Alignment(NamedTuple):
     rotary: bool = False
     activation: bool = False
     formula: bool = False
+    rounded_cache: str | None = None
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -77,8 +81,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
             else:
                 super().init_all_cuda_graphs()
 
-        def align(self, **what: bool) -> None:
-            """Align what is True, and nothing else."""
+        def align(self, **what: Any) -> None:
+            """Align what :class:`Alignment` names, and nothing else."""
             self._alignment.close()
             align(self._runner, self._alignment, Alignment(**what))
             if torch.cuda.is_available():
@@ -147,6 +151,9 @@ def align(runner: Any, stack: ExitStack, what: Alignment) -> None:
         set_forward(activation, activation.forward_native)
     if what.formula:
         replace(runner.sampler, "enable_deterministic", False)
+    if what.rounded_cache is not None:
+        pool, dtype = runner.token_to_kv_pool, DTYPES[what.rounded_cache]
+        replace(pool, "set_kv_buffer", partial(_set_rounded, pool.set_kv_buffer, dtype))
 
 
 class _Keys(NamedTuple):
@@ -188,17 +195,33 @@ def _attention_forward(
         # Once per forward, also in those that a graph captures: they share a batch with the forwards before.
         batch.keys_in_cache = _keys_of(batch)
     keys = batch.keys_in_cache
+    held, slots = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)), keys.slots
+    if held[0].dtype != query.dtype:
+        # A cache of 8 bits: the kernel takes one dtype, and what the batch reads is as wide as the model.
+        held = tuple(_read(rows, slots).to(query.dtype) for rows in held)
+        slots = torch.arange(slots.numel(), device=slots.device).view_as(slots)
     return attention(
         query.view(-1, heads, dim),
-        pool.get_key_buffer(layer.layer_id),
-        pool.get_value_buffer(layer.layer_id),
+        *held,
         cu_seqlens_q=keys.cu_seqlens_q,
         cu_seqlens_k=keys.cu_seqlens_k,
         max_seqlen_q=keys.max_seqlen_q,
-        max_seqlen_k=keys.slots.shape[1],
+        max_seqlen_k=slots.shape[1],
         scale=layer.scaling,
-        key_slots=keys.slots,
+        key_slots=slots,
     ).flatten(1)
+
+
+def _set_rounded(
+    set_kv_buffer: Any, dtype: torch.dtype, layer: Any, slots: Tensor, key: Tensor, value: Tensor, *scales: Any
+) -> None:
+    """Write what a cache of that dtype would hold."""
+    set_kv_buffer(layer, slots, *(states.to(dtype).to(states.dtype) for states in (key, value)), *scales)
+
+
+def _read(rows: Tensor, slots: Tensor) -> Tensor:
+    """Rows of a cache of 8 bits, whose dtype has no indexing."""
+    return rows.view(torch.uint8)[slots.flatten()].view(rows.dtype)
 
 
 def _cos_sin(rotary: Any) -> Tensor:

@@ -11,6 +11,7 @@ from grpo.cpu import megatron_device
 from grpo.model import build_model, transformer_config
 from torch import Tensor
 
+from mis_ext.onpolicy import simulate_kv_cache
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows
@@ -38,10 +39,21 @@ class Sample:
 
 
 class Trainer:
-    """Scores and trains on padded batches of samples; AdamW on float32 copies of the weights."""
+    """Scores and trains on padded batches of samples; AdamW on float32 copies of the weights.
+
+    ``cache``: the 8 bits of the engine's cache, ``fp8_e4m3`` or ``fp8_e5m2``; None: that is as wide as the model.
+    """
 
     def __init__(
-        self, policy: Policy, pieces: Pieces, *, dtype: torch.dtype, device: torch.device, seed: int, lr: float
+        self,
+        policy: Policy,
+        pieces: Pieces,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        lr: float,
+        cache: str | None = None,
     ) -> None:
         shape = policy.shape
         self._shape, self._pieces, self._dtype, self._device = shape, pieces, dtype, device
@@ -56,6 +68,8 @@ class Trainer:
             self.model.to(device=device, dtype=dtype)
         if Piece.NORM in pieces:
             align_norms(self.model)
+        if Piece.CACHE in pieces and cache is not None:
+            simulate_kv_cache(self.model, cache)
         self._masters = {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
         self._optimizer = torch.optim.AdamW(self._masters.values(), lr=lr)
 
