@@ -114,9 +114,9 @@ def test_a_page_holds_the_table_of_today(name) -> None:
 
 
 LIMITS = {
-    "README.md": "0.01 in bf16, 0.06 with an fp8 engine, 0.1 for a mixture of experts",
-    "docs/presets.md": r"$10^{-2}$ in bf16, $6 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ for a mixture of experts",
-    "docs/metrics.md": r"above $10^{-2}$ (fp8 engine: $6 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
+    "README.md": "0.01 in bf16, 0.07 with an fp8 engine, 0.1 for a mixture of experts",
+    "docs/presets.md": r"$10^{-2}$ in bf16, $7 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ for a mixture of experts",
+    "docs/metrics.md": r"above $10^{-2}$ (fp8 engine: $7 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
 }
 """The k3 from which on a user should act, as each page writes it."""
 SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
@@ -124,8 +124,8 @@ SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
 
 def test_pages_and_report_name_the_same_limits_of_k3() -> None:
     highest = {each.what: each.high for each in REFERENCES}
-    assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (6e-2, 1e-1)
-    assert "above 1e-2 (fp8: 6e-2, experts: 1e-1)" in MEANING["k3"]
+    assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
+    assert "above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
     assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
 
 

@@ -112,7 +112,7 @@ def test_tokens_that_are_all_stale_may_differ_as_a_pretrained_model_in_bfloat16_
 
 
 def test_only_stale_tokens_that_differ_more_than_precision_explains_are_likely() -> None:
-    found = only(collected(step_of(0, 0.5, behind=2.0), step_of(1, 0.5, behind=2.0)))
+    found = only(collected(step_of(0, 0.65, behind=2.0), step_of(1, 0.65, behind=2.0)))
     assert (found.cause, found.confidence) == ("stale_weights", "likely")
 
 

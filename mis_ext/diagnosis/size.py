@@ -31,8 +31,8 @@ BF16 = (
     "benchmarks/real_stack/slime_gpu.md)"
 )
 QUANTISED = (
-    "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 5.5e-2 in a pretrained one "
-    "(benchmarks/evidence/pretrained_atlas.md)"
+    "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in a pretrained one "
+    "(benchmarks/evidence/README.md)"
 )
 
 
@@ -92,7 +92,7 @@ def large(measured: Measured) -> Finding | None:
     return Finding(
         confidence="possible",
         evidence=f"k3 {measured.k3_left:.2g} is above what low precision gave (up to {QUANTISED_K3:g}); weights a step "
-        "old gave 8e-2",
+        "old gave 8e-2 in a small model",
         k3_share=1.0 - measured.explained,
         alternatives=(
             OLD_WEIGHTS,
