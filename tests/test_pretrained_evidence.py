@@ -460,6 +460,26 @@ def test_who_learns_sooner_is_seen_where_all_end_alike() -> None:
     assert report.of_all(np.array([0.0, np.nan, 3.0])) == 1.5
 
 
+def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> None:
+    def run(reward: list[float], k3: float) -> dict[str, np.ndarray]:
+        ratio = [2.0] * (len(reward) - 1) + [300.0]
+        return {
+            name: np.array(values) for name, values in {"reward": reward, "k3": [k3] * 20, "ratio_max": ratio}.items()
+        }
+
+    rising, flat = [0.1] * 8 + [1.0] * 12, [0.1] * 20
+    arms = {"none": {1: run(rising, 0.01), 2: run(rising[3:] + [1.0] * 3, 0.08)}, "tis": {1: run(flat, 0.01)}}
+    condition = Condition("c", arms | {"half": {1: run(flat, 0.01), 2: run(rising, 0.01)}})
+    assert report.steps_to_learn(np.array(rising)) == 8
+    (speed,) = report._speed(condition)
+    assert "by seed: none 5 to 8; tis never; half 8 (1 of 2 seeds)." in speed
+    assert report._speed(Condition("c", {"none": arms["tis"]})) == []
+    (extremes,) = report._extremes(Condition("c", {"none": arms["none"]}))
+    # Of 13 steps with less than the full reward, five are of the second run.
+    assert "All 40 steps: k3 1.0e-02 to 8.0e-02, above 0.07 in 50.0% (38.5% while" in extremes
+    assert "largest ratio 2.0 in half of them, above 100 in 5.0%, 300.0 at most." in extremes
+
+
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:
     nan = float("nan")
 

@@ -28,13 +28,17 @@ SMALLEST_MARGIN = 0.02
 LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
 FIRST_STEPS, LAST_STEPS = slice(0, 5), slice(-10, None)
 # Of numbers that are shown at first and at the end.
-FORMS = {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f"}
+FORMS = {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f", "entropy": ".2f"}
 # Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
 RISE, FALL = 0.1, 0.2
 # A run got worse whose last evaluation is so much below its best one. What may warn of it is the mean of so many steps
 # before the last evaluation but one.
 WORSE, STEPS_BEFORE = 0.05, 15
 FEWEST_WORSE = 3
+# Learned is what so many rollouts in a row earn on average; there is nothing to learn from LEARNED_ALL on.
+LEARNED, LEARNED_ALL, STEPS_OF_A_MEAN = 0.9, 0.99, 5
+# From where on a ratio, and the k3 of an engine in 8 bits, are unusual: docs/metrics.md.
+UNUSUAL_RATIO, UNUSUAL_K3 = 100, 7e-2
 WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_max", "grad_norm", "entropy", "length")
 
 
@@ -138,6 +142,13 @@ class Arms:
         return [ours[seed] - none[seed] for seed in ours if seed in none]
 
 
+def steps_to_learn(reward: np.ndarray[Any, Any]) -> int | None:
+    """After how many rollouts the next ones earn enough; None: they never do."""
+    smooth = np.convolve(reward, np.ones(STEPS_OF_A_MEAN) / STEPS_OF_A_MEAN, "valid")
+    learned = np.flatnonzero(smooth > LEARNED)
+    return int(learned[0]) if len(learned) else None
+
+
 def decline(own_reward: np.ndarray[Any, Any]) -> float:
     """From the best evaluation to the last one."""
     evaluated = own_reward[~np.isnan(own_reward)]
@@ -208,7 +219,7 @@ def _stopped(groups: Sequence[PretrainedGroup], results: Results) -> list[str]:
         rows = results.rows(group)
         own = [row["own_reward"] for row in rows if "own_reward" in row]
         cells = [group.name, f"{len(rows)} of {group.num_steps}", f"{own[0]:.3f}, {max(own):.3f}, {own[-1]:.3f}"]
-        for number, form in (FORMS | {"entropy": ".2f"}).items():
+        for number, form in FORMS.items():
             ends = (np.mean([row[number] for row in part]) for part in (rows[FIRST_STEPS], rows[LAST_STEPS]))
             cells.append(" to ".join(f"{mean:{form}}" for mean in ends))
         lines.append(f"| {' | '.join(cells)} |")
@@ -295,10 +306,13 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         f"Engine {_engine(group)}; trainer {group.dtype}; weights {group.staleness} updates old; learning rate "
         f"{group.learning_rate:g}{start}.",
         f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}; "
-        f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens. "
+        f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens, entropy "
+        f"{from_to['entropy']} nats. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
         *_routing(group, condition),
         *_rates(group, condition),
+        *_speed(condition),
+        *_extremes(condition),
         "",
         "| method | seeds | own policy | against none | p | failed | worse | kept answers | kept tokens | verdict "
         "| all evaluations, against none |",
@@ -337,6 +351,34 @@ def _rates(group: PretrainedGroup, condition: Condition) -> list[str]:
     }
     shown = [f"{method} {min(shares):.2f} to {max(shares):.2f}" for method, shares in lowest.items()]
     return [f"Lowest share of the learning rate, by seed: {'; '.join(shown)}."] if shown else []
+
+
+def _speed(condition: Condition) -> list[str]:
+    """After how many steps each method had learned; nothing where none of the runs did."""
+    shown = []
+    for method, seeds in condition.curves.items():
+        steps = [steps_to_learn(curves["reward"]) for curves in seeds.values()]
+        known = [step for step in steps if step is not None]
+        words = " to ".join(map(str, sorted({min(known), max(known)}))) if known else "never"
+        shown.append(
+            f"{method} {words}" + (f" ({len(known)} of {len(steps)} seeds)" if 0 < len(known) < len(steps) else "")
+        )
+    if all(each.endswith("never") for each in shown):
+        return []
+    return [f"Steps until {STEPS_OF_A_MEAN} rollouts earn more than {LEARNED:g}, by seed: {'; '.join(shown)}."]
+
+
+def _extremes(condition: Condition) -> list[str]:
+    """Of every step of every run."""
+    runs = [curves for seeds in condition.curves.values() for curves in seeds.values()]
+    k3, ratio, reward = (np.concatenate([curves[name] for curves in runs]) for name in ("k3", "ratio_max", "reward"))
+    learning = k3[reward < LEARNED_ALL]
+    return [
+        f"All {len(k3):,} steps: k3 {k3.min():.1e} to {k3.max():.1e}, above {UNUSUAL_K3:g} in "
+        f"{np.mean(k3 > UNUSUAL_K3):.1%} ({np.mean(learning > UNUSUAL_K3):.1%} while rollouts earn less than "
+        f"{LEARNED_ALL:g}); largest ratio {np.median(ratio):,.1f} in half of them, above {UNUSUAL_RATIO} in "
+        f"{np.mean(ratio > UNUSUAL_RATIO):.1%}, {ratio.max():,.1f} at most.",
+    ]
 
 
 def _warnings(arms: Arms) -> list[str]:
