@@ -476,8 +476,9 @@ def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> No
     assert report._speed(Condition("c", {"none": arms["tis"]})) == []
     (extremes,) = report._extremes(Condition("c", {"none": arms["none"]}))
     # Of 13 steps with less than the full reward, five are of the second run.
-    assert "All 40 steps: k3 1.0e-02 to 8.0e-02, above 0.07 in 50.0% (38.5% while" in extremes
-    assert "largest ratio 2.0 in half of them, above 100 in 5.0%, 300.0 at most." in extremes
+    assert "All 40 steps: k3 1.0e-02 to 8.0e-02. It is above 0.07 in 50.0%; while" in extremes
+    assert "earn less than 0.99, in 38.5%." in extremes
+    assert "largest ratio is 2.0 (median), above 100 in 5.0%, 300.0 at most." in extremes
 
 
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:

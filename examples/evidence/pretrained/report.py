@@ -18,6 +18,7 @@ from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
 from evidence.study import Study
+from mis_ext.diagnosis.limits import QUANTISED_K3
 
 from .group import PretrainedGroup
 from .studies import AGAIN
@@ -37,8 +38,8 @@ WORSE, STEPS_BEFORE = 0.05, 15
 FEWEST_WORSE = 3
 # Learned is what so many rollouts in a row earn on average; there is nothing to learn from LEARNED_ALL on.
 LEARNED, LEARNED_ALL, STEPS_OF_A_MEAN = 0.9, 0.99, 5
-# From where on a ratio, and the k3 of an engine in 8 bits, are unusual: docs/metrics.md.
-UNUSUAL_RATIO, UNUSUAL_K3 = 100, 7e-2
+# From where on a ratio is unusual: docs/metrics.md.
+UNUSUAL_RATIO = 100
 WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_max", "grad_norm", "entropy", "length")
 
 
@@ -305,8 +306,8 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
     lines = [
         f"Engine {_engine(group)}; trainer {group.dtype}; weights {group.staleness} updates old; learning rate "
         f"{group.learning_rate:g}{start}.",
-        f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}; "
-        f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}; {from_to['length']} tokens, entropy "
+        f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}. "
+        f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}. {from_to['length']} tokens, entropy "
         f"{from_to['entropy']} nats. "
         f"{condition.mean(base, 'seconds'):.2f} s a step.",
         *_routing(group, condition),
@@ -374,10 +375,10 @@ def _extremes(condition: Condition) -> list[str]:
     k3, ratio, reward = (np.concatenate([curves[name] for curves in runs]) for name in ("k3", "ratio_max", "reward"))
     learning = k3[reward < LEARNED_ALL]
     return [
-        f"All {len(k3):,} steps: k3 {k3.min():.1e} to {k3.max():.1e}, above {UNUSUAL_K3:g} in "
-        f"{np.mean(k3 > UNUSUAL_K3):.1%} ({np.mean(learning > UNUSUAL_K3):.1%} while rollouts earn less than "
-        f"{LEARNED_ALL:g}); largest ratio {np.median(ratio):,.1f} in half of them, above {UNUSUAL_RATIO} in "
-        f"{np.mean(ratio > UNUSUAL_RATIO):.1%}, {ratio.max():,.1f} at most.",
+        f"All {len(k3):,} steps: k3 {k3.min():.1e} to {k3.max():.1e}. It is above {QUANTISED_K3:g} in "
+        f"{np.mean(k3 > QUANTISED_K3):.1%}; while rollouts earn less than {LEARNED_ALL:g}, in "
+        f"{np.mean(learning > QUANTISED_K3):.1%}. The largest ratio is {np.median(ratio):,.1f} (median), above "
+        f"{UNUSUAL_RATIO} in {np.mean(ratio > UNUSUAL_RATIO):.1%}, {ratio.max():,.1f} at most.",
     ]
 
 

@@ -111,37 +111,33 @@ _STEPS = PretrainedGroup(
     micro_batch_size=32,
     dump_steps=(0, 75, 150, 299),
 )
-# The model learns to leave the steps away. Stories stay long, and the next word stays open.
-_STORIES = [
-    replace(
-        _STEPS,
-        name=f"pretrained_stories_{name}",
-        engine=_SETTINGS[name][0],
-        methods=methods,
-        task="story",
-        response_length=192,
-    )
-    for name, methods in (
-        ("e5m2_cache", (NONE, TOKEN_MASK, TOKEN_TIS, AGAIN, preset("sequence_mis"), SLOWED)),
-        ("bf16", (NONE,)),
-    )
-]
 
-# Soup of words is worth all in a story. Here an answer stays long, and must remember the question; few do at first.
-_SPARSE = [
-    replace(
-        _STEPS,
-        name=f"pretrained_sparse_{name}",
-        engine=_SETTINGS[name][0],
-        methods=methods,
-        task="story_answer",
-        response_length=256,
-        num_steps=200,
-        eval_interval=20,
-        dump_steps=(0, 50, 100, 199),
-    )
-    for name, methods in (("e5m2_cache", (NONE, AGAIN, TOKEN_TIS, TOKEN_MASK)), ("bf16", (NONE,)))
-]
+
+def _beside_bf16(name: str, methods: tuple[Method, ...], **settings: Any) -> list[PretrainedGroup]:
+    """Methods against the coarsest cache, and none against an engine in bf16."""
+    engines = {"e5m2_cache": methods, "bf16": (NONE,)}
+    return [
+        replace(_STEPS, name=f"{name}_{engine}", engine=_SETTINGS[engine][0], methods=chosen, **settings)
+        for engine, chosen in engines.items()
+    ]
+
+
+# The model learns to leave the steps away. Stories stay long, and the next word stays open.
+_STORIES = _beside_bf16(
+    "pretrained_stories",
+    (NONE, TOKEN_MASK, TOKEN_TIS, AGAIN, preset("sequence_mis"), SLOWED),
+    task="story",
+    response_length=192,
+)
+# Words in any order are worth as much there. Here an answer must remember the question, and few do at first.
+_SPARSE = _beside_bf16(
+    "pretrained_sparse",
+    (NONE, AGAIN, TOKEN_TIS, TOKEN_MASK),
+    task="story_answer",
+    num_steps=200,
+    eval_interval=20,
+    dump_steps=(0, 50, 100, 199),
+)
 
 
 def _first_rollout(name: str, engine: EngineSpec, dtype: str, *, num_prompts: int) -> PretrainedGroup:
