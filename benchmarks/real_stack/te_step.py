@@ -85,11 +85,13 @@ def step(
     keys: dict[str, Any],
     path: Literal["hook", "whole loss"],
 ) -> Step:
-    """Forward and backward over the rollout; loss and gradient are those of the mean over samples."""
+    """Forward and backward over this data-parallel rank's share; loss and gradient are the mean over all samples."""
     args = Namespace(**HOST | keys, qkv_format="thd" if decoder.variant.packed else "bshd")
     if path == "whole loss":
         del args.custom_tis_function_path
     decoder.model.zero_grad(set_to_none=True)
+    # The shares are equal.
+    num_samples = len(rollout.tokens) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, Tensor] = {}
     for samples, inputs, padded in inputs_of(rollout, decoder):
         logits = decoder.logits(inputs)
@@ -109,10 +111,10 @@ def step(
         else:
             given = lists | ({} if padded is None else {"max_seq_lens": padded})
             loss, values = mis_ext.policy_loss(args, given, logits)
-        (loss / len(rollout.tokens)).backward()
+        (loss / num_samples).backward()
         for name, value in (values | {"loss": loss.detach()}).items():
             totals[name] = totals.get(name, 0.0) + value.to(decoder.device, torch.float64)
-    result = Step((name, _over_sequence_ranks(value) / len(rollout.tokens)) for name, value in totals.items())
+    result = Step((name, _over_data_ranks(value) / num_samples) for name, value in totals.items())
     result.gradients = [_summed(parameter) for parameter in decoder.model.parameters()]
     return result
 
@@ -152,11 +154,11 @@ def _lists(
 
 def _summed(parameter: torch.nn.Parameter) -> Tensor:
     gradient = parameter.grad.float()
-    dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return gradient
 
 
-def _over_sequence_ranks(value: Tensor) -> float:
+def _over_data_ranks(value: Tensor) -> float:
     value = value.clone()
-    dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return float(value)

@@ -1,9 +1,10 @@
-"""Transformer Engine beside Megatron-Core's local layers: mismatch, hook and whole loss, FP8, two GPUs, refusals.
+"""Transformer Engine beside Megatron-Core's local layers: mismatch, hook and whole loss, FP8, several GPUs, refusals.
 
     python te_study.py prepare --work DIR [--gguf FOLDER]     # weights, samples, transformers' scores
     python te_study.py score step alone refuse --work DIR     # one GPU; ends with the tables
     torchrun --standalone --nproc-per-node 2 te_study.py score step --work DIR --cp 2 --only "te, packed"
     torchrun --standalone --nproc-per-node 2 te_study.py score step --work DIR --model random --tp 2
+    torchrun --standalone --nproc-per-node 8 te_study.py score step --work DIR --model random --cp 2 --tp 2  # and DP 2
     python te_study.py table --work DIR
 
 A run that has a result in DIR/MODEL/results.jsonl is not made again; one that failed is. ``--model tiny --only "local*"
@@ -54,8 +55,17 @@ class Study:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
         self.shape, self.weights, self.rollout = load(folder)
-        cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
-        self.place = (f", CP {cp}" if cp > 1 else "") + (f", TP {tp}" if tp > 1 else "")
+        sizes = {
+            "CP": parallel_state.get_context_parallel_world_size(),
+            "TP": parallel_state.get_tensor_model_parallel_world_size(),
+            "DP": parallel_state.get_data_parallel_world_size(),
+        }
+        self.place = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+        share, rest = divmod(len(self.rollout.tokens), sizes["DP"])
+        if rest:
+            raise ValueError(f"{len(self.rollout.tokens)} samples: {sizes['DP']} data-parallel ranks need equal shares")
+        first = share * parallel_state.get_data_parallel_rank()
+        self.share = self._samples(slice(first, first + share))
 
     def run(self, kind: str, name: str, function: Callable[[str], dict[str, Any]]) -> None:
         """Make a run whose result is not there yet; an error is its result, and the next run begins."""
@@ -83,14 +93,14 @@ class Study:
         variant = VARIANTS[name]
         decoder = Decoder(variant, self.shape, self.weights, self.device, **options)
         if variant.warm:
-            for _, inputs, _ in inputs_of(self.rollout, decoder):
-                decoder.log_probs(decoder.logits(inputs), inputs).mean().div(len(self.rollout.tokens)).backward()
+            for _, inputs, _ in inputs_of(self.share, decoder):
+                decoder.log_probs(decoder.logits(inputs), inputs).mean().div(len(self.share.tokens)).backward()
         return decoder
 
     def score(self, name: str) -> dict[str, Any]:
         """Log-probs of the rollout, kept for the tables."""
         decoder = self.decoder(name)
-        scores = self._whole(decoder, score(decoder, self.rollout))
+        scores = self._whole(decoder, score(decoder, self.share))
         if dist.get_rank() == 0:
             torch.save(scores, scores_file(self.folder, name + self.place))
         return {"attention": _attention_of_te(VARIANTS[name])}
@@ -98,14 +108,14 @@ class Study:
     def step(self, name: str) -> dict[str, Any]:
         """Loss, metrics and gradients: of the hook, of the hook again (kernels add in any order), of the whole loss."""
         decoder, found = self.decoder(name), {}
-        proximal = score(decoder, self.rollout)
+        proximal = score(decoder, self.share)
         for correction, keys in CORRECTIONS.items():
-            once = step(decoder, self.rollout, proximal, keys, "hook")
+            once = step(decoder, self.share, proximal, keys, "hook")
             norms = parameter_norms(decoder, once.gradients)
-            again = step(decoder, self.rollout, proximal, keys, "hook")
+            again = step(decoder, self.share, proximal, keys, "hook")
             noise = self._distance(decoder, again.gradients, once.gradients)
             del again
-            whole = step(decoder, self.rollout, proximal, keys, "whole loss")
+            whole = step(decoder, self.share, proximal, keys, "whole loss")
             shared = [key for key in once if key in whole and key != "loss"]
             found[correction] = {
                 "hook": dict(once),
@@ -148,18 +158,16 @@ class Study:
         )
 
     def _whole(self, decoder: Decoder, parts: list[Tensor]) -> list[Tensor]:
-        """The whole responses from the parts of all context-parallel ranks."""
-        group = parallel_state.get_context_parallel_group()
-        indices = [
-            index.cpu() for _, inputs, _ in inputs_of(self.rollout, decoder) for index in inputs.response_indices
-        ]
-        mine = list(zip(indices, (part.cpu() for part in parts), strict=True))
+        """The whole responses of all samples from the parts of all context- and data-parallel ranks."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        indices = [index.cpu() for _, inputs, _ in inputs_of(self.share, decoder) for index in inputs.response_indices]
+        first = parallel_state.get_data_parallel_rank() * len(self.share.tokens)
+        mine = list(zip(range(first, first + len(parts)), indices, (part.cpu() for part in parts), strict=True))
         ranks: list[Any] = [None] * group.size()
         dist.all_gather_object(ranks, mine, group=group)
         whole = [torch.full((length,), torch.nan) for length in self.rollout.response_lengths]
-        for rank in ranks:
-            for response, (index, values) in zip(whole, rank, strict=True):
-                response[index] = values
+        for sample, index, values in (part for rank in ranks for part in rank):
+            whole[sample][index] = values
         return whole
 
     @staticmethod
@@ -213,8 +221,8 @@ def ranks(*, cp: int, tp: int, device: torch.device) -> Iterator[None]:
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=120))
-    if dist.get_world_size() != cp * tp:
-        raise ValueError(f"{dist.get_world_size()} processes, but --cp {cp} times --tp {tp} is {cp * tp}")
+    if dist.get_world_size() % (cp * tp):
+        raise ValueError(f"{dist.get_world_size()} processes: --cp {cp} times --tp {tp} need a multiple of {cp * tp}")
     with megatron_device(device):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     if device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|")
     by_name = {row["name"]: row["steps"] for row in rows}
     for name, steps in by_name.items():
-        plain = name.split(", CP")[0].split(", TP")[0]
+        plain = re.split(", [CTD]P ", name)[0]
         for other in dict.fromkeys((plain, "local")):
             if other == name or other not in by_name:
                 continue
