@@ -137,6 +137,18 @@ FOREACH = {
 }
 
 
+@pytest.mark.parametrize("name", ["logsumexp", "mean", "sum"])
+def test_reductions_of_integers_in_columns_do_not_depend_on_the_batch(name):
+    for seed in range(20):
+        # Sums of such numbers round.
+        largest, generator = 4 if name == "logsumexp" else 1 << 30, torch.Generator().manual_seed(seed)
+        rows = torch.randint(0, largest, (127, 33), generator=generator, dtype=torch.int32).t()
+        keywords = {} if name == "logsumexp" else {"dtype": torch.float32}
+        with batch_invariant_mode():
+            reduced = getattr(torch, name)(rows, 1, **keywords)
+            assert torch.equal(torch.cat([getattr(torch, name)(row, 1, **keywords) for row in rows.split(1)]), reduced)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", FOREACH)
 def test_functions_of_many_tensors_are_those_of_each(name, dtype):

@@ -144,10 +144,13 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
 
 
 def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of integers too, functions as exp return floating-point numbers."""
+    """Of integers too, functions as exp and logsumexp return floating-point numbers, and sums that are told to."""
     result = func(*args, **kwargs)
     first = result[0] if isinstance(result, list) and result else result
     if isinstance(first, Tensor) and first.device.type == "cpu" and first.is_floating_point():
+        override = _override_of(func)
+        if override is not None:
+            return override(func, *args, **kwargs)
         kind = kind_of(func)
         if kind in ("elementwise", "passes without factor"):
             return elementwise.compute(func, *args, **kwargs)
