@@ -481,6 +481,30 @@ def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> No
     assert "largest ratio is 2.0 (median), above 100 in 5.0%, 300.0 at most." in extremes
 
 
+def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compared_by_seed() -> None:
+    def setting(offset: float) -> report.Arms:
+        # Seed 3 is run in one setting only, and no setting's correction is looked at.
+        numbers = {"k3": np.full(12, 1e-3), "training_seconds": np.full(12, 1.5), "sampling_seconds": np.full(12, 0.5)}
+        runs = {seed: curves([0.5 + offset + 0.002 * seed] * 12) | numbers for seed in (1, 2, 3)[: 3 if offset else 2]}
+        return report.Arms(Condition("c", {"none": runs, "tis": {1: curves([9.0] * 12)}}))
+
+    fp16 = dataclasses.replace(GROUP, engine=dataclasses.replace(studies.BF16, dtype="float16"), dtype="float16")
+    groups = {
+        "bf16": dataclasses.replace(GROUP, engine=studies.BF16),
+        "fp16": fp16,
+        "longer": dataclasses.replace(fp16, num_steps=99),
+    }
+    arms = {"bf16": setting(0.0), "fp16": setting(0.25), "longer": setting(0.4)}
+    page = report._between_settings(groups, arms)
+    rows = [line for line in page if line.startswith(("| bf16", "| fp16", "| longer"))]
+    assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16"]
+    assert rows[0] == f"| bf16 | 2 | 0.503 |  |  |  | {', '.join(['0.50'] * 5)} | 1.0e-03 | never | 1.50, 0.50 |"
+    assert "| 3 | 0.754 | +0.250 [+0.250, +0.250] |" in rows[1]
+    # Other settings have nothing to be compared with.
+    assert report._between_settings({"longer": groups["longer"]}, arms) == []
+    assert report._between_settings({name: groups[name] for name in ("fp16", "longer")}, arms) == []
+
+
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:
     nan = float("nan")
 

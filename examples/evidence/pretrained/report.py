@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from evidence.ensemble import Row
 from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
-from evidence.study import Study
+from evidence.study import NONE, Study
 from mis_ext.diagnosis.limits import QUANTISED_K3
 
 from .group import PretrainedGroup
-from .studies import AGAIN
+from .studies import AGAIN, BF16
 
-LAST_EVALUATIONS = 4
+_ALL_BF16 = (BF16, "bfloat16")
+FIRST_EVALUATIONS, LAST_EVALUATIONS = 5, 4
 SMALLEST_MARGIN = 0.02
 # With more noise or less to learn nothing would be seen.
 LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
@@ -138,6 +140,11 @@ class Arms:
                 found[number] = float(correlation.statistic), float(correlation.pvalue)
         return found
 
+    def pairs_with(self, other: Arms, of: Outcome = final) -> list[float]:
+        """Uncorrected runs against another setting's, one number per seed that both have."""
+        ours, theirs = self.outcome(self.condition.base, of), other.outcome(other.condition.base, of)
+        return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
     def _pairs(self, method: str, of: Outcome = final) -> list[float]:
         ours, none = self.outcome(method, of), self.outcome(self.condition.base, of)
         return [ours[seed] - none[seed] for seed in ours if seed in none]
@@ -182,6 +189,7 @@ def _finished(study: Study, done: Sequence[Any], results: Results, output: Path)
     if _is_trained(study):
         if any(found.floor() for found in arms.values()):
             lines += ["", "## Floor", "", *_floors(arms)]
+        lines += _between_settings({name: of_condition[0] for name, of_condition in groups.items()}, arms)
         for name, found in arms.items():
             lines += ["", f"## {name}", "", *_condition(groups[name][0], found)]
     ages = [line for name, found in arms.items() for line in _ages(name, found)]
@@ -295,6 +303,49 @@ def needed_seeds(pairs: Sequence[float]) -> int | None:
     return next((n for n in counts if stats.t.ppf(0.975, n - 1) * spread / math.sqrt(n) <= SMALLEST_MARGIN), None)
 
 
+def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms]) -> list[str]:
+    """Uncorrected runs of each engine and trainer against those in bf16, which are the same but for that."""
+    settings: dict[str, dict[str, PretrainedGroup]] = {}
+    for name, group in groups.items():
+        alike = {"name": "", "engine": BF16, "dtype": "", "simulated_cache": "", "methods": (NONE,), "seeds": (1,)}
+        settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
+    lines: list[str] = []
+    for alike in settings.values():
+        reference = next((name for name, group in alike.items() if (group.engine, group.dtype) == _ALL_BF16), None)
+        if reference is None or len(alike) < 2:
+            continue
+        lines += [
+            "",
+            "## Without a correction, setting against setting",
+            "",
+            f"Paired by seed with {reference}; p after Holm for these rows. Own policy: mean of the last "
+            f"{LAST_EVALUATIONS} evaluations. Learned: steps until {STEPS_OF_A_MEAN} rollouts earn more than "
+            f"{LEARNED:g}.",
+            "",
+            f"| setting | seeds | own policy | against {reference} | p | all evaluations "
+            f"| the first {FIRST_EVALUATIONS} | k3 | learned | seconds of training, of sampling, a step |",
+            "|---" * 10 + "|",
+        ]
+        against = {
+            name: Difference.of_pairs(arms[name].pairs_with(arms[reference])) for name in alike if name != reference
+        }
+        adjusted = dict(zip(against, holm([each.p_value for each in against.values()]), strict=True))
+        for name in alike:
+            found = arms[name]
+            base = found.condition.base
+            cells = [name, str(len(found.condition.curves[base])), f"{np.mean(list(found.outcome(base).values())):.3f}"]
+            cells += [str(against[name]), f"{adjusted[name]:.1g}"] if name in against else ["", ""]
+            whole = Difference.of_pairs(found.pairs_with(arms[reference], of_all))
+            runs = found.condition.curves[base].values()
+            evaluated = np.mean([run["own_reward"][~np.isnan(run["own_reward"])] for run in runs], axis=0)
+            cells += [str(whole) if name in against else ""]
+            cells += [", ".join(f"{own:.2f}" for own in evaluated[:FIRST_EVALUATIONS])]
+            cells += [f"{found.condition.mean(base, 'k3'):.1e}", _learned(runs)]
+            parts = [found.condition.mean(base, f"{part}_seconds") for part in ("training", "sampling")]
+            lines.append(f"| {' | '.join([*cells, ', '.join(f'{seconds:.2f}' for seconds in parts)])} |")
+    return lines
+
+
 def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
     condition, base = arms.condition, arms.condition.base
     holm = arms.holm()
@@ -358,15 +409,18 @@ def _speed(condition: Condition) -> list[str]:
     """After how many steps each method had learned; nothing where none of the runs did."""
     shown = []
     for method, seeds in condition.curves.items():
-        steps = [steps_to_learn(curves["reward"]) for curves in seeds.values()]
-        known = [step for step in steps if step is not None]
-        words = " to ".join(map(str, sorted({min(known), max(known)}))) if known else "never"
-        shown.append(
-            f"{method} {words}" + (f" ({len(known)} of {len(steps)} seeds)" if 0 < len(known) < len(steps) else "")
-        )
+        shown.append(f"{method} {_learned(seeds.values())}")
     if all(each.endswith("never") for each in shown):
         return []
     return [f"Steps until {STEPS_OF_A_MEAN} rollouts earn more than {LEARNED:g}, by seed: {'; '.join(shown)}."]
+
+
+def _learned(runs: Iterable[dict[str, np.ndarray[Any, Any]]]) -> str:
+    """After how many steps the first and the last run had learned."""
+    steps = [steps_to_learn(curves["reward"]) for curves in runs]
+    known = [step for step in steps if step is not None]
+    words = " to ".join(map(str, sorted({min(known), max(known)}))) if known else "never"
+    return words + (f" ({len(known)} of {len(steps)} seeds)" if 0 < len(known) < len(steps) else "")
 
 
 def _extremes(condition: Condition) -> list[str]:
