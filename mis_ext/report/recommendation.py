@@ -185,7 +185,9 @@ def _in_words(
             f"Gates of 1 % on sequences lost there ({EVIDENCE})."
         )
     else:
-        reasons.append(f"No study of mis_ext found token TIS worse than no correction; {COST_OF_GATES} ({EVIDENCE}).")
+        reasons.append(
+            f"No study of mis_ext found token TIS significantly worse than no correction; {COST_OF_GATES} ({EVIDENCE})."
+        )
         if overall.k3 >= PRETRAINED_K3:
             reasons.append(
                 f"At a k3 of 0.03 published runs of a 4B model collapsed without a correction ({PUBLISHED})."
