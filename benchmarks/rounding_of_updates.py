@@ -6,6 +6,8 @@ A trainer in bf16 or fp16 updates a copy in float32 and computes with what is ro
 Hugging Face's format. Its weights are numbers of bf16: each lies in the middle of what is rounded to it. Adam's first
 steps move each weight by about the learning rate; here n of them go in one direction, drawn for each weight. Prints
 Markdown: the displacement of the rounded weights along that of the copy, as a share of it, and how many weights moved.
+Measured in training by "Understanding and Exploiting Weight Update Sparsity for Communication-Efficient Distributed RL"
+(arXiv 2602.03839).
 """
 
 from __future__ import annotations
