@@ -41,7 +41,9 @@ CAUSES = {
     "pretrained_atlas_int8_products": "low_precision",
     # The same model in 300 steps of training, k3 up to 9e-2.
     "pretrained_stories_e5m2_cache": "low_precision",
+    "pretrained_sparse_e5m2_cache": "low_precision",
     "pretrained_stories_bf16": "bf16_or_low_precision",
+    "pretrained_precision_fp16": "bf16_kernels",
     # The model made a mixture of experts, SGLang 0.5.23 on a CPU; its experts replayed; the dense model beside it.
     "pretrained_atlas_moe_cpu_mixture": "low_precision",
     "pretrained_atlas_moe_cpu_mixture_replayed": "bf16_or_low_precision",
