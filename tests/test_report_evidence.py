@@ -67,6 +67,7 @@ def test_the_cause_of_a_measured_mismatch_is_named(study, tmp_path) -> None:
     assert not any("open tokens" in words for words in found.alternatives)
 
 
+@pytest.mark.whole_run
 def test_a_coarse_cache_is_low_precision_also_where_a_trained_policy_is_open(tmp_path) -> None:
     *_, last = write_dumps("pretrained_stories_e5m2_cache", tmp_path)
     report = report_of(Dumps([last]), preset_candidates(["mis"]))
@@ -75,6 +76,7 @@ def test_a_coarse_cache_is_low_precision_also_where_a_trained_policy_is_open(tmp
     assert found.cause == "low_precision"
 
 
+@pytest.mark.whole_run
 def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
     fp8, bf16 = (report_on(study, tmp_path / study).recommendation for study in ("length_fp8_cache", "length_bf16"))
     assert (fp8.name, bf16.name) == ("mis", "none")
@@ -83,6 +85,7 @@ def test_what_to_do_differs_between_an_fp8_cache_and_bf16(tmp_path) -> None:
     assert "rejects_much" in gated.traps
 
 
+@pytest.mark.whole_run
 def test_published_collapses_are_a_reason_above_what_bf16_gives(tmp_path) -> None:
     for study, is_said in (("length_fp8_cache", True), ("fp8_cache", False)):
         found = report_on(study, tmp_path / study).recommendation
@@ -90,6 +93,7 @@ def test_published_collapses_are_a_reason_above_what_bf16_gives(tmp_path) -> Non
         assert any("collapsed without a correction" in reason for reason in found.reasons) == is_said
 
 
+@pytest.mark.whole_run
 def test_most_open_tokens_raised_point_to_old_weights_first_and_engines_raise_half(tmp_path) -> None:
     for study, share in (("pretrained_stale_1", "57%"), ("pretrained_stale_4", "62%"), ("pretrained_fresh_bf16", "")):
         (found,) = report_on(study, tmp_path / study).diagnoses
