@@ -35,6 +35,7 @@ with warnings.catch_warnings():
     from evidence.group import Method
     from evidence.pretrained import rate, report, routing, studies
     from evidence.pretrained import training as training_module
+    from evidence.pretrained.aligned import AlignedTrainer
     from evidence.pretrained.group import PretrainedGroup, runs_of
     from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended
     from evidence.pretrained.training import PretrainedTraining
@@ -42,6 +43,7 @@ with warnings.catch_warnings():
     from evidence.results import Results
     from evidence.study import NONE, TOKEN_TIS, Study
     from grpo import questions
+    from grpo.trainer import Trainer
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import LlamaForCausalLM
 
@@ -230,6 +232,32 @@ def test_the_trainer_rounds_as_the_cache_of_its_engine(workplace: Workplace, mon
     assert k3[""] < 1e-9 < k3["kv"] < k3["qkv"]
     with pytest.raises(ValueError, match="tiny: simulated_cache='kv', and the engine's cache is not rounded"):
         dataclasses.replace(GROUP, simulated_cache="kv")
+
+
+def test_an_aligned_trainer_gives_an_answer_the_same_bits_in_any_batch(workplace: Workplace) -> None:
+    run = PretrainedTraining(GROUP, workplace)
+    run._history.append(run._trainer.weights())
+    data, _ = run._rollout(0)
+    start = workplace.start(GROUP)
+    scored = {}
+    for trainer_type in (AlignedTrainer, Trainer):
+        for size in (16, 3, 1):
+            args = training_module._arguments(dataclasses.replace(GROUP, micro_batch_size=size))
+            trainer = trainer_type(args, start.shape, workplace.ranks(), start.weights)
+            scored[trainer_type, size] = torch.cat(trainer.score(trainer.micro_batches(data)))
+    aligned = scored[AlignedTrainer, 16]
+    assert all(torch.equal(scored[AlignedTrainer, size], aligned) for size in (3, 1))
+    assert 0 < (aligned - scored[Trainer, 16]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"engine": EngineSpec()}, "kind='controlled'"), ({"experts": 4}, "experts=4")],
+)
+def test_what_cannot_be_aligned_is_refused(change: dict[str, Any], named: str) -> None:
+    aligned = dataclasses.replace(GROUP, engine=EngineSpec(kind="sglang"), is_aligned=True)
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(aligned, **change)
 
 
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.study import NONE
+    from grpo import questions
     from grpo.experts import upcycled
     from grpo.pretrained import Pretrained, load_pretrained
     from tiny_checkpoint import write_tiny_checkpoint
@@ -119,6 +120,38 @@ def test_a_mixture_is_sampled_scored_and_trained_with_its_own_experts_or_with_th
     assert "routing_flips" not in replayed
     assert own["reward"] == replayed["reward"]
     assert 0 < replayed["k3"] < own["k3"] < 0.1
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_an_aligned_run_has_no_mismatch_at_any_step(
+    tmp_path: Path, is_aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+    write_tiny_checkpoint(tmp_path)
+    size = {"num_steps": 3, "num_prompts": 4, "response_length": 8, "num_evaluated": 4, "micro_batch_size": 8}
+    group = PretrainedGroup(
+        name="aligned",
+        engine=EngineSpec(kind="sglang"),
+        methods=(NONE,),
+        seeds=(1,),
+        learning_rate=1e-3,
+        temperature=0.9,
+        is_aligned=is_aligned,
+        **size,
+    )
+    place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
+    try:
+        training = PretrainedTraining(group, place)
+        trainer = training._trainer
+        before = {name: weight.clone() for name, weight in trainer.weights().items()}
+        rows = [row for _ in range(3) for row in training.step(lambda name, arrays: None)]
+        assert any(not torch.equal(weight, before[name]) for name, weight in trainer.weights().items())
+    finally:
+        place.close()
+    found = [(row["k3"], row["abs_diff"], row["ratio_max"]) for row in rows]
+    assert all(each == (0.0, 0.0, 1.0) for each in found) if is_aligned else all(each > (0.0, 0.0) for each in found)
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8_blocks"])

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from grpo.block_quantization import BlockQuantizer
 from grpo.sglang_cpu_products import use_float32_products
 from grpo.sglang_engine import CPU_SETTINGS, FUSED
+from onpolicy.sglang_scheduler import EVERYTHING, align
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,6 +122,7 @@ class SGLangRunner:
         self._differs: Tensor | None = None
         self.used_cuda_graphs: bool | None = None
         self._num_calls = 0
+        self._alignment = ExitStack()
 
         on_cpu = device.type == "cpu"
         if on_cpu:
@@ -168,6 +170,14 @@ class SGLangRunner:
         self._chosen = _record_experts(self._runner.model)
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
+
+    def align(self) -> None:
+        """Let the engine compute as an aligned trainer does, until it is closed."""
+        align(self._runner, self._alignment, EVERYTHING)
+        if self._device.type == "cuda":
+            # A graph repeats what it has captured.
+            with _kept_random_state(self._device), self._own_arithmetic():
+                self._runner.init_decode_cuda_graph()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -287,6 +297,7 @@ class SGLangRunner:
         """Free the engine and leave its process groups."""
         if self._runner is None:
             return
+        self._alignment.close()
         self._runner = None
         self._rows = {}
         _leave_groups()

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mis_ext import session_for
@@ -70,12 +72,16 @@ class Trainer:
             self._model = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-                build_model(shape, config, seed=args.seed).to(device=ranks.device, dtype=config.params_dtype),
+                self._build_model(config).to(device=ranks.device, dtype=config.params_dtype),
             )
         if weights is not None:
             load_weights(self._model.module, weights, shape)
         self._forward_backward, self._config = get_forward_backward_func(), config
         self.reset_optimizer(lr=args.warmup_lr)
+
+    def _build_model(self, config: TransformerConfig) -> GPTModel:
+        """Build the model on the CPU, for a subclass to change."""
+        return build_model(self._shape, config, seed=self._args.seed)
 
     def reset_optimizer(self, *, lr: float) -> None:
         """Start a new phase with a fresh optimizer: the old one's second moments belong to another loss.

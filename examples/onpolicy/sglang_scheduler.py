@@ -56,6 +56,10 @@ class Alignment(NamedTuple):
     rounded_cache: str | None = None
 
 
+EVERYTHING = Alignment(norms=True, attention=True, products=True, rotary=True, activation=True, formula=True)
+"""With a cache as it is."""
+
+
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process, as its ``run_scheduler_process`` does, with more commands.
 

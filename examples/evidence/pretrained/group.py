@@ -29,12 +29,13 @@ class PretrainedGroup(Group):
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
         expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
+        is_aligned: Engine and trainer compute alike, so that all log-probs agree bit for bit; with SGLang.
         simulated_cache: What the trainer rounds as the engine's cache does: nothing, keys and values (``kv``), or
             queries too (``qkv``).
 
     Raises:
         ValueError: Experts are to be replayed that the model has not, or rounded; a cache is to be simulated that is
-            not of 8 bits.
+            not of 8 bits; what cannot be aligned is to be.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -55,6 +56,7 @@ class PretrainedGroup(Group):
     dtype: str = "bfloat16"
     experts: int = 0
     expert_noise: float = 0.1
+    is_aligned: bool = False
     simulated_cache: Literal["", "kv", "qkv"] = ""
 
     def __post_init__(self) -> None:
@@ -64,6 +66,11 @@ class PretrainedGroup(Group):
             raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
         if self.experts and self.engine.weights != "auto":
             raise ValueError(f"{self.name}: weights={self.engine.weights!r} is for dense models, not for experts")
+        if self.is_aligned and (self.experts or (self.engine.kind, self.engine.weights) != ("sglang", "auto")):
+            raise ValueError(
+                f"{self.name}: is_aligned needs a dense model, and SGLang with weights 'auto', got "
+                f"experts={self.experts}, kind={self.engine.kind!r}, weights={self.engine.weights!r}"
+            )
         if self.simulated_cache and self.engine.cache == "auto":
             raise ValueError(
                 f"{self.name}: simulated_cache={self.simulated_cache!r}, and the engine's cache is not rounded"

@@ -25,6 +25,7 @@ from evidence.study import NONE
 from mis_ext.onpolicy import RoutedExperts
 
 from . import numbers, routing
+from .aligned import AlignedTrainer
 from .group import PretrainedGroup
 from .rate import share
 from .workplace import EVALUATION_SEED, Workplace
@@ -59,7 +60,8 @@ class PretrainedTraining:
         weights = start.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
         self._args = _arguments(group)
         workplace.free()
-        self._trainer = Trainer(self._args, start.shape, workplace.ranks(), weights)
+        trainer = AlignedTrainer if group.is_aligned else Trainer
+        self._trainer = trainer(self._args, start.shape, workplace.ranks(), weights)
         if group.simulated_cache:
             self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
         self._problems = Random(10_000 + group.run[1])

@@ -72,11 +72,16 @@ class Workplace:
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
         batch, length = group.num_prompts * group.samples_per_prompt, group.max_prompt + group.response_length
-        made_for = (group.engine, batch, length, group.experts)
+        made_for = (group.engine, batch, length, group.experts, group.is_aligned)
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
-                group.engine, self.start(group).config, batch=batch, length=length, device=self.device
+                group.engine,
+                self.start(group).config,
+                batch=batch,
+                length=length,
+                device=self.device,
+                is_aligned=group.is_aligned,
             )
             self._made_for = made_for
         return self._engine
