@@ -155,6 +155,14 @@ class Places:
         self._engines = Engines(device)
         self._pretrained = device, model, scratch
 
+    def prepare(self, group: Group) -> None:
+        """Start a pretrained group's engine, from where no training is among the callers.
+
+        SGLang keeps exceptions of its imports, and with them the frames of all callers, as long as the process lives.
+        """
+        if isinstance(group, PretrainedGroup):
+            self._workplace.engine(group)
+
     def start(self, group: Group) -> Training | PretrainedTraining:
         """Its training, before the first step."""
         if isinstance(group, PretrainedGroup):
@@ -197,6 +205,7 @@ def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Sto
             if not is_ours:
                 continue
             try:
+                places.prepare(group)
                 run(group, results, places, stop)
             except Exception:
                 traceback.print_exc()

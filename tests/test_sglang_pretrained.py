@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,40 @@ def test_a_mixture_tells_for_each_prompt_and_answer_the_experts_of_its_own_token
     assert len(tokens.unique(dim=0)) > 4
 
 
+def test_the_experts_of_a_cuda_graph_are_those_of_each_of_its_replays(
+    mixture: Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU: a decode that calls no hooks, and writes what it chose to the same tensors every time."""
+    engine = SGLangSampler(
+        EngineSpec(kind="sglang", dtype="float32"), mixture.config, batch=32, length=16, device=torch.device("cpu")
+    )
+    runner = engine._runner
+    chosen, own_forward = runner._chosen, runner._runner.forward
+    try:
+        engine.load(mixture.weights)
+        settings = {"num_tokens": 5, "temperature": 0.8, "end_token": END, "seed": 1}
+        expected = engine.sample(PROMPTS, **settings)
+        runner._chosen_in_graph = [torch.zeros_like(experts) for experts in chosen[-2:]]
+
+        def forward(batch: Any) -> Any:
+            num_before = len(chosen)
+            result = own_forward(batch)
+            if not batch.forward_mode.is_decode():
+                return result
+            for held, experts in zip(runner._chosen_in_graph, chosen[num_before:], strict=True):
+                held.copy_(experts)
+            del chosen[num_before:]
+            return dataclasses.replace(result, can_run_graph=True)
+
+        monkeypatch.setattr(runner._runner, "forward", forward)
+        found = engine.sample(PROMPTS, **settings)
+    finally:
+        engine.close()
+    assert runner.used_cuda_graphs
+    assert found.ids == expected.ids
+    assert all(torch.equal(*pair) for pair in zip(found.experts, expected.experts, strict=True))
+
+
 def test_a_mixture_is_sampled_scored_and_trained_with_its_own_experts_or_with_the_engines(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, ffn_size=64)
     size = {"num_steps": 1, "num_prompts": 4, "response_length": 8, "num_evaluated": 4, "micro_batch_size": 8}
@@ -176,3 +212,33 @@ def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: Llam
             assert all(END not in ids[:-1] and (len(ids) == 9 or ids[-1] == END) for ids in answers.ids)
     finally:
         engine.close()
+
+
+def test_a_run_that_has_ended_holds_nothing(tmp_path: Path) -> None:
+    """In a process that has not imported SGLang before."""
+    write_tiny_checkpoint(tmp_path)
+    folder = Path(__file__).parents[1] / "examples"
+    subprocess.run([sys.executable, "-c", HOLDING, str(tmp_path)], check=True, cwd=folder)
+
+
+HOLDING = """
+import gc, importlib.util, sys
+from pathlib import Path
+import torch
+from evidence.engines import EngineSpec
+from evidence.pretrained.group import PretrainedGroup, runs_of
+from evidence.pretrained.training import PretrainedTraining
+from evidence.results import Results
+from evidence.study import NONE
+spec = importlib.util.spec_from_file_location("program", "evidence.py")
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+size = {"num_steps": 1, "num_prompts": 4, "response_length": 4, "num_evaluated": 4, "micro_batch_size": 8}
+group = PretrainedGroup(name="tiny", engine=EngineSpec(kind="sglang"), methods=(NONE,), seeds=(1,), **size)
+folder = Path(sys.argv[1])
+with program.Places(torch.device("cpu"), folder, folder) as places:
+    assert not program.run_all(runs_of([group]), Results(folder / "results"), places, program.Stop(1000.0))
+    gc.collect()
+    held = [thing for thing in gc.get_objects() if type(thing) is PretrainedTraining]
+    assert not held, held
+"""

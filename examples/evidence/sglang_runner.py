@@ -63,7 +63,7 @@ class Generated(NamedTuple):
         ids: [B, L], int64.
         logprobs: [B, L], float32: the sampler's, of softmax(logits / temperature).
         experts: For each row [P + L - 1, layers, experts of a token], int64, of every token but the last, which is no
-            input. None without experts, and with CUDA graphs, which do not show what their layers chose.
+            input. None without experts.
         kept: [B, L, vocabulary], bool: the tokens that top-p kept. None where it keeps all.
         log_mass: [B, L], float32: log of the probability of the kept tokens together.
     """
@@ -167,7 +167,11 @@ class SGLangRunner:
         self._writes_rows = quantizer is not None and (
             quantizer.method == "blockwise_int8" or hf_config.model_type == "llama"
         )
-        self._chosen = _record_experts(self._runner.model)
+        self._chosen, num_routers = _record_experts(self._runner.model)
+        if num_routers and device.type == "cuda" and not arguments.get("disable_cuda_graph"):
+            self._capture()
+        # A graph calls no hooks, and writes to the places of what it has captured.
+        self._chosen_in_graph = self._chosen[-num_routers:] if num_routers else []
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
 
@@ -175,9 +179,7 @@ class SGLangRunner:
         """Let the engine compute as an aligned trainer does, until it is closed."""
         align(self._runner, self._alignment, EVERYTHING)
         if self._device.type == "cuda":
-            # A graph repeats what it has captured.
-            with _kept_random_state(self._device), self._own_arithmetic():
-                self._runner.init_decode_cuda_graph()
+            self._capture()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -313,6 +315,11 @@ class SGLangRunner:
             self._runner.req_to_token_pool.available_size(),
         )
 
+    def _capture(self) -> None:
+        """Capture the graph of a decode anew: it repeats what was computed then."""
+        with _kept_random_state(self._device), self._own_arithmetic():
+            self._runner.init_decode_cuda_graph()
+
     def _prefill_batch(self, prompts: Sequence[Tensor], params: list[Any]) -> Any:
         """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""
         from sglang.benchmark.one_batch import TreeCacheNamespace
@@ -376,13 +383,15 @@ class SGLangRunner:
         result = self._runner.forward(forward_batch)
         if forward_batch.forward_mode.is_decode():
             self.used_cuda_graphs = result.can_run_graph
+            if result.can_run_graph:
+                self._chosen += [experts.clone() for experts in self._chosen_in_graph]
         # Only now: in the forward it would ask for log-probs of the prompt.
         forward_batch.return_logprob = True
         return result.logits_output, forward_batch
 
     def _experts(self, prompt_lengths: list[int], num_forwards: int) -> list[Tensor] | None:
         """Return what ``Generated.experts`` says of the last call."""
-        if not self._chosen or self.used_cuda_graphs:
+        if not self._chosen:
             return None
         num_layers = len(self._chosen) // num_forwards
         # First all prompts, one behind the other, then a token of each row at a time.
@@ -517,13 +526,13 @@ def _place_of_expert(expert: re.Match[str], shape: torch.Size) -> tuple[str, int
     return f"{expert[1]}.w13_weight", shape[0] if expert[3] in UP else 0
 
 
-def _record_experts(model: torch.nn.Module) -> list[Tensor]:
-    """Return a list to which every router adds the experts [tokens, K] that it chose, layer by layer."""
+def _record_experts(model: torch.nn.Module) -> tuple[list[Tensor], int]:
+    """Return a list to which every router adds the experts [tokens, K] that it chose, layer by layer; and how many."""
     chosen: list[Tensor] = []
-    for name, module in model.named_modules():
-        if name.endswith(CHOOSING):
-            module.register_forward_hook(lambda module, inputs, output: chosen.append(output.topk_ids.clone()))
-    return chosen
+    routers = [module for name, module in model.named_modules() if name.endswith(CHOOSING)]
+    for router in routers:
+        router.register_forward_hook(lambda module, inputs, output: chosen.append(output.topk_ids.clone()))
+    return chosen, len(routers)
 
 
 def _bits(tensor: Tensor) -> Tensor:
