@@ -196,7 +196,7 @@ class Places:
 
 
 def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Stop) -> list[str]:
-    """Run what is missing; one that fails is told and left, and its name is returned."""
+    """Run what is missing; one that fails is told and left, and its name is returned. Without memory all are left."""
     failed = []
     for group in groups:
         if results.is_done(group) or stop:
@@ -207,6 +207,10 @@ def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Sto
             try:
                 places.prepare(group)
                 run(group, results, places, stop)
+            except torch.OutOfMemoryError as error:
+                # What is left would fail too, and take memory from processes that run.
+                print(f"{group.name}: {error}\nThis process ends: run fewer side by side.", file=sys.stderr)
+                return [*failed, group.name]
             except Exception:
                 traceback.print_exc()
                 failed.append(group.name)

@@ -261,3 +261,21 @@ def test_a_group_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pyt
     assert (results.is_done(broken), results.is_done(short)) == (False, True)
     assert "replays_routing: this engine does not tell" in capsys.readouterr().err
     assert 0 < results.sampling_seconds(short) < 60
+
+
+def test_a_process_without_memory_leaves_the_other_groups_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = evidence_command()
+    groups = [dataclasses.replace(TINY, name=name) for name in ("first", "second")]
+    tried = []
+
+    def run(group: Any, *_: object) -> None:
+        tried.append(group.name)
+        raise torch.OutOfMemoryError("no memory for this")
+
+    monkeypatch.setattr(command, "run", run)
+    with command.Places(CPU, None, tmp_path) as places:
+        assert command.run_all(groups, Results(tmp_path), places, False) == ["first"]
+    assert tried == ["first"]
+    assert "first: no memory for this" in capsys.readouterr().err

@@ -101,17 +101,20 @@ def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compare
     groups = {
         "bf16": dataclasses.replace(GROUP, engine=studies.BF16),
         "fp16": fp16,
+        "aligned": dataclasses.replace(GROUP, engine=studies.BF16, is_aligned=True),
         "longer": dataclasses.replace(fp16, num_steps=99),
     }
-    arms = {"bf16": setting(0.0), "fp16": setting(0.25), "longer": setting(0.4)}
+    arms = {"bf16": setting(0.0), "fp16": setting(0.25), "aligned": setting(0.1), "longer": setting(0.4)}
     page = report._between_settings(groups, arms)
-    rows = [line for line in page if line.startswith(("| bf16", "| fp16", "| longer"))]
-    assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16"]
+    rows = [line for line in page if line.startswith(tuple(f"| {name}" for name in groups))]
+    assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16", "| aligned"]
     assert rows[0] == f"| bf16 | 2 | 0.503 |  |  |  | {', '.join(['0.50'] * 5)} | 1.0e-03 | never | 1.50, 0.50 |"
     assert "| 3 | 0.754 | +0.250 [+0.250, +0.250] |" in rows[1]
+    assert report._engine(groups["aligned"]) == "sglang, bfloat16, aligned with the trainer"
     # Other settings have nothing to be compared with.
     assert report._between_settings({"longer": groups["longer"]}, arms) == []
     assert report._between_settings({name: groups[name] for name in ("fp16", "longer")}, arms) == []
+    assert report._between_settings({name: groups[name] for name in ("fp16", "aligned")}, arms) == []
 
 
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:

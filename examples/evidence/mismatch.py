@@ -85,6 +85,10 @@ def _numbers(pieces: list[Streams]) -> str:
     probability = np.exp(_valid(pieces, "behavior"))
     k3, rows = np.expm1(d) - d, _rows(pieces)
     rare = probability < 0.1
+    shape = ("", "", "")
+    if d.any():
+        sums = np.nansum(rows[:, : _reach(rows)], 1)
+        shape = (f"{pareto_k(np.exp(d)):.2f}", f"{pareto_k(np.exp(sums)):.2f}", f"{k3[rare].sum() / k3.sum():.2f}")
     return " | ".join(
         (
             f"{d.size:,}",
@@ -92,9 +96,7 @@ def _numbers(pieces: list[Streams]) -> str:
             f"{np.abs(d).mean():.1e}",
             f"{(d > np.log(2)).mean():.1e}",
             f"{(d < -np.log(2)).mean():.1e}",
-            f"{pareto_k(np.exp(d)):.2f}",
-            f"{pareto_k(np.exp(np.nansum(rows[:, : _reach(rows)], 1))):.2f}",
-            f"{k3[rare].sum() / k3.sum():.2f}",
+            *shape,
             f"{rare.mean():.2f}",
             *_above_one(pieces),
         )

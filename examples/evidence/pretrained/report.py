@@ -24,7 +24,6 @@ from mis_ext.diagnosis.limits import QUANTISED_K3
 from .group import PretrainedGroup
 from .studies import AGAIN, BF16
 
-_ALL_BF16 = (BF16, "bfloat16")
 FIRST_EVALUATIONS, LAST_EVALUATIONS = 5, 4
 SMALLEST_MARGIN = 0.02
 # With more noise or less to learn nothing would be seen.
@@ -307,11 +306,12 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
     """Uncorrected runs of each engine and trainer against those in bf16, which are the same but for that."""
     settings: dict[str, dict[str, PretrainedGroup]] = {}
     for name, group in groups.items():
-        alike = {"name": "", "engine": BF16, "dtype": "", "simulated_cache": "", "methods": (NONE,), "seeds": (1,)}
+        alike = {"name": "", "engine": BF16, "dtype": "", "methods": (NONE,), "seeds": (1,)}
+        alike |= {"simulated_cache": "", "is_aligned": False}
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
-        reference = next((name for name, group in alike.items() if (group.engine, group.dtype) == _ALL_BF16), None)
+        reference = next((name for name, group in alike.items() if _is_plain_bf16(group)), None)
         if reference is None or len(alike) < 2:
             continue
         lines += [
@@ -344,6 +344,10 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
             parts = [found.condition.mean(base, f"{part}_seconds") for part in ("training", "sampling")]
             lines.append(f"| {' | '.join([*cells, ', '.join(f'{seconds:.2f}' for seconds in parts)])} |")
     return lines
+
+
+def _is_plain_bf16(group: PretrainedGroup) -> bool:
+    return (group.engine, group.dtype, group.is_aligned) == (BF16, "bfloat16", False)
 
 
 def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
@@ -469,6 +473,7 @@ def _engine(group: PretrainedGroup) -> str:
     parts += [
         f"{name} {value}" for name, value in (("cache", spec.cache), ("weights", spec.weights)) if value != "auto"
     ]
+    parts += ["aligned with the trainer"] if group.is_aligned else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in spec.settings.items())])
 
 
@@ -500,6 +505,8 @@ def _plot(arms: dict[str, Arms], path: Path) -> None:
                 for curve in curves[:, known]:
                     axis.plot(steps, curve, color=color, linewidth=0.5, alpha=0.45)
                 axis.plot(steps, curves[:, known].mean(0), color=color, linewidth=1.8, label=method)
-            axis.set(title=f"{name}: {title}", xlabel="step", yscale="log" if number == "k3" else "linear")
+            # An aligned engine has a k3 of 0.
+            is_log = number == "k3" and any((line.get_ydata() > 0).any() for line in axis.get_lines())
+            axis.set(title=f"{name}: {title}", xlabel="step", yscale="log" if is_log else "linear")
         row[0].legend(fontsize=7)
     save(figure, path)
