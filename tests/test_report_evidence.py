@@ -44,6 +44,8 @@ CAUSES = {
     "pretrained_sparse_e5m2_cache": "low_precision",
     "pretrained_stories_bf16": "bf16_or_low_precision",
     "pretrained_precision_fp16": "bf16_kernels",
+    "pretrained_precision_fp16_e4m3_cache": "low_precision",
+    "pretrained_precision_aligned": "equal",
     # The model made a mixture of experts, SGLang 0.5.23 on a CPU; its experts replayed; the dense model beside it.
     "pretrained_atlas_moe_cpu_mixture": "low_precision",
     "pretrained_atlas_moe_cpu_mixture_replayed": "bf16_or_low_precision",
@@ -105,6 +107,13 @@ def test_most_open_tokens_raised_point_to_old_weights_first_and_engines_raise_ha
             if share
             else first.startswith("a mix")
         )
+
+
+@pytest.mark.whole_run
+def test_samples_that_old_weights_set_apart_are_not_taken_for_another_text(tmp_path) -> None:
+    found = report_on("pretrained_stale_8", tmp_path).diagnoses
+    assert [each.cause for each in found] == ["expert_routing", "low_precision"]
+    assert all(each.alternatives[0].startswith("stale weights, or an adapter") for each in found)
 
 
 def test_a_study_that_is_not_there_is_named(tmp_path) -> None:

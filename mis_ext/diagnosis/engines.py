@@ -20,6 +20,7 @@ from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import MAX_CHANCE, MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
+from mis_ext.diagnosis.size import stale_words
 
 ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
@@ -236,5 +237,5 @@ def experts(measured: Measured) -> Finding | None:
         confidence="possible",
         evidence=tail.evidence,
         k3_share=tail.k3_share,
-        alternatives=("low precision, which lets more experts differ",),
+        alternatives=(*stale_words(measured), "low precision, which lets more experts differ"),
     )

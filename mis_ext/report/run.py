@@ -29,6 +29,8 @@ class Unexplained:
         """A sentence for the page."""
         if math.isnan(self.k3):
             return "No token is left to explain."
+        if self.k3 == 0.0 and self.k3_share:
+            return "There is nothing to explain."
         is_small = 0.0 < self.k3 < PRETRAINED_K3
         small = (
             f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)" if is_small else ""
