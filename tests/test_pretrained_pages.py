@@ -90,6 +90,21 @@ def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> No
     assert "largest ratio is 2.0 (median), above 100 in 5.0%, 300.0 at most." in extremes
 
 
+def test_a_page_says_how_far_each_method_fell_on_its_way() -> None:
+    def run(own: list[float], k3: float) -> dict[str, np.ndarray]:
+        # Evaluated at every other step.
+        evaluated = np.full(2 * len(own), np.nan)
+        evaluated[::2] = own
+        return {"own_reward": evaluated, "k3": np.r_[np.full(2 * len(own) - 5, 0.5), np.full(5, k3)]}
+
+    none = {1: run([0.1, 0.8, 0.5, 0.7], 0.2), 2: run([0.3, 0.6, 0.7, 0.9], 0.1)}
+    page = report._courses(Condition("c", {"none": none, "tis": {1: run([0.2, 0.3, 0.4, 0.5], 0.01)}}))
+    assert "at steps 0, 2, 4, 6." in page[1]
+    assert page[-2] == "| none | 0.20, 0.70, 0.60, 0.80 | 0.00 to 0.30 | 5.0e-01 to 5.0e-01 | 1.0e-01 to 2.0e-01 |"
+    assert page[-1].startswith("| tis | 0.20, 0.30, 0.40, 0.50 | 0.00 to 0.00 |")
+    assert report._courses(Condition("c", {"none": none})) == []
+
+
 def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compared_by_seed() -> None:
     def setting(offset: float) -> report.Arms:
         # Seed 3 is run in one setting only, and no setting's correction is looked at.

@@ -176,8 +176,8 @@ CAUSES: dict[str, Cause] = {
             "mean difference exceeds 0.3 nats",
             needs=("samples",),
             rule=stale,
-            advice="Sync the weights before sampling, or correct: with weights 4 steps old token TIS gained "
-            "0.06 of reward in a pretrained model, 0.34 in a tiny one (benchmarks/evidence/README.md).",
+            advice="Sync the weights before sampling, or correct: token TIS gained 0.06 of reward with weights 4 "
+            "steps old in a pretrained model, 0.13 with 8, and 0.34 in a tiny one (benchmarks/evidence/README.md).",
             hides=("decode_dependence", "stale_prefix_cache", "late_positions", *_TAILS),
         ),
         Cause(

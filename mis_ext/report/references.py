@@ -34,7 +34,7 @@ REFERENCES = (
         4e-3,
         3.0,
         "weights 1 to 16 steps old",
-        "4e-3 at 1 step, up to 5e-2 at 4 with 135M (pretrained_stale.md), 8e-2 and more in a toy (staleness.md)",
+        "with 135M 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8 (pretrained_stale.md); 8e-2 and more in a toy",
     ),
 )
 """All of fresh weights but the last; files are those of ``benchmarks/evidence``, ``slime_gpu.md`` of ``real_stack``."""

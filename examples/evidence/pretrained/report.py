@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
+from numpy.typing import NDArray
 from scipy import stats
 
 from evidence import mismatch
@@ -382,7 +383,35 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
         cells.append("" if method == base else str(arms.against_none(method, of_all)))
         lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
-    return lines + _warnings(arms)
+    return lines + _courses(condition) + _warnings(arms)
+
+
+def _courses(condition: Condition) -> list[str]:
+    """What each method went through on its way; nothing where there is one method."""
+    if len(condition.curves) < 2:
+        return []
+    first = next(iter(condition.curves[condition.base].values()))["own_reward"]
+    steps = np.flatnonzero(~np.isnan(first))
+    lines = [
+        "",
+        f"Own policy: mean over seeds at steps {', '.join(map(str, steps))}. Its largest fall from one evaluation to a "
+        "later one, and k3, by seed.",
+        "",
+        "| method | own policy | largest fall | highest k3 | k3 of the last 5 steps |",
+        "|---" * 5 + "|",
+    ]
+    for method, seeds in condition.curves.items():
+        own = np.array([curves["own_reward"][steps] for curves in seeds.values()])
+        falls = (np.maximum.accumulate(own, axis=1) - own).max(1)
+        k3 = np.array([curves["k3"] for curves in seeds.values()])
+        cells = [", ".join(f"{mean:.2f}" for mean in own.mean(0)), _range(falls, ".2f")]
+        cells += [_range(k3.max(1), ".1e"), _range(k3[:, -5:].mean(1), ".1e")]
+        lines.append(f"| {' | '.join([method, *cells])} |")
+    return lines
+
+
+def _range(values: NDArray[np.float64], form: str) -> str:
+    return f"{values.min():{form}} to {values.max():{form}}"
 
 
 def _routing(group: PretrainedGroup, condition: Condition) -> list[str]:
