@@ -22,7 +22,7 @@ from report_evidence import RESULTS
 JUDGED = (
     *(("weights 4 updates old", other) for other in ("log-probs in bf16", "base 2")),
     ("never synced, 6 steps", "fp8 weights"),
-    ("half an update behind", "3 samples of others"),
+    *((other, "3 samples of others") for other in ("half an update behind", "temperature 1.05")),
     ("prefix of old weights", "fp8 cache (e4m3)"),
     *(("fp8 weights", other) for other in ("positions from 92 on", "temperature 1.05", "a tenth shifted")),
     *(("temperature 0.7", other) for other in ("4 placeholders", "a bonus in 2 samples")),
