@@ -14,7 +14,7 @@ from .sglang_runner import SGLangRunner
 class SGLangEngine:
     """See :class:`~evidence.engines.Engine`.
 
-    Random numbers are SGLang's own. It tells its experts where it runs without CUDA graphs.
+    Random numbers are SGLang's own, and it tells its experts.
     """
 
     def __init__(self, spec: EngineSpec, shape: Shape, *, batch: int, length: int, device: torch.device) -> None:

@@ -2,8 +2,7 @@
 
 What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and
 sampler. Left out is what stands around it: server, scheduler process, tokenizer, cache of prefixes. The calls are those
-of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU; Mixtral has run on the CPU
-only.
+of ``sglang.benchmark.one_batch``. Written for SGLang 0.5.17 on a GPU and 0.5.23 on a CPU.
 """
 
 from __future__ import annotations
