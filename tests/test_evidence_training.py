@@ -7,6 +7,7 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -279,3 +280,35 @@ def test_a_process_without_memory_leaves_the_other_groups_to_others(
         assert command.run_all(groups, Results(tmp_path), places, False) == ["first"]
     assert tried == ["first"]
     assert "first: no memory for this" in capsys.readouterr().err
+
+
+def test_processes_side_by_side_share_the_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = evidence_command()
+    monkeypatch.setattr(command, "STUDIES", {"s": Study(name="s", question="?", groups=(TINY,))})
+    monkeypatch.setattr(command, "TOY_STUDIES", command.STUDIES)
+    monkeypatch.setattr(command, "run_all", lambda *_: [])
+    started: list[list[str]] = []
+    taken: list[float] = []
+
+    def start(arguments: list[str]) -> Any:
+        started.append(arguments[1:])
+        return SimpleNamespace(wait=lambda: 0, send_signal=lambda _: None)
+
+    monkeypatch.setattr(command.subprocess, "Popen", start)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", taken.append)
+
+    def call(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["evidence.py", "run", "s", "--results", str(tmp_path), *arguments])
+        command.main()
+
+    for given in ([], ["--memory-share", "0.25"]):
+        with pytest.raises(SystemExit, match="0"):
+            call("--workers", "2", *given)
+    shares = [each[each.index("--workers") + 2 :][-1] for each in started]
+    assert shares == ["0.4750", "0.4750", "0.2500", "0.2500"]
+    # Such a process limits itself, on a GPU only; one alone takes all.
+    call("--memory-share", "0.4750", "--device", "cuda")
+    call("--memory-share", "0.4750", "--device", "cpu")
+    call("--device", "cuda")
+    assert taken == [0.475]
