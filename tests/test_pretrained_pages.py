@@ -100,8 +100,8 @@ def test_a_page_says_how_far_each_method_fell_on_its_way() -> None:
     none = {1: run([0.1, 0.8, 0.5, 0.7], 0.2), 2: run([0.3, 0.6, 0.7, 0.9], 0.1)}
     page = report._courses(Condition("c", {"none": none, "tis": {1: run([0.2, 0.3, 0.4, 0.5], 0.01)}}))
     assert "at steps 0, 2, 4, 6." in page[1]
-    assert page[-2] == "| none | 0.20, 0.70, 0.60, 0.80 | 0.00 to 0.30 | 5.0e-01 to 5.0e-01 | 1.0e-01 to 2.0e-01 |"
-    assert page[-1].startswith("| tis | 0.20, 0.30, 0.40, 0.50 | 0.00 to 0.00 |")
+    assert page[-2] == "| none | 0.20, 0.70, 0.60, 0.80 | 0.30, 0.00 | 5.0e-01 to 5.0e-01 | 1.0e-01 to 2.0e-01 |"
+    assert page[-1].startswith("| tis | 0.20, 0.30, 0.40, 0.50 | 0.00 |")
     assert report._courses(Condition("c", {"none": none})) == []
 
 

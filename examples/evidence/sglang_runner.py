@@ -166,11 +166,10 @@ class SGLangRunner:
         self._writes_rows = quantizer is not None and (
             quantizer.method == "blockwise_int8" or hf_config.model_type == "llama"
         )
-        self._chosen, num_routers = _record_experts(self._runner.model)
-        if num_routers and device.type == "cuda" and not arguments.get("disable_cuda_graph"):
+        self._chosen, self._num_routers = _record_experts(self._runner.model)
+        self._chosen_in_graph: list[Tensor] = []
+        if self._num_routers and device.type == "cuda" and not arguments.get("disable_cuda_graph"):
             self._capture()
-        # A graph calls no hooks, and writes to the places of what it has captured.
-        self._chosen_in_graph = self._chosen[-num_routers:] if num_routers else []
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
 
@@ -318,6 +317,8 @@ class SGLangRunner:
         """Capture the graph of a decode anew: it repeats what was computed then."""
         with _kept_random_state(self._device), self._own_arithmetic():
             self._runner.init_decode_cuda_graph()
+        # A graph calls no hooks. Each time it writes to the places of the last forward, which it has captured.
+        self._chosen_in_graph = self._chosen[-self._num_routers :] if self._num_routers else []
 
     def _prefill_batch(self, prompts: Sequence[Tensor], params: list[Any]) -> Any:
         """Return a ``ScheduleBatch`` that is ready for the prompts' forward."""

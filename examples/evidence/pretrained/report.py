@@ -404,7 +404,7 @@ def _courses(condition: Condition) -> list[str]:
         own = np.array([curves["own_reward"][steps] for curves in seeds.values()])
         falls = (np.maximum.accumulate(own, axis=1) - own).max(1)
         k3 = np.array([curves["k3"] for curves in seeds.values()])
-        cells = [", ".join(f"{mean:.2f}" for mean in own.mean(0)), _range(falls, ".2f")]
+        cells = [", ".join(f"{value:.2f}" for value in values) for values in (own.mean(0), falls)]
         cells += [_range(k3.max(1), ".1e"), _range(k3[:, -5:].mean(1), ".1e")]
         lines.append(f"| {' | '.join([method, *cells])} |")
     return lines
