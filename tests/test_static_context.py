@@ -65,6 +65,7 @@ def test_the_audit_has_the_weight_version_that_the_completions_carry(device):
     assert (step.report.train_weight_versions, step.report.rollout_weight_versions) == (("0",), ("7",))
 
 
+@pytest.mark.whole_run
 def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(device):
     setting = Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL - {Piece.ENGINE_ATTENTION})
     with Experiment(setting, SHORT, device) as experiment:
