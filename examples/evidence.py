@@ -80,6 +80,8 @@ def main() -> None:
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
         parser.error(f"no study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
+    if options.command == "run" and options.memory_share is not None and not 0 < options.memory_share <= 1:
+        parser.error(f"--memory-share must be above 0 and at most 1, got {options.memory_share:g}")
     names = options.studies or STUDIES
     if options.command == "run" and not options.studies and options.model is None:
         names = TOY_STUDIES

@@ -307,6 +307,8 @@ def test_processes_side_by_side_share_the_memory_of_a_gpu(tmp_path: Path, monkey
             call("--workers", "2", *given)
     shares = [each[each.index("--workers") + 2 :][-1] for each in started]
     assert shares == ["0.4750", "0.4750", "0.2500", "0.2500"]
+    with pytest.raises(SystemExit, match="2"):
+        call("--memory-share", "1.5")
     # Such a process limits itself, on a GPU only; one alone takes all.
     call("--memory-share", "0.4750", "--device", "cuda")
     call("--memory-share", "0.4750", "--device", "cpu")

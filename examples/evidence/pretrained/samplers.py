@@ -44,21 +44,15 @@ class Sampler(Protocol):
 
 
 def create_sampler(
-    spec: EngineSpec,
-    config: PretrainedConfig,
-    *,
-    batch: int,
-    length: int,
-    device: torch.device,
-    is_aligned: bool = False,
+    spec: EngineSpec, config: PretrainedConfig, *, batch: int, length: int, device: torch.device
 ) -> Sampler:
-    """The engine for ``batch`` prompts of at most ``length`` tokens with their answers; SGLang as an aligned trainer.
+    """The engine for ``batch`` prompts of at most ``length`` tokens with their answers.
 
     Raises:
         ValueError: Transformers has no such setting.
     """
     if spec.kind == "sglang":
-        return SGLangSampler(spec, config, batch=batch, length=length, device=device, is_aligned=is_aligned)
+        return SGLangSampler(spec, config, batch=batch, length=length, device=device)
     if (spec.cache, spec.weights, spec.noise) != ("auto", "auto", 0.0):
         raise ValueError(f"engine {spec}: with a pretrained model, only SGLang has caches and weights of other dtypes")
     return TransformersSampler(config, dtype=getattr(torch, spec.dtype), device=device)
@@ -68,14 +62,7 @@ class SGLangSampler:
     """SGLang's model runner in this process."""
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        config: PretrainedConfig,
-        *,
-        batch: int,
-        length: int,
-        device: torch.device,
-        is_aligned: bool = False,
+        self, spec: EngineSpec, config: PretrainedConfig, *, batch: int, length: int, device: torch.device
     ) -> None:
         from evidence.sglang_runner import SGLangRunner
 
@@ -99,8 +86,10 @@ class SGLangSampler:
             settings={"dtype": spec.dtype, "kv_cache_dtype": spec.cache, **spec.settings},
             quantizer=self._quantizer,
         )
-        if is_aligned:
-            self._runner.align()
+
+    def align(self) -> None:
+        """Compute as an aligned trainer does from now on."""
+        self._runner.align()
 
     def load(self, weights: Weights) -> None:
         """See :class:`Sampler`."""

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from slime_gpu.model import packaged_file  # grpo.questions has put it on the path.
 
 from .group import PretrainedGroup
-from .samplers import Sampler, TransformersSampler, create_sampler
+from .samplers import Sampler, SGLangSampler, TransformersSampler, create_sampler
 
 EVALUATION_SEED = 99
 
@@ -76,13 +76,11 @@ class Workplace:
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
-                group.engine,
-                self.start(group).config,
-                batch=batch,
-                length=length,
-                device=self.device,
-                is_aligned=group.is_aligned,
+                group.engine, self.start(group).config, batch=batch, length=length, device=self.device
             )
+            if group.is_aligned:
+                assert isinstance(self._engine, SGLangSampler)
+                self._engine.align()
             self._made_for = made_for
         return self._engine
 
