@@ -205,7 +205,8 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=experts,
             advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
-            "(benchmarks/evidence/moe_mismatch.md).",
+            "(benchmarks/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
+            "reward was the same (benchmarks/evidence/pretrained_moe.md).",
         ),
         Cause(
             name="equal",
