@@ -6,6 +6,7 @@ their formulas' parameters, see :mod:`mis_ext.correction.plan`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,8 +32,9 @@ def _if_any(value: Tensor, total_num_valid: Tensor) -> Tensor:
     return where(total_num_valid > 0.0, value, math.nan)
 
 
-def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
-    """The rows of metrics that say how far the engines are apart, whatever the correction does.
+@functools.lru_cache(maxsize=8)
+def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
+    """The rows of metrics that say how far the engines are apart, whatever the correction does; kept.
 
     Args:
         metric_max: Largest value that a token adds to ``k3_kl``, and a sequence to ``chi2_token`` and ``chi2_seq``.
@@ -42,7 +44,10 @@ def mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
         1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
         arXiv:2602.17616; of tokens: ours.
     """
+    return tuple(_mismatch_rows(metric_max))
 
+
+def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     def sequence(name: str, function: Callable[..., Tensor], text: str) -> MetricRow:
         return row(name, "sequences", function, text, stage="sequence")
 
