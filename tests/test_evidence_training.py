@@ -232,6 +232,7 @@ def test_a_run_that_goes_on_is_not_warmed_up_again(tmp_path: Path, monkeypatch: 
     assert len(resumed.step(keep)) == len(rows)
 
 
+@pytest.mark.whole_run
 def test_more_seeds_of_a_study_run_and_are_in_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, results = evidence_command(), Results(tmp_path / "results")
     tiny = dataclasses.replace(TINY, methods=(NONE, GATE), num_steps=2)

@@ -137,6 +137,7 @@ def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pyt
         assert rows[-1]["kept_sequences"] < 1
 
 
+@pytest.mark.whole_run
 def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     assert 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 
+@pytest.mark.whole_run
 def test_the_learning_rate_follows_k3_also_after_an_interruption(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monk
     assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
 
 
+@pytest.mark.whole_run
 def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_training(
     workplace: Workplace, tmp_path: Path
 ) -> None:
@@ -349,6 +352,7 @@ def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_traini
         assert (words in page) == (words in ("How far?", "## The mismatch")), words
 
 
+@pytest.mark.whole_run
 def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: Workplace, tmp_path: Path) -> None:
     group = dataclasses.replace(GROUP, num_steps=3, seeds=(1, 2), dtype="float32")
     study = Study(name="stopped", question="How far?", groups=runs_of([group]))
@@ -600,6 +604,7 @@ def test_a_page_tells_replayed_experts_from_the_routers_own(
     assert "k3 over all steps: none " in page
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("group", [GROUP, MIXTURE], ids=["dense", "mixture"])
 def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, group: PretrainedGroup) -> None:
     held = []
