@@ -4,6 +4,7 @@ Every topology is started once. Its workers run all sections over their part of 
 whole data, and write down what differs; each test then reads its section.
 """
 
+import functools
 import json
 import os
 import traceback
@@ -67,34 +68,26 @@ def work(rank: int, topology: str, folder: str) -> None:
         dist.barrier()
 
 
-def run_topology(topology: str, folder: Path) -> dict[str, list[str]]:
-    """Failures by section; a section that a crash left out is missing."""
-    crash = ""
+def run_topology(topology: str, folder: Path) -> tuple[dict[str, list[str]], str]:
+    """Failures by section, and the exception of a rank; a section that no rank got to is missing."""
     cp_size, dp_size = TOPOLOGIES[topology]
+    crash = ""
     try:
         preload = ("megatron.core.parallel_state",)
         run_processes(work, topology, str(folder), world_size=cp_size * dp_size, preload=preload)
     except Exception as error:
         crash = str(error)[-1500:]
-    merged: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for report in sorted(folder.glob("rank*.json")):
         for section, failures in json.loads(report.read_text()).items():
-            merged.setdefault(section, []).extend(failures)
-    merged["crash"] = [crash] if crash else []
-    return merged
+            sections.setdefault(section, []).extend(failures)
+    return sections, crash
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> Callable[[str], dict[str, list[str]]]:
+def outcomes(tmp_path_factory) -> Callable[[str], tuple[dict[str, list[str]], str]]:
     """Runs a topology when the first of its tests asks."""
-    done: dict[str, dict[str, list[str]]] = {}
-
-    def outcome(topology: str) -> dict[str, list[str]]:
-        if topology not in done:
-            done[topology] = run_topology(topology, tmp_path_factory.mktemp("gloo"))
-        return done[topology]
-
-    return outcome
+    return functools.cache(lambda topology: run_topology(topology, tmp_path_factory.mktemp("gloo")))
 
 
 def obstacle(section: str) -> str | None:
@@ -106,10 +99,11 @@ def obstacle(section: str) -> str | None:
 def assert_section(outcomes, topology: str, section: str) -> None:
     if obstacle(section):
         pytest.skip(str(obstacle(section)))
-    outcome = outcomes(topology)
-    assert section in outcome, f"not reached: {outcome['crash']}"
-    failures = outcome[section]
+    sections, crash = outcomes(topology)
+    assert section in sections, f"not reached: {crash}"
+    failures = sections[section]
     assert not failures, f"{len(failures)} differences, the first:\n" + "\n".join(failures[:3])
+    assert not crash, f"in another section, or after all: {crash}"
 
 
 # Four processes take half a minute of two cores: those of both axes always run, and context parallelism alone has two.
