@@ -67,17 +67,23 @@ def run_checks(
     seconds: float,
     preload: tuple[str, ...] = (),
 ) -> list[dict[str, str]]:
-    """What each rank says of each check, called with its rank: nothing, or where it failed."""
-    crash = ""
+    """What each rank says of each check, called with its rank: nothing, or where it failed.
+
+    Raises:
+        Exception: That of a rank that ended badly after its last check.
+    """
+    crash: Exception | None = None
     modules = tuple({check.__module__ for check in checks.values()})
     try:
         run_processes(
             _check, world_size, str(folder), seconds, checks, world_size=world_size, preload=modules + preload
         )
     except Exception as error:
-        crash = str(error)
+        crash = error
     paths = [folder / f"{rank}.json" for rank in range(world_size)]
     found = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    if crash is not None and all(each.keys() == checks.keys() for each in found):
+        raise crash
     return [dict.fromkeys(checks, f"not reached: {crash}") | each for each in found]
 
 
