@@ -31,7 +31,7 @@ def write_dumps(study: str, folder: Path) -> list[Path]:
     groups = [name for name in named if _condition(name, archives) == study]
     sources = [arrays for arrays in map(archives.arrays, groups) if arrays]
     if not sources:
-        known = sorted({_condition(name, archives) for name in archives.names() if archives.arrays(name)})
+        known = sorted({_condition(name, archives) for name in archives.names() if archives.has_arrays(name)})
         raise ValueError(f"{study}: no such study in {RESULTS} has log-probs; these have: {', '.join(known)}")
     steps: dict[int, list[dict[str, object]]] = {}
     for source in sources:

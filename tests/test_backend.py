@@ -88,7 +88,11 @@ METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "
 
 
 @pytest.mark.parametrize(
-    ("keys", "cp_rank"), [(CORRECTION, 1), (METRICS_ONLY, None)], ids=["part of sequences", "metrics only"]
+    ("keys", "cp_rank"),
+    [
+        pytest.param(CORRECTION, 1, id="part of sequences"),
+        pytest.param(METRICS_ONLY, None, id="metrics only", marks=pytest.mark.whole_run),
+    ],
 )
 def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeypatch) -> None:
     samples = random_samples([5, 40, 3], seed=4)

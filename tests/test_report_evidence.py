@@ -119,6 +119,7 @@ def test_samples_that_old_weights_set_apart_are_not_taken_for_another_text(tmp_p
     assert all(each.alternatives[0].startswith("stale weights, or an adapter") for each in found)
 
 
+@pytest.mark.whole_run
 def test_a_study_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(ValueError, match="fp9_cache: no such study"):
         write_dumps("fp9_cache", tmp_path)

@@ -43,6 +43,11 @@ class Archives:
         lines = zip(*columns.values(), strict=True)
         return [{name: x for name, x in zip(columns, line, strict=True) if x is not None} for line in lines]
 
+    def has_arrays(self, group: str) -> bool:
+        """Whether a group kept any."""
+        with ZipFile(self._required(group)) as archive:
+            return any(name.startswith(f"{group}/") for name in archive.namelist())
+
     def arrays(self, group: str) -> dict[str, dict[str, Any]]:
         """By step and stream."""
         steps: dict[str, dict[str, Any]] = {}
