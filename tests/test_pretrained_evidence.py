@@ -83,6 +83,14 @@ def workplace(model: Path, tmp_path: Path) -> Iterator[Workplace]:
     place.close()
 
 
+@pytest.fixture
+def graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that differ from answer to answer, so that there is something to learn."""
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+
+
 def steps(training: PretrainedTraining, count: int) -> list[dict[str, Any]]:
     rows = [row for _ in range(count) for row in training.step(lambda name, arrays: None)]
     return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
@@ -125,10 +133,8 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     ],
     ids=lambda method: method.name,
 )
-def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
-    )
+@pytest.mark.usefixtures("graded")
+def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
     group = dataclasses.replace(GROUP, methods=(method,), samples_per_prompt=32)
     rows = steps(PretrainedTraining(group, workplace), 2)
     assert all(np.isfinite([value for value in row.values() if isinstance(value, float)]).all() for row in rows)
@@ -138,12 +144,8 @@ def test_every_arm_trains(workplace: Workplace, method: Method, monkeypatch: pyt
 
 
 @pytest.mark.whole_run
-def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
-    )
+@pytest.mark.usefixtures("graded")
+def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(workplace: Workplace) -> None:
     norms = {}
     for dtype in ("float32", "float16"):
         group = dataclasses.replace(GROUP, dtype=dtype, engine=EngineSpec(dtype=dtype), samples_per_prompt=32)
@@ -260,6 +262,30 @@ def test_what_cannot_be_aligned_is_refused(change: dict[str, Any], named: str) -
     aligned = dataclasses.replace(GROUP, engine=EngineSpec(kind="sglang"), is_aligned=True)
     with pytest.raises(ValueError, match=named):
         dataclasses.replace(aligned, **change)
+
+
+@pytest.mark.usefixtures("graded")
+def test_weights_are_rounded_for_every_pass_and_the_optimizer_keeps_its_own(workplace: Workplace) -> None:
+    group = dataclasses.replace(GROUP, dtype="float16", rounded_to="bfloat16", samples_per_prompt=32)
+    run = PretrainedTraining(dataclasses.replace(group, learning_rate=1e-5, updates=2), workplace)
+    copies = [copy for group in run._trainer._optimizer.param_groups for copy in group["params"]]
+    before = [copy.clone() for copy in copies]
+    loaded = []
+    load = run._engine.load
+    run._engine.load = lambda weights: (loaded.append(weights), load(weights))[1]  # type: ignore[method-assign]
+    assert max(row["grad_norm"] for row in steps(run, 2)) > 0
+    loaded.append(run._trainer.weights())
+    for weights in loaded:
+        assert all(torch.equal(weight, weight.bfloat16().half()) for weight in weights.values())
+    assert any(not torch.equal(loaded[0][name], loaded[-1][name]) for name in loaded[0])
+    # Rounded, most of them would stay where they were.
+    moved = [(copy != old).float().mean() for copy, old in zip(copies, before, strict=True)]
+    assert sum(moved) / len(moved) > 0.8
+
+
+def test_weights_of_other_dtypes_than_float16_are_not_rounded_again() -> None:
+    with pytest.raises(ValueError, match="tiny: rounded_to='bfloat16' is for dtype 'float16', got 'bfloat16'"):
+        dataclasses.replace(GROUP, rounded_to="bfloat16")
 
 
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
@@ -443,12 +469,10 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
 
 
 @pytest.mark.whole_run
+@pytest.mark.usefixtures("graded")
 def test_a_mixture_trains_and_goes_on_and_measures_no_routing_that_its_engine_does_not_tell(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    workplace: Workplace,
 ) -> None:
-    monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
-    )
     group = dataclasses.replace(MIXTURE, eval_interval=1)
     whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
     expected = steps(whole, 3)

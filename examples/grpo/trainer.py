@@ -111,6 +111,15 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
+    @torch.no_grad()
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Make the weights that passes use numbers of ``dtype`` too, until the next optimizer step.
+
+        That step updates the copy in float32, which is not rounded.
+        """
+        for parameter in self._model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
         size, batches = self._args.micro_batch_size, []

@@ -308,7 +308,7 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
     settings: dict[str, dict[str, PretrainedGroup]] = {}
     for name, group in groups.items():
         alike = {"name": "", "engine": BF16, "dtype": "", "methods": (NONE,), "seeds": (1,)}
-        alike |= {"simulated_cache": "", "is_aligned": False}
+        alike |= {"simulated_cache": "", "is_aligned": False, "rounded_to": ""}
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
@@ -360,7 +360,7 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         for number, form in FORMS.items()
     }
     lines = [
-        f"Engine {_engine(group)}; trainer {group.dtype}; weights {group.staleness} updates old; learning rate "
+        f"Engine {_engine(group)}; trainer {_trainer(group)}; weights {group.staleness} updates old; learning rate "
         f"{group.learning_rate:g}{start}.",
         f"Uncorrected: reward of rollouts {from_to['reward']}, gain of the own policy {arms.gain():+.3f}. "
         f"k3 {from_to['k3']}, sequence ESS {from_to['ess_sequence']}. {from_to['length']} tokens, entropy "
@@ -504,6 +504,10 @@ def _engine(group: PretrainedGroup) -> str:
     ]
     parts += ["aligned with the trainer"] if group.is_aligned else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in spec.settings.items())])
+
+
+def _trainer(group: PretrainedGroup) -> str:
+    return group.dtype + (f", its weights and the engine's rounded to {group.rounded_to}" if group.rounded_to else "")
 
 
 def _ages(name: str, arms: Arms) -> list[str]:

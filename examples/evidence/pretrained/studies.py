@@ -174,7 +174,11 @@ _CACHES = [
     for name, rounded in (("e4m3", ""), ("e4m3", "kv"), ("e4m3", "qkv"), ("e5m2", ""), ("e5m2", "kv"))
 ]
 # fp16 removes the mismatch, and lets small updates reach the weights. With a cache of 8 bits it does the second alone.
-_TRAINERS = _SETTINGS | {"fp16_e4m3_cache": (replace(BF16, dtype="float16", cache="fp8_e4m3"), "float16")}
+_TRAINERS = _SETTINGS | {
+    "fp16_e4m3_cache": (replace(BF16, dtype="float16", cache="fp8_e4m3"), "float16"),
+    "fp16_trainer": (BF16, "float16"),
+    "fp16_engine": (replace(BF16, dtype="float16"), "bfloat16"),
+}
 _PRECISION = [
     PretrainedGroup(
         name=f"pretrained_precision_{name}",
@@ -184,10 +188,12 @@ _PRECISION = [
         seeds=EIGHT_SEEDS,
         dump_steps=(0, 30, 59),
     )
-    for name in ("bf16", "fp16", "deterministic", "fp16_e4m3_cache")
+    for name in ("bf16", "fp16", "deterministic", "fp16_e4m3_cache", "fp16_trainer", "fp16_engine")
 ]
 # No mismatch at all, and small updates are as invisible as in any bf16.
 _PRECISION.append(replace(_PRECISION[0], name="pretrained_precision_aligned", is_aligned=True))
+# Products in fp16 of weights that are numbers of bf16: what is left of fp16's gain is not that of its weights.
+_PRECISION.append(replace(_PRECISION[1], name="pretrained_precision_fp16_rounded_weights", rounded_to="bfloat16"))
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
@@ -196,7 +202,7 @@ _MOE = PretrainedGroup(
     name="pretrained_moe",
     engine=BF16,
     methods=(NONE, AGAIN, TOKEN_TIS, preset("icepop"), REPLAY, REPLAY_TIS),
-    seeds=FOUR_SEEDS,
+    seeds=EIGHT_SEEDS,
     dump_steps=(0, 30, 59),
     # Half the time of the dense models' 64.
     micro_batch_size=128,
@@ -297,7 +303,7 @@ PRETRAINED_STUDIES = (
     ),
     Study(
         name="pretrained_precision",
-        question="What is gained by removing the mismatch or a part of it: fp16 on both sides, an aligned engine?",
+        question="What is gained by removing the mismatch or a part of it: fp16 on a side or both, an aligned engine?",
         groups=runs_of(_PRECISION),
     ),
 )

@@ -62,6 +62,7 @@ class PretrainedTraining:
         workplace.free()
         trainer = AlignedTrainer if group.is_aligned else Trainer
         self._trainer = trainer(self._args, start.shape, workplace.ranks(), weights)
+        self._round_weights()
         if group.simulated_cache:
             self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
         self._problems = Random(10_000 + group.run[1])
@@ -183,16 +184,20 @@ class PretrainedTraining:
         if "mis" in self._args and any("target_accept" in gate for gate in self._args.mis.get("gates", ())):
             mis_ext.prepare_rollout(self._args, step, data)
         per_update = len(batches) // self.group.updates
-        logged = [
-            self._trainer.train(data, batches[start : start + per_update])
-            for start in range(0, len(batches), per_update)
-        ]
+        logged = []
+        for start in range(0, len(batches), per_update):
+            logged.append(self._trainer.train(data, batches[start : start + per_update]))
+            self._round_weights()
         names = {
             "grad_norm": "grad_norm",
             "kept_tokens": "mis_kept_token_fraction",
             "kept_sequences": "mis_kept_seq_fraction",
         }
         return {ours: sum(part.get(name, 1.0) for part in logged) / len(logged) for ours, name in names.items()}
+
+    def _round_weights(self) -> None:
+        if self.group.rounded_to:
+            self._trainer.round_weights(getattr(torch, self.group.rounded_to))
 
     def _by_age(self, data: dict[str, Any], step: int) -> dict[str, float]:
         """k3 of what the engine sampled some steps ago against the trainer's weights of now, by age."""
