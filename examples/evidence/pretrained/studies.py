@@ -194,6 +194,10 @@ _PRECISION = [
 _PRECISION.append(replace(_PRECISION[0], name="pretrained_precision_aligned", is_aligned=True))
 # Products in fp16 of weights that are numbers of bf16: what is left of fp16's gain is not that of its weights.
 _PRECISION.append(replace(_PRECISION[1], name="pretrained_precision_fp16_rounded_weights", rounded_to="bfloat16"))
+# At a tenth of the learning rate, which is usual for larger models, updates are smaller against both roundings.
+_PRECISION += [
+    replace(group, name=f"{group.name}_lr1e-06", learning_rate=1e-6, num_steps=120) for group in _PRECISION[:2]
+]
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
