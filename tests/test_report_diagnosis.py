@@ -95,6 +95,15 @@ def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_per
     assert found == ({cause} if cause else set())
 
 
+@pytest.mark.parametrize("is_gradual", [False, True])
+def test_samples_of_another_text_stand_apart(is_gradual) -> None:
+    proximal, behavior = engines(1).sampled()
+    gaps = torch.logspace(-2, 0.5, 60) if is_gradual else torch.tensor([0.05] * 50 + [2.0] * 10)
+    moved = [side - gap * (torch.arange(LENGTH) % 2) for side, gap in zip(proximal, gaps, strict=False)]
+    sides = moved, [*behavior[: len(gaps)]]
+    assert ("retokenised_samples" in diagnosed(part_of(sides))) == (not is_gradual)
+
+
 @pytest.mark.parametrize(("count", "is_named"), [(15, False), (16, True)])
 def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named) -> None:
     proximal, behavior = engines(1).sampled()

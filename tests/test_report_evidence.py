@@ -46,6 +46,10 @@ CAUSES = {
     "pretrained_precision_fp16": "bf16_kernels",
     "pretrained_precision_fp16_e4m3_cache": "low_precision",
     "pretrained_precision_aligned": "equal",
+    "pretrained_precision_fp16_engine": "bf16_kernels",
+    "pretrained_precision_fp16_rounded_weights": "bf16_kernels",
+    # Updates that reach the trainer's weights and not the engine's: k3 0.24, and a continuum of samples.
+    "pretrained_precision_fp16_trainer": "stale_weights",
     # The model made a mixture of experts, SGLang 0.5.23 on a CPU; its experts replayed; the dense model beside it.
     "pretrained_atlas_moe_cpu_mixture": "low_precision",
     "pretrained_atlas_moe_cpu_mixture_replayed": "bf16_or_low_precision",

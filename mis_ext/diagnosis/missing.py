@@ -34,6 +34,11 @@ OUTLIER_FACTOR, MAX_OUTLIERS, MIN_OUTLIERS_K3 = 5.0, 0.4, 0.5
 """Samples of another text stand apart and have most of k3. Of an fp8 cache (e5m2) one sample is as far apart, with a
 tenth of k3."""
 
+MAX_BETWEEN = 0.2
+"""Some doubling of the difference, between the usual one and theirs, holds at most so many samples for each of them;
+none does with a planted text, and 0.4 where a trainer's weights ran away from its engine's
+(pretrained_precision_fp16_trainer)."""
+
 MAX_STALE_DIFF = 1.0
 """Nats per token; another text is farther. With weights eight updates old 6 % of the samples are beyond
 ``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in benchmarks/evidence)."""
@@ -194,6 +199,8 @@ def other_ids(measured: Measured) -> Finding | None:
     share = float(is_outlier.double().mean())
     if not 0.0 < share < MAX_OUTLIERS or _of_total(samples, is_outlier) < MIN_OUTLIERS_K3:
         return None
+    if _fewest_between(gap, float(gap[is_outlier].median())) > MAX_BETWEEN * int(is_outlier.sum()):
+        return None
     return Finding(
         confidence="possible",
         evidence=f"{share:.1%} of the samples differ by {float(gap[is_outlier].mean()):.2g} nats per token, the others "
@@ -201,6 +208,15 @@ def other_ids(measured: Measured) -> Finding | None:
         k3_share=_of_total(samples, is_outlier),
         alternatives=("samples that were truncated or mixed up",),
     )
+
+
+def _fewest_between(gap_S: Tensor, far: float) -> int:
+    """Samples in the emptiest interval from a difference to its double, between the usual one and ``far``."""
+    sorted_S = gap_S.sort().values
+    usual = 1.5 * gap_S.median().clamp_min(torch.finfo(gap_S.dtype).tiny)
+    starts = torch.cat([usual[None], sorted_S[(sorted_S > usual) & (sorted_S <= far / 2)]])
+    counts = torch.searchsorted(sorted_S, 2 * starts) - torch.searchsorted(sorted_S, starts, right=True)
+    return int(counts.min())
 
 
 def _of_total(samples: Samples, chosen_S: Tensor) -> float:

@@ -82,7 +82,7 @@ CAUSES: dict[str, Cause] = {
             name="retokenised_samples",
             title="samples whose text is not the one that the trainer scored, for example a text tokenised again",
             looks_like="ids that differ; or less than 40 % of the samples differ 5 times as much as the others, by "
-            "more than 0.3 nats, and have most of k3",
+            "more than 0.3 nats, with few between, and have most of k3",
             needs=("samples",),
             rule=other_ids,
             advice="Train on the ids that the engine returned: do not decode and encode again.",
@@ -176,8 +176,9 @@ CAUSES: dict[str, Cause] = {
             "mean difference exceeds 0.3 nats",
             needs=("samples",),
             rule=stale,
-            advice="Sync the weights before sampling, or correct: token TIS gained 0.06 of reward with weights 4 "
-            "steps old in a pretrained model, 0.13 with 8, and 0.34 in a tiny one (benchmarks/evidence/README.md).",
+            advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
+            "trainer in fp16. Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained "
+            "model, 0.13 with 8, and 0.34 in a tiny one (benchmarks/evidence/README.md).",
             hides=("decode_dependence", "stale_prefix_cache", "late_positions", *_TAILS),
         ),
         Cause(
