@@ -120,6 +120,25 @@ class Trainer:
         for parameter in self._model.parameters():
             parameter.copy_(parameter.to(dtype))
 
+    @torch.no_grad()
+    def dither_weights(self, seed: int) -> None:
+        """Move the optimizer's copy in float32 of each weight in bf16 to a random number that is rounded to it.
+
+        The weights of passes stay as they are. Of an update so small that it moves no weight of a checkpoint in bf16,
+        all of it is seen on average then: as many weights move as it is a part of the way to the next number.
+        """
+        generator = torch.Generator(self._ranks.device).manual_seed(seed)
+        for group in self._optimizer.param_groups:
+            for copy in group["params"]:
+                weight = copy.bfloat16()
+                below, above = (
+                    (copy + weight.nextafter(torch.full_like(weight, side)).float()) / 2
+                    for side in (-torch.inf, torch.inf)
+                )
+                # Not a tie itself, which may be rounded to the neighbour.
+                share = torch.rand(copy.shape, generator=generator, device=copy.device).clamp(0.001, 0.999)
+                copy.copy_(below.lerp(above, share))
+
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
         size, batches = self._args.micro_batch_size, []

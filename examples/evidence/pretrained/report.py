@@ -308,7 +308,7 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
     settings: dict[str, dict[str, PretrainedGroup]] = {}
     for name, group in groups.items():
         alike = {"name": "", "engine": BF16, "dtype": "", "methods": (NONE,), "seeds": (1,)}
-        alike |= {"simulated_cache": "", "is_aligned": False, "rounded_to": ""}
+        alike |= {"simulated_cache": "", "is_aligned": False, "rounded_to": "", "is_dithered": False}
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
@@ -348,7 +348,7 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
 
 
 def _is_plain_bf16(group: PretrainedGroup) -> bool:
-    return (group.engine, group.dtype, group.is_aligned) == (BF16, "bfloat16", False)
+    return (group.engine, group.dtype) == (BF16, "bfloat16") and not (group.is_aligned or group.is_dithered)
 
 
 def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
@@ -507,7 +507,10 @@ def _engine(group: PretrainedGroup) -> str:
 
 
 def _trainer(group: PretrainedGroup) -> str:
-    return group.dtype + (f", its weights and the engine's rounded to {group.rounded_to}" if group.rounded_to else "")
+    parts = [group.dtype]
+    parts += [f"its weights and the engine's rounded to {group.rounded_to}"] if group.rounded_to else []
+    parts += ["its copy in float32 dithered"] if group.is_dithered else []
+    return ", ".join(parts)
 
 
 def _ages(name: str, arms: Arms) -> list[str]:

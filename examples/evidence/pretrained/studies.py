@@ -178,7 +178,10 @@ _TRAINERS = _SETTINGS | {
     "fp16_e4m3_cache": (replace(BF16, dtype="float16", cache="fp8_e4m3"), "float16"),
     "fp16_trainer": (BF16, "float16"),
     "fp16_engine": (replace(BF16, dtype="float16"), "bfloat16"),
+    # Numbers of bf16 lie anywhere among those that are rounded to one of 8 bits.
+    "fp16_trainer_fp8_products": (replace(BF16, weights="fp8_blocks"), "float16"),
 }
+_ONE_SIDE = ("fp16_trainer", "fp16_engine", "fp16_trainer_fp8_products")
 _PRECISION = [
     PretrainedGroup(
         name=f"pretrained_precision_{name}",
@@ -189,15 +192,18 @@ _PRECISION = [
         seeds=EIGHT_SEEDS,
         dump_steps=(0, 30, 59),
     )
-    for name in ("bf16", "fp16", "deterministic", "fp16_e4m3_cache", "fp16_trainer", "fp16_engine")
+    for name in ("bf16", "fp16", "deterministic", "fp16_e4m3_cache", *_ONE_SIDE)
 ]
 # No mismatch at all, and small updates are as invisible as in any bf16.
 _PRECISION.append(replace(_PRECISION[0], name="pretrained_precision_aligned", is_aligned=True))
 # Products in fp16 of weights that are numbers of bf16: what is left of fp16's gain is not that of its weights.
 _PRECISION.append(replace(_PRECISION[1], name="pretrained_precision_fp16_rounded_weights", rounded_to="bfloat16"))
+# Weights in bf16 of which small updates move as many as they should, on average.
+_PRECISION.append(replace(_PRECISION[0], name="pretrained_precision_bf16_dithered", is_dithered=True))
 # At a tenth of the learning rate, which is usual for larger models, updates are smaller against both roundings.
 _PRECISION += [
-    replace(group, name=f"{group.name}_lr1e-06", learning_rate=1e-6, num_steps=120) for group in _PRECISION[:2]
+    replace(group, name=f"{group.name}_lr1e-06", learning_rate=1e-6, num_steps=120)
+    for group in (*_PRECISION[:2], _PRECISION[-1])
 ]
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
