@@ -91,7 +91,7 @@ def main() -> None:
         studies = [STUDIES[name].with_seeds(options.seeds) for name in names]
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
-        from evidence import enumerable, front, overview, signs, verdicts
+        from evidence import enumerable, front, overview, precision, signs, verdicts
         from evidence.floor import Floor
         from evidence.pretrained import report as pretrained
         from evidence.studies import FEW
@@ -102,6 +102,7 @@ def main() -> None:
         pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
         if not options.studies:
             front.report(results, options.output)
+            precision.report(results, options.output)
             overview.report(results, FOLDER / "README.md", floor)
             signs.report(results, options.output)
             enumerable.report(FEW, options.output)

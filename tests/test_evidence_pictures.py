@@ -12,10 +12,10 @@ pytest.importorskip("matplotlib")
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from evidence import front, overview  # noqa: E402
+from evidence import front, overview, precision  # noqa: E402
 from evidence.floor import Floor  # noqa: E402
 from evidence.mismatch import Streams  # noqa: E402
-from evidence.outcomes import Condition  # noqa: E402
+from evidence.pictures import draw_rewards  # noqa: E402
 from evidence.results import Results  # noqa: E402
 from evidence.studies import STUDIES  # noqa: E402
 
@@ -48,22 +48,24 @@ def test_each_engine_that_was_measured_has_a_row_of_all_its_tokens_the_pretraine
     plt.close(axis.figure)
 
 
-def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_evaluated() -> None:
-    def row(method: str, seed: int, step: int, own: float | None) -> dict[str, object]:
-        found = {"method": method, "seed": seed, "step": step, "reward": 0.5}
-        return found if own is None else found | {"own_reward": own}
+def test_the_picture_of_fp16_is_drawn_once_each_of_its_curves_has_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precision.report(Results(tmp_path), tmp_path)
+    assert "nothing ran of bf16, fp16, fp16_rounded_weights, fp16_trainer, bf16_lr1e-06" in capsys.readouterr().out
+    assert not (tmp_path / "fp16.png").exists()
+    precision.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
+    assert (tmp_path / "fp16.png").read_bytes()[25] == PALETTE
 
-    rows = [row(method, 1, step, own) for method in front.CURVES for step, own in enumerate((0.25, None, 0.75))]
-    rows += [row("none", 2, step, own) for step, own in enumerate((0.5, None, 0.5))]
+
+def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_evaluated() -> None:
+    seeds = [np.array([0.25, np.nan, 0.75]), np.array([0.5, np.nan, 0.5])]
     axis = plt.figure().subplots()
-    front._draw_rewards(axis, Condition.of_rows(front.STALE, rows))
+    draw_rewards(axis, {"no correction": ("black", seeds), "bypass": ("C0", seeds[:1])}, title="two")
     lines = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
     assert [line[1:] for line in lines[:3]] == [([0, 2], [0.25, 0.75]), ([0, 2], [0.5, 0.5]), ([0, 2], [0.375, 0.625])]
-    assert [label for label, *_ in lines if not str(label).startswith("_")] == [
-        "no correction, 2 seeds",
-        "bypass, 1 seeds",
-        "token TIS (yaml/mis.yaml), 1 seeds",
-    ]
+    labels = [label for label, *_ in lines if not str(label).startswith("_")]
+    assert labels == ["no correction, 2 seeds", "bypass, 1 seeds"]
     plt.close(axis.figure)
 
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from .mismatch import Streams, of_groups
 from .outcomes import Condition
-from .pictures import save
+from .pictures import draw_rewards, save
 from .pretrained.studies import PRETRAINED_STUDIES
 from .results import Results
 from .studies import STUDIES
@@ -48,7 +48,11 @@ def report(results: Results, output: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     measured = [g for g in (*STUDIES["atlas"].groups, *pretrained) if g.condition in ENGINES]
     _draw_mismatch(left, {name: steps["step0"] for name, steps in of_groups(measured, results).items()})
-    _draw_rewards(right, trained)
+    rewards = {
+        label: (color, [curves["own_reward"] for curves in trained.curves[method].values()])
+        for method, (label, color) in CURVES.items()
+    }
+    draw_rewards(right, rewards, title="SmolLM2-135M, weights 4 steps old")
     save(figure, output / "front.png", dpi=120)
     print(output / "front.png")
 
@@ -78,17 +82,3 @@ def _draw_mismatch(axis: Axes, measured: dict[str, list[Streams]]) -> None:
         ylim=(-0.7, len(shown) + 0.2),
         yticks=[],
     )
-
-
-def _draw_rewards(axis: Axes, trained: Condition) -> None:
-    """The trainer's own policy at its evaluations: each seed in a thin line, their mean in a thick one."""
-    for method, (label, color) in CURVES.items():
-        seeds = [curves["own_reward"] for curves in trained.curves[method].values()]
-        (steps,) = np.nonzero(~np.isnan(seeds[0]))
-        for curve in seeds:
-            axis.plot(steps, curve[steps], color=color, linewidth=0.7, alpha=0.5)
-        axis.plot(
-            steps, np.mean(seeds, axis=0)[steps], color=color, linewidth=2.4, label=f"{label}, {len(seeds)} seeds"
-        )
-    axis.legend(fontsize=9, loc="lower right")
-    axis.set(title="SmolLM2-135M, weights 4 steps old", xlabel="step", ylabel="reward, held-out questions", ylim=(0, 1))
