@@ -231,3 +231,28 @@ def test_keys_are_a_mapping_or_a_file(tmp_path) -> None:
     file.write_text("- use_tis\n")
     with pytest.raises(ValueError, match=r"keys\.yaml: expected a mapping of keys to values, got list"):
         read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "rollout", "is_named"),
+    [
+        ("fsdp_config", "float16", "bfloat16", True),
+        ("megatron", "fp16", "bfloat16", True),
+        ("fsdp_config", "float16", "float16", False),
+        ("fsdp_config", "bfloat16", "float16", False),
+        ("megatron", "bfloat16", "bfloat16", False),
+        ("fsdp_config", "float16", None, False),
+    ],
+)
+def test_the_command_says_where_the_engine_would_stay_behind_a_trainer_in_fp16(
+    engine, trainer, rollout, is_named, tmp_path, capsys
+) -> None:
+    sides = {"actor": {engine: {"dtype": trainer}}, "rollout": {} if rollout is None else {"dtype": rollout}}
+    content = {"algorithm": {"rollout_correction": {"rollout_is": "token"}}, "actor_rollout_ref": sides}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert main(["convert", "verl", str(file)]) == 0
+    printed = capsys.readouterr().out
+    remark = f"# actor_rollout_ref.actor.{engine}.dtype is {trainer}, and actor_rollout_ref.rollout.dtype is {rollout}"
+    assert (remark in printed) == is_named
+    assert ("Give both one dtype" in printed) == is_named

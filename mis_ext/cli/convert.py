@@ -24,12 +24,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.keys import read_keys
-    from mis_ext.hosts.verl_options import convert_verl, options_in
+    from mis_ext.hosts.verl_options import convert_verl, dtype_remarks, options_in
 
-    keys, remarks = convert_verl(options_in(read_keys(arguments.file)))
-    lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks]
-    content = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
-    return Result(content, lambda: _show(keys, lines))
+    content = read_keys(arguments.file)
+    keys, remarks = convert_verl(options_in(content))
+    lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks, *dtype_remarks(content)]
+    result = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
+    return Result(result, lambda: _show(keys, lines))
 
 
 def _show(keys: dict[str, Any], remarks: list[str]) -> None:

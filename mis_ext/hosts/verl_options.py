@@ -38,6 +38,9 @@ _REPLACED = {
 }
 
 
+_FP16 = ("float16", "fp16", "half")
+
+
 class Converted(NamedTuple):
     """``keys``: what mis_ext is given. ``remarks``: what the keys cannot say, a sentence each."""
 
@@ -52,14 +55,33 @@ def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
         ValueError: There are none.
     """
     for place in PLACES:
-        found: Any = content
-        for name in place.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
+        found = _at(content, place)
         if isinstance(found, Mapping):
             return found
     if any(name in content for name in KNOWN):
         return content
     raise ValueError(f"no rollout correction of verl: neither {', '.join(PLACES)} nor {', '.join(KNOWN)}")
+
+
+def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to change where a whole configuration of verl has its trainer in fp16 and its engine in another dtype."""
+    rollout = _at(content, "actor_rollout_ref.rollout.dtype")
+    for key in ("fsdp_config", "megatron"):
+        place = f"actor_rollout_ref.actor.{key}.dtype"
+        if rollout is not None and str(_at(content, place)) in _FP16 and str(rollout) not in _FP16:
+            return (
+                f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: the engine does "
+                "not see small updates then, and our runs lost reward. Give both one dtype (docs/metrics.md).",
+            )
+    return ()
+
+
+def _at(content: Mapping[str, Any], place: str) -> Any:
+    """What stands at a place with points; None where nothing does."""
+    found: Any = content
+    for name in place.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def convert_verl(options: Mapping[str, Any]) -> Converted:
