@@ -102,6 +102,45 @@ def test_every_preset_passes_with_the_flags_of_its_launch(preset: Path) -> None:
     start(switches | yaml.safe_load(preset.read_text()))
 
 
+def calls_prepare_grads(optimizer: Any) -> None:
+    optimizer.prepare_grads()
+    optimizer.step()
+
+
+def calls_step_alone(optimizer: Any) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+@pytest.mark.parametrize(
+    ("keys", "step", "is_warned"),
+    [
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, calls_prepare_grads, True),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, functools.wraps(calls_prepare_grads)(start), True),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, calls_step_alone, False),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": True}, calls_prepare_grads, False),
+        ({"fp16": False, "check_for_nan_in_loss_and_grad": False}, calls_prepare_grads, False),
+        ({}, calls_prepare_grads, False),
+    ],
+    ids=["twice", "wrapped", "mended", "constant scale", "bf16", "neither"],
+)
+def test_it_warns_of_gradients_in_fp16_that_the_host_would_unscale_twice(
+    monkeypatch, capsys, host, keys, step, is_warned
+) -> None:
+    if host == "miles":
+        monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    name = f"{host}.backends.megatron_utils.model"
+    training = types.ModuleType(name)
+    training.train_one_step = step
+    monkeypatch.setitem(sys.modules, name, training)
+    for rank in (0, 1):
+        start(HOOK | keys | {"rank": rank})
+        first, *others = capsys.readouterr().out.splitlines() or [""]
+        assert first.startswith("mis_ext: the host's own loss") == (rank == 0)
+        assert len(others) == (is_warned and rank == 0)
+        assert all(f"this {host} divides gradients by the scale twice" in line for line in others)
+
+
 WRONG = [
     HOOK | {"tis_levl": "token"},
     HOOK | {"tis_level": "tokn"},

@@ -130,8 +130,10 @@ def test_runs_that_correct_alike_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("norm", [NORM * (1 + 1e-4), math.nan])
-def test_another_first_gradient_norm_is_a_fault(name, norm) -> None:
+@pytest.mark.parametrize("times", [10.0, math.nan])
+def test_another_first_gradient_norm_is_a_fault(name, times) -> None:
+    (close,) = (case.close for case in SLIME.cases if case.name == name)
+    norm = NORM * (1 + times * close)
     results = [ran(each, grad_norm=norm if each == name else NORM) for each in ALIKE]
     assert faults_of_comparison(results)
     assert any(name in fault for fault in faults_of_comparison(results))
@@ -205,7 +207,8 @@ def test_the_runs_of_a_layout_are_compared_with_each_other_too() -> None:
 def test_only_the_whole_loss_in_miles_may_be_further_off_as_miles_rounds_its_own_gradient() -> None:
     loose = {case.name for case in MILES_MEGATRON.cases if case.close > 1e-5}
     assert loose == {case.name for case in MILES_MEGATRON.cases if case.layout and case.name.startswith("policy_loss")}
-    assert {case.close for case in (*SLIME.cases, *MILES.cases)} == {1e-5}
+    # Numbers of fp16 are rounded otherwise than those of bf16.
+    assert {case.name for case in (*SLIME.cases, *MILES.cases) if case.close > 1e-5} == {"fp16"}
     own, ours = ran("slime_tis_cp2"), ran("policy_loss_cp2", grad_norm=NORM * (1 - 3e-4))
     assert len(faults_of_comparison([own, ours])) == 1
     assert faults_of_comparison([own, replace(ours, case=replace(ours.case, close=5e-4))]) == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
+from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
 from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 
@@ -41,6 +41,29 @@ _HOOKS = (
     ),
 )
 
+_FP16 = (
+    Case(
+        name="fp16",
+        title="three flags, `--fp16`, a constant loss scale",
+        flags=("--use-tis", *HOOK, *CHECK, "--fp16", "--loss-scale", "65536"),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(CALLED,),
+        is_alike=True,
+        close=CLOSE_IN_BFLOAT16,
+        is_optional=True,
+    ),
+    Case(
+        name="fp16_adapts",
+        title="three flags, `--fp16`, a loss scale that adapts",
+        flags=("--use-tis", *HOOK, *CHECK, "--fp16", "--initial-loss-scale", "65536"),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(CALLED, "divides gradients by the scale twice"),
+        is_optional=True,
+    ),
+)
+
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
 _TWO_RANKS = (in_bfloat16(OURS[0]), *on_two_ranks(_ONE_RANK))
@@ -51,7 +74,7 @@ SLIME = Host(
     title="slime",
     script="examples/slime/run_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, *_TWO_RANKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *_FP16, *_TWO_RANKS, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),

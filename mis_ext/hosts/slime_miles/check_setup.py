@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def check_setup(args: Any) -> None:
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
     if read_argument(args, "rank") in (None, 0):
-        print(summary(config), flush=True)
+        print("\n".join([summary(config), *_warnings(args)]), flush=True)
 
 
 def summary(config: RunConfig) -> str:
@@ -82,6 +83,25 @@ def summary(config: RunConfig) -> str:
         steps = [step for step in steps_of(correction) if step.name not in ("ratio", "result")]
         parts += [f"{step.name}: {step.formula}" for step in steps]
     return " | ".join([*parts, f"{len(correction.metric_names)} metrics train/mis_*"])
+
+
+def _warnings(args: Any) -> list[str]:
+    """What the host itself would do wrong with gradients in fp16.
+
+    With a loss scale that adapts Megatron-LM switches ``check_for_nan_in_loss_and_grad`` off. slime 624b824 and Miles
+    31f1ca9 then call ``prepare_grads`` before the optimizer does, and each of both divides by the scale
+    (https://github.com/THUDM/slime/pull/1842).
+    """
+    host = "miles" if is_miles() else "slime"
+    step = getattr(sys.modules.get(f"{host}.backends.megatron_utils.model"), "train_one_step", None)
+    adapts = read_argument(args, "fp16") and read_argument(args, "check_for_nan_in_loss_and_grad") is False
+    if not adapts or step is None or "prepare_grads" not in inspect.unwrap(step).__code__.co_names:
+        return []
+    return [
+        f"mis_ext: warning: with --fp16 and a loss scale that adapts this {host} divides gradients by the scale twice: "
+        "train/grad_norm is far too small, clipping does nothing, and Adam's epsilon stops updates. Give --loss-scale "
+        "65536"
+    ]
 
 
 def _entrance_of(args: Any) -> _Entrance:
