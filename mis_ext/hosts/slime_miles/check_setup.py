@@ -99,8 +99,8 @@ def _warnings(args: Any) -> list[str]:
         return []
     return [
         f"mis_ext: warning: with --fp16 and a loss scale that adapts this {host} divides gradients by the scale twice: "
-        "train/grad_norm is far too small, clipping does nothing, and Adam's epsilon stops updates. Give --loss-scale "
-        "65536"
+        "train/grad_norm is far too small, clipping does nothing, and Adam's epsilon shrinks updates. Give "
+        "--loss-scale 65536"
     ]
 
 
