@@ -61,6 +61,36 @@ def tokenizer_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A random Llama with its tokenizer, as a checkpoint; to be read only."""
+    from tiny_checkpoint import write_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def workplace(tiny_model, tmp_path):
+    """Where runs of the evidence's pretrained model take place: on the CPU, with that checkpoint."""
+    from evidence.pretrained.workplace import Workplace
+
+    place = Workplace(torch.device("cpu"), tiny_model, tmp_path)
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def graded(monkeypatch):
+    """Rewards that differ from answer to answer, so that there is something to learn."""
+    from grpo import questions
+
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """What is compiled, captured as a whole and run as captured: Inductor takes half a minute."""

@@ -1,7 +1,5 @@
 """Studies of a pretrained model on a CPU: every arm trains, an interrupted run goes on, experts are replayed."""
 
-# The imports after the skip need packages that only the example's environment has.
-
 from __future__ import annotations
 
 import dataclasses
@@ -9,8 +7,6 @@ import gc
 import importlib.util
 import json
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,82 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pretrained_runs import CPU, GROUP, MARKS, MIXTURE, TINY, steps
 from torch._subclasses import FakeTensor
 
-MISSING = [
-    name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
-]
-if MISSING:
-    pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
+pytestmark = MARKS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from evidence.engines import EngineSpec  # noqa: E402
+from evidence.group import Method  # noqa: E402
+from evidence.pretrained import rate, report, routing, studies  # noqa: E402
+from evidence.pretrained import training as training_module  # noqa: E402
+from evidence.pretrained.group import PretrainedGroup, runs_of  # noqa: E402
+from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended  # noqa: E402
+from evidence.pretrained.training import PretrainedTraining  # noqa: E402
+from evidence.pretrained.workplace import Workplace  # noqa: E402
+from evidence.results import Results  # noqa: E402
+from evidence.study import NONE, TOKEN_TIS, Study  # noqa: E402
+from grpo import questions  # noqa: E402
+from transformers import LlamaForCausalLM  # noqa: E402
 
-with warnings.catch_warnings():
-    # Megatron-Core reports at import what is not installed.
-    warnings.simplefilter("ignore")
-    from evidence.engines import EngineSpec
-    from evidence.group import Method
-    from evidence.pretrained import rate, report, routing, studies
-    from evidence.pretrained import training as training_module
-    from evidence.pretrained.aligned import AlignedTrainer
-    from evidence.pretrained.group import PretrainedGroup, runs_of
-    from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended
-    from evidence.pretrained.training import PretrainedTraining
-    from evidence.pretrained.workplace import Workplace
-    from evidence.results import Results
-    from evidence.study import NONE, TOKEN_TIS, Study
-    from grpo import questions
-    from grpo.trainer import Trainer
-    from tiny_checkpoint import write_tiny_checkpoint
-    from transformers import LlamaForCausalLM
-
-    from mis_ext.onpolicy import RoutedExperts
-
-# Megatron-Core warns of its own choices.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope is deprecated"),
-    pytest.mark.usefixtures("one_thread"),
-]
-
-CPU = torch.device("cpu")
-TINY: dict[str, Any] = {
-    "num_steps": 2,
-    "num_prompts": 2,
-    "response_length": 4,
-    "num_evaluated": 4,
-    "micro_batch_size": 8,
-    "max_prompt": 96,
-    "learning_rate": 1e-3,
-}
-GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), **TINY)
-MIXTURE = dataclasses.replace(GROUP, experts=4, expert_noise=0.3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture
-def workplace(model: Path, tmp_path: Path) -> Iterator[Workplace]:
-    place = Workplace(CPU, model, tmp_path)
-    yield place
-    place.close()
-
-
-@pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards that differ from answer to answer, so that there is something to learn."""
-    monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
-    )
-
-
-def steps(training: PretrainedTraining, count: int) -> list[dict[str, Any]]:
-    rows = [row for _ in range(count) for row in training.step(lambda name, arrays: None)]
-    return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
+from mis_ext.onpolicy import RoutedExperts  # noqa: E402
 
 
 @pytest.mark.whole_run
@@ -141,25 +80,6 @@ def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
     assert max(row["grad_norm"] for row in rows) > 0
     if method is studies.FOLLOWING_GATE:
         assert rows[-1]["kept_sequences"] < 1
-
-
-@pytest.mark.whole_run
-@pytest.mark.usefixtures("graded")
-def test_in_fp16_the_gradient_is_that_of_float32_and_one_that_overflows_is_left_out(workplace: Workplace) -> None:
-    norms = {}
-    for dtype in ("float32", "float16"):
-        group = dataclasses.replace(GROUP, dtype=dtype, engine=EngineSpec(dtype=dtype), samples_per_prompt=32)
-        training = PretrainedTraining(group, workplace)
-        norms[dtype] = steps(training, 1)[0]["grad_norm"]
-        assert {weight.dtype for weight in training._trainer.weights().values()} == {getattr(torch, dtype)}
-    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.05)
-    before = {name: weight.clone() for name, weight in training._trainer.weights().items()}
-    (optimizer,) = training._trainer._optimizer.chained_optimizers
-    optimizer.grad_scaler._scale.fill_(2.0**40)
-    row = steps(training, 1)[0]
-    assert np.isnan(row["grad_norm"])
-    after = training._trainer.weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.whole_run
@@ -222,96 +142,6 @@ def test_a_learning_rate_never_rises_and_has_a_lowest_share() -> None:
     assert rate.share([0.5, 1.5] * 5 + [2.0] * 9) == 0.5
 
 
-def test_the_trainer_rounds_as_the_cache_of_its_engine(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = {"num_prompts": 8, "response_length": 12, "dtype": "float32", "engine": EngineSpec(dtype="float32")}
-    exact = dataclasses.replace(GROUP, **size)
-    # transformers has no cache of 8 bits: the engine is exact, so what differs is what the trainer rounds.
-    monkeypatch.setattr(workplace, "engine", lambda _, _own=workplace.engine: _own(exact))
-    k3 = {}
-    for simulated in ("", "kv", "qkv"):
-        group = dataclasses.replace(
-            exact, engine=EngineSpec(dtype="float32", cache="fp8_e5m2"), simulated_cache=simulated
-        )
-        k3[simulated] = steps(PretrainedTraining(group, workplace), 1)[0]["k3"]
-    assert k3[""] < 1e-9 < k3["kv"] < k3["qkv"]
-    with pytest.raises(ValueError, match="tiny: simulated_cache='kv', and the engine's cache is not rounded"):
-        dataclasses.replace(GROUP, simulated_cache="kv")
-
-
-def test_an_aligned_trainer_gives_an_answer_the_same_bits_in_any_batch(workplace: Workplace) -> None:
-    run = PretrainedTraining(GROUP, workplace)
-    run._history.append(run._trainer.weights())
-    data, _ = run._rollout(0)
-    start = workplace.start(GROUP)
-    scored = {}
-    for trainer_type in (AlignedTrainer, Trainer):
-        for size in (16, 3, 1):
-            args = training_module._arguments(dataclasses.replace(GROUP, micro_batch_size=size))
-            trainer = trainer_type(args, start.shape, workplace.ranks(), start.weights)
-            scored[trainer_type, size] = torch.cat(trainer.score(trainer.micro_batches(data)))
-    aligned = scored[AlignedTrainer, 16]
-    assert all(torch.equal(scored[AlignedTrainer, size], aligned) for size in (3, 1))
-    assert 0 < (aligned - scored[Trainer, 16]).abs().max() < 0.1
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"engine": EngineSpec()}, "kind='controlled'"), ({"experts": 4}, "experts=4")],
-)
-def test_what_cannot_be_aligned_is_refused(change: dict[str, Any], named: str) -> None:
-    aligned = dataclasses.replace(GROUP, engine=EngineSpec(kind="sglang"), is_aligned=True)
-    with pytest.raises(ValueError, match=named):
-        dataclasses.replace(aligned, **change)
-
-
-@pytest.mark.usefixtures("graded")
-def test_weights_are_rounded_for_every_pass_and_the_optimizer_keeps_its_own(workplace: Workplace) -> None:
-    group = dataclasses.replace(GROUP, dtype="float16", rounded_to="bfloat16", samples_per_prompt=32)
-    run = PretrainedTraining(dataclasses.replace(group, learning_rate=1e-5, updates=2), workplace)
-    copies = [copy for group in run._trainer._optimizer.param_groups for copy in group["params"]]
-    before = [copy.clone() for copy in copies]
-    loaded = []
-    load = run._engine.load
-    run._engine.load = lambda weights: (loaded.append(weights), load(weights))[1]  # type: ignore[method-assign]
-    assert max(row["grad_norm"] for row in steps(run, 2)) > 0
-    loaded.append(run._trainer.weights())
-    for weights in loaded:
-        assert all(torch.equal(weight, weight.bfloat16().half()) for weight in weights.values())
-    assert any(not torch.equal(loaded[0][name], loaded[-1][name]) for name in loaded[0])
-    # Rounded, most of them would stay where they were.
-    moved = [(copy != old).float().mean() for copy, old in zip(copies, before, strict=True)]
-    assert sum(moved) / len(moved) > 0.8
-
-
-@pytest.mark.usefixtures("graded")
-def test_dithered_weights_begin_as_they_were_and_see_all_of_an_update_on_average(workplace: Workplace) -> None:
-    group = dataclasses.replace(GROUP, samples_per_prompt=32, learning_rate=1e-5)
-    seen = {}
-    for is_dithered in (False, True):
-        run = PretrainedTraining(dataclasses.replace(group, is_dithered=is_dithered), workplace)
-        copies = [copy for group in run._trainer._optimizer.param_groups for copy in group["params"]]
-        before = [copy.clone() for copy in copies]
-        weights = sorted(float(weight.detach().double().sum()) for weight in run._trainer._model.parameters())
-        assert sorted(float(copy.bfloat16().double().sum()) for copy in copies) == weights
-        assert steps(run, 1)[0]["grad_norm"] > 0
-        updates = [(copy - old).double() for copy, old in zip(copies, before, strict=True)]
-        rounded = [(copy.bfloat16().double() - old.bfloat16()) for copy, old in zip(copies, before, strict=True)]
-        along = sum(float((ours * update.sign()).sum()) for ours, update in zip(rounded, updates, strict=True))
-        seen[is_dithered] = along / sum(float(update.abs().sum()) for update in updates)
-    assert seen[False] < 0.3
-    assert seen[True] == pytest.approx(1.0, abs=0.1)
-
-
-def test_weights_of_other_dtypes_than_bfloat16_are_not_dithered() -> None:
-    with pytest.raises(ValueError, match="tiny: is_dithered is for dtype 'bfloat16', got 'float16'"):
-        dataclasses.replace(GROUP, dtype="float16", is_dithered=True)
-
-
-def test_weights_of_other_dtypes_than_float16_are_not_rounded_again() -> None:
-    with pytest.raises(ValueError, match="tiny: rounded_to='bfloat16' is for dtype 'float16', got 'bfloat16'"):
-        dataclasses.replace(GROUP, rounded_to="bfloat16")
-
-
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
     asked: dict[str, list[Any]] = {}
     rewards = {}
@@ -332,8 +162,8 @@ def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: W
     assert rewards["none"] != rewards["none, again"]
 
 
-def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(model: Path) -> None:
-    policy = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(tiny_model: Path) -> None:
+    policy = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     sampler = TransformersSampler(policy.config, dtype=torch.float32, device=CPU)
     sampler.load(policy.state_dict())
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]] * 20
@@ -423,7 +253,7 @@ def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: W
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Any:
+def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -> Any:
     """Calls evidence.py with the first study made tiny: all of its runs, two steps each, transformers as engine."""
     spec = importlib.util.spec_from_file_location(
         "evidence_program", Path(__file__).parents[1] / "examples/evidence.py"
@@ -442,7 +272,7 @@ def program(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> Any
         monkeypatch.setattr(sys, "argv", ["evidence.py", command, name, *options])
         module.main()
 
-    call.module, call.groups, call.run = module, groups, ["--model", str(model), "--device", "cpu"]  # type: ignore[attr-defined]
+    call.module, call.groups, call.run = module, groups, ["--model", str(tiny_model), "--device", "cpu"]  # type: ignore[attr-defined]
     return call
 
 
