@@ -15,12 +15,17 @@ Measured in training by "Understanding and Exploiting Weight Update Sparsity for
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from grpo.dithering import dithered
 
 STEPS = (1, 3, 10, 20, 40, 60, 200)
 BLOCK = 128
@@ -44,16 +49,6 @@ def e4m3(weight: Tensor) -> Tensor:
     blocks = torch.nn.functional.pad(weight, (0, -len(weight) % BLOCK)).unflatten(0, (-1, BLOCK))
     scale = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST_E4M3
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten()[: len(weight)]
-
-
-def dithered(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """A random number among those that are rounded to the same one of bf16."""
-    number = weight.bfloat16()
-    below, above = (
-        (number.float() + number.nextafter(torch.full_like(number, side)).float()) / 2
-        for side in (-torch.inf, torch.inf)
-    )
-    return below.lerp(above, torch.rand(weight.shape, generator=generator).clamp(0.001, 0.999))
 
 
 def shares(weights: list[Tensor], rounding: Callable[[Tensor], Tensor], distance: float) -> tuple[float, float]:

@@ -23,12 +23,19 @@ PALETTE = 3
 """The color type of such a PNG, in its header."""
 
 
-def test_the_front_picture_is_drawn_of_what_ran_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    front.report(Results(tmp_path), tmp_path)
-    assert "not complete" in capsys.readouterr().out
-    assert not (tmp_path / "front.png").exists()
-    front.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
-    assert (tmp_path / "front.png").read_bytes()[25] == PALETTE
+@pytest.mark.parametrize(
+    ("picture", "name", "said"),
+    [
+        (front, "front.png", "front: the study atlas is not complete"),
+        (precision, "fp16.png", "nothing ran of bf16, fp16, fp16_rounded_weights, fp16_trainer, bf16_lr1e-06, fp16_lr"),
+    ],
+)
+def test_a_picture_is_drawn_of_what_ran_only(picture, name, said, tmp_path: Path, capsys) -> None:
+    picture.report(Results(tmp_path), tmp_path)
+    assert said in capsys.readouterr().out
+    assert not (tmp_path / name).exists()
+    picture.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
+    assert (tmp_path / name).read_bytes()[25] == PALETTE
 
 
 def test_each_engine_that_was_measured_has_a_row_of_all_its_tokens_the_pretrained_one_above() -> None:
@@ -46,16 +53,6 @@ def test_each_engine_that_was_measured_has_a_row_of_all_its_tokens_the_pretraine
     assert largest == [0.25, 1.0]
     assert axis.get_title() == "SGLang against its trainer, 1 to 2 responses each"
     plt.close(axis.figure)
-
-
-def test_the_picture_of_fp16_is_drawn_once_each_of_its_curves_has_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    precision.report(Results(tmp_path), tmp_path)
-    assert "nothing ran of bf16, fp16, fp16_rounded_weights, fp16_trainer, bf16_lr1e-06" in capsys.readouterr().out
-    assert not (tmp_path / "fp16.png").exists()
-    precision.report(Results(REPOSITORY / "benchmarks" / "evidence" / "results"), tmp_path)
-    assert (tmp_path / "fp16.png").read_bytes()[25] == PALETTE
 
 
 def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_evaluated() -> None:

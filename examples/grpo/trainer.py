@@ -28,6 +28,7 @@ from mis_ext.onpolicy.routing.replay import RoutingRecord
 from .conversion import export_weights, load_weights, named_weights
 from .cpu import megatron_device
 from .distributed import Ranks
+from .dithering import dithered
 from .layout import ModelInputs, build_inputs
 from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, transformer_config
@@ -122,22 +123,11 @@ class Trainer:
 
     @torch.no_grad()
     def dither_weights(self, seed: int) -> None:
-        """Move the optimizer's copy in float32 of each weight in bf16 to a random number that is rounded to it.
-
-        The weights of passes stay as they are. Of an update so small that it moves no weight of a checkpoint in bf16,
-        all of it is seen on average then: as many weights move as it is a part of the way to the next number.
-        """
+        """Dither the optimizer's copy in float32 of weights in bf16; the weights of passes stay as they are."""
         generator = torch.Generator(self._ranks.device).manual_seed(seed)
         for group in self._optimizer.param_groups:
             for copy in group["params"]:
-                weight = copy.bfloat16()
-                below, above = (
-                    (copy + weight.nextafter(torch.full_like(weight, side)).float()) / 2
-                    for side in (-torch.inf, torch.inf)
-                )
-                # Not a tie itself, which may be rounded to the neighbour.
-                share = torch.rand(copy.shape, generator=generator, device=copy.device).clamp(0.001, 0.999)
-                copy.copy_(below.lerp(above, share))
+                copy.copy_(dithered(copy, generator))
 
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
