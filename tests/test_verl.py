@@ -239,6 +239,7 @@ def test_keys_are_a_mapping_or_a_file(tmp_path) -> None:
         ("fsdp_config", "float16", "bfloat16", True),
         ("megatron", "fp16", "bfloat16", True),
         ("fsdp_config", "float16", "float16", False),
+        ("fsdp_config", "float16", "float32", False),
         ("fsdp_config", "bfloat16", "float16", False),
         ("megatron", "bfloat16", "bfloat16", False),
         ("fsdp_config", "float16", None, False),

@@ -38,7 +38,7 @@ _REPLACED = {
 }
 
 
-_FP16 = ("float16", "fp16", "half")
+_FP16, _BF16 = ("float16", "fp16", "half"), ("bfloat16", "bf16")
 
 
 class Converted(NamedTuple):
@@ -64,16 +64,15 @@ def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """What to change where a whole configuration of verl has its trainer in fp16 and its engine in another dtype."""
+    """What to change where a whole configuration of verl has its trainer in fp16 and its engine in bf16."""
     rollout = _at(content, "actor_rollout_ref.rollout.dtype")
-    for key in ("fsdp_config", "megatron"):
-        place = f"actor_rollout_ref.actor.{key}.dtype"
-        if rollout is not None and str(_at(content, place)) in _FP16 and str(rollout) not in _FP16:
-            return (
-                f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: the engine does "
-                "not see small updates then, and our runs lost reward. Give both one dtype (docs/metrics.md).",
-            )
-    return ()
+    places = [f"actor_rollout_ref.actor.{key}.dtype" for key in ("fsdp_config", "megatron")]
+    return tuple(
+        f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: the engine does not see "
+        "small updates then, and our runs lost reward. Give both one dtype (docs/metrics.md)."
+        for place in places
+        if _at(content, place) in _FP16 and rollout in _BF16
+    )
 
 
 def _at(content: Mapping[str, Any], place: str) -> Any:
