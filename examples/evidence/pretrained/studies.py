@@ -205,6 +205,17 @@ _PRECISION += [
     replace(group, name=f"{group.name}_lr1e-06", learning_rate=1e-6, num_steps=120)
     for group in (*_PRECISION[:2], _PRECISION[-1])
 ]
+# Is what bf16 loses at that learning rate lost, or later?
+_SMALL_UPDATES = [
+    replace(
+        group,
+        name=f"pretrained_small_updates_{name}",
+        num_steps=300,
+        eval_interval=20,
+        dump_steps=(0, 150, 299),
+    )
+    for name, group in (("bf16", _PRECISION[-3]), ("bf16_dithered", _PRECISION[-1]))
+]
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
@@ -316,5 +327,10 @@ PRETRAINED_STUDIES = (
         name="pretrained_precision",
         question="What is gained by removing the mismatch or a part of it: fp16 on a side or both, an aligned engine?",
         groups=runs_of(_PRECISION),
+    ),
+    Study(
+        name="pretrained_small_updates",
+        question="Does bf16 at a small learning rate catch up with its dithered copy in 300 steps?",
+        groups=runs_of(_SMALL_UPDATES),
     ),
 )
