@@ -15,7 +15,6 @@ Measured in training by "Understanding and Exploiting Weight Update Sparsity for
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from grpo.dithering import dithered
+from mis_ext.hosts.master_weights import dithered
 
 STEPS = (1, 3, 10, 20, 40, 60, 200)
 BLOCK = 128
@@ -81,7 +78,7 @@ def main() -> None:
         else flat.float()
         for flat in (tensor.flatten() for tensor in tensors)
     ]
-    spread = [dithered(weight, generator) for weight in weights]
+    spread = [dithered(weight, torch.rand(weight.shape, generator=generator)) for weight in weights]
     rows: dict[str, tuple[list[Tensor], Callable[[Tensor], Tensor]]] = {
         "bfloat16": (weights, bf16),
         "float16": (weights, fp16),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.from_log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
+    from mis_ext.hosts.master_weights import dither_master_weights
     from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.scalars import scalars
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
+    from mis_ext.hosts.slime_miles.dither_weights import dither_weights
     from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
@@ -56,12 +58,14 @@ else:
             "hosts.guards": ("MismatchWarning",),
             "hosts.from_log_probs": ("TotalLoss", "policy_loss_from_log_probs"),
             "hosts.packing": ("PackedStreams",),
+            "hosts.master_weights": ("dither_master_weights",),
             "hosts.megatron": ("make_loss_func",),
             "hosts.padded": ("correct_padded",),
             "hosts.samples": ("compute_mis_weights",),
             "hosts.scalars": ("scalars",),
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
+            "hosts.slime_miles.dither_weights": ("dither_weights",),
             "hosts.slime_miles.flat_keys": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),
@@ -98,6 +102,8 @@ __all__ = [
     "compute_mis_weights_with_cp",
     "config_from_mapping",
     "correct_padded",
+    "dither_master_weights",
+    "dither_weights",
     "list_presets",
     "load_config",
     "log_mismatch",

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mis_ext import session_for
+from mis_ext import dither_master_weights, session_for
 from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
 from mis_ext.onpolicy.routing.layout import LocalRouting
 from mis_ext.onpolicy.routing.replay import RoutingRecord
@@ -28,7 +28,6 @@ from mis_ext.onpolicy.routing.replay import RoutingRecord
 from .conversion import export_weights, load_weights, named_weights
 from .cpu import megatron_device
 from .distributed import Ranks
-from .dithering import dithered
 from .layout import ModelInputs, build_inputs
 from .loss import PolicyBatch, Reducer, load_function, policy_loss
 from .model import ModelShape, build_model, transformer_config
@@ -121,13 +120,9 @@ class Trainer:
         for parameter in self._model.parameters():
             parameter.copy_(parameter.to(dtype))
 
-    @torch.no_grad()
     def dither_weights(self, seed: int) -> None:
         """Dither the optimizer's copy in float32 of weights in bf16; the weights of passes stay as they are."""
-        generator = torch.Generator(self._ranks.device).manual_seed(seed)
-        for group in self._optimizer.param_groups:
-            for copy in group["params"]:
-                copy.copy_(dithered(copy, generator))
+        dither_master_weights(self._optimizer, seed=seed)
 
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""

@@ -76,6 +76,18 @@ _FP16_ADAPTS = replace(
     close=SAME,
 )
 
+# The first gradients are those of the others: the weights that passes use are the same.
+_DITHERED = Case(
+    name="dithered",
+    title="three flags, `dither_weights`",
+    flags=("--use-tis", *HOOK, *CHECK, "--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights"),
+    config="mis.yaml",
+    metrics=CORE,
+    says=(CALLED, "mis_ext: master weights of rank 0: ", " are dithered"),
+    is_alike=True,
+    is_optional=True,
+)
+
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
 _TWO_RANKS = (in_bfloat16(OURS[0]), *on_two_ranks(_ONE_RANK))
@@ -86,7 +98,7 @@ SLIME = Host(
     title="slime",
     script="examples/slime/run_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, _FP16, _FP16_ADAPTS, *_TWO_RANKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, _FP16, _FP16_ADAPTS, _DITHERED, *_TWO_RANKS, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mis_ext.explain.words import steps_of
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
+from mis_ext.hosts.slime_miles.dither_weights import refuse_dithering
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.host import is_miles
@@ -65,6 +66,7 @@ def check_setup(args: Any) -> None:
     entrance = _entrance_of(args)
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
+    refuse_dithering(args)
     if read_argument(args, "rank") in (None, 0):
         print("\n".join([summary(config), *_warnings(args)]), flush=True)
 

@@ -1,0 +1,118 @@
+"""Master weights of a trainer in bf16, dithered: then small updates reach the weights that it computes with.
+
+An optimizer of Megatron-Core updates a copy of the weights in float32, the master weights. Trainer and engine compute
+with what is rounded from it. At the start of RL each master weight is a number of bf16, in the middle of all that is
+rounded to it, and must go half of the way to the next number before anything changes. At a learning rate of 1e-6 that
+takes hundreds of steps (benchmarks/evidence/README.md#fp16-in-training).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Numbers that are drawn at once, so that a part of a parameter costs what it is long."""
+
+
+def dithered(weight: Tensor, share: Tensor) -> Tensor:
+    """Return, for each weight, a number of float32 that is rounded to it in bf16.
+
+    With shares drawn evenly all of an update is seen on average, however small: as many weights move as it is a part of
+    the way to the next number. That is dither as in Wannamaker, Lipshitz, Vanderkooy and Wright, "A Theory of
+    Nonsubtractive Dither" (IEEE Transactions on Signal Processing, 2000).
+
+    Args:
+        weight: Numbers of bf16, in any dtype and shape.
+        share: In [0, 1], of the same shape: where the result lies among all that is rounded to the weight.
+    """
+    number = weight.bfloat16()
+    below, above = (
+        number.float().lerp(number.nextafter(torch.full_like(number, side)).float(), 0.5)
+        for side in (-torch.inf, torch.inf)
+    )
+    # Not a tie itself, which may be rounded to the neighbour.
+    return below.lerp(above, share.clamp(0.001, 0.999))
+
+
+@torch.no_grad()
+def dither_master_weights(optimizer: Any, *, seed: int) -> int | None:
+    """Dither this rank's master weights in place; the weights that the model computes with stay as they are.
+
+    Call it once, after the checkpoint is loaded and before the first optimizer step. Master weights that are not
+    rounded, as of a run that is resumed with its optimizer, are kept: they are already among all numbers of float32.
+
+    Ranks do not communicate. What a weight gets depends on ``seed`` and on its place in its parameter. So ranks that
+    share a parameter give it the same, however a distributed optimizer cuts it: norms under tensor parallelism, tied
+    embeddings under pipeline parallelism.
+
+    Args:
+        optimizer: Megatron-Core's, distributed or not, or a chain of them.
+        seed: The same on all ranks.
+
+    Returns:
+        How many weights are dithered on this rank; None if they are kept.
+
+    Raises:
+        ValueError: The optimizer has no weights in bf16.
+        NotImplementedError: It keeps its master weights elsewhere (``--use-precision-aware-optimizer``), or the model's
+            weights are no plain tensors, as with fp8.
+    """
+    parts = [part for each in getattr(optimizer, "chained_optimizers", [optimizer]) for part in _parts(each)]
+    if not all(torch.equal(part.master, part.weight.float()) for part in parts):
+        return None
+    for part in parts:
+        _dither(part, seed)
+    return sum(part.master.numel() for part in parts)
+
+
+class _Part(NamedTuple):
+    """What this rank updates of a parameter, flat: of the model, in float32, and where it lies in the parameter."""
+
+    weight: Tensor
+    master: Tensor
+    start: int
+    size: int
+
+
+def _parts(optimizer: Any) -> Iterator[_Part]:
+    if not optimizer.config.bf16:
+        raise ValueError(
+            f"dither_master_weights: needs an optimizer of weights in bf16 (--bf16), got bf16={optimizer.config.bf16}, "
+            f"fp16={optimizer.config.fp16}"
+        )
+    is_distributed = hasattr(optimizer, "shard_fp32_from_float16_groups")
+    prefixes = ("model_", "shard_") if is_distributed else ("", "")
+    weights, masters = (
+        [each for group in getattr(optimizer, name) for each in group]
+        for name in (f"{prefixes[0]}float16_groups", f"{prefixes[1]}fp32_from_float16_groups")
+    )
+    for weight, master in zip(weights, masters, strict=True):
+        if master is None:
+            raise NotImplementedError(
+                "dither_master_weights: Megatron-Core keeps no master weights of its own with "
+                "--use-precision-aware-optimizer"
+            )
+        plain = weight.detach()
+        if type(plain) is not Tensor or plain.dtype != torch.bfloat16:
+            raise NotImplementedError(
+                f"dither_master_weights: weights must be tensors in bf16, got {type(plain).__name__} in {plain.dtype}"
+            )
+        start = optimizer._get_model_param_range_map(weight)["param"].start if is_distributed else 0
+        ours = plain.flatten()[start : start + master.numel()]
+        yield _Part(weight=ours, master=master.view(-1), start=start, size=plain.numel())
+
+
+def _dither(part: _Part, seed: int) -> None:
+    generator = torch.Generator(part.master.device)
+    stop = part.start + part.master.numel()
+    for first in range(part.start // CHUNK * CHUNK, stop, CHUNK):
+        generator.manual_seed(Random(f"{seed} {part.size} {first}").getrandbits(63))
+        share = torch.rand(min(CHUNK, part.size - first), generator=generator, device=part.master.device)
+        low, high = max(part.start, first), min(stop, first + CHUNK)
+        ours = part.master[low - part.start : high - part.start]
+        ours.copy_(dithered(ours, share[low - first : high - first]))

@@ -1,0 +1,216 @@
+"""Dithered master weights: rounded they are what they were, all of an update is seen on average, and ranks agree."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mis_ext import check_setup, dither_master_weights, dither_weights
+from mis_ext.hosts.master_weights import CHUNK, dithered
+
+BF16 = torch.bfloat16
+HOOK_PATH = "custom_megatron_before_train_step_hook_path"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_drawn_is_rounded_to_the_weight(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # All finite numbers of bf16 but the largest, which has no finite neighbour.
+    weight = torch.arange(-0x7F7E, 0x7F7F).abs().to(torch.int16).view(BF16)
+    weight = torch.where(torch.arange(len(weight)) < len(weight) // 2, -weight, weight)
+    for share in (torch.zeros(len(weight)), torch.ones(len(weight)), torch.rand(len(weight), generator=generator)):
+        found = dithered(weight.float(), share)
+        assert found.dtype == torch.float32
+        assert torch.equal(found.bfloat16(), weight)
+
+
+def test_of_an_update_however_small_all_is_seen_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(1_000_000, generator=generator) * 0.02).bfloat16()
+    master = dithered(weight, torch.rand(len(weight), generator=generator))
+    for update in (1e-6, -1e-5):
+        assert float((weight.float() + update).bfloat16().sub(weight).double().mean()) / update < 0.4
+        seen = (master + update).bfloat16().double() - weight
+        assert float(seen.mean()) == pytest.approx(update, rel=0.1)
+
+
+# Megatron-Core warns of its own choices.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope is deprecated")
+MEGATRON = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core not installed (requirements/example.txt)"
+)
+
+
+@contextmanager
+def optimizer_of(*, rank: int = 0, size: int = 1, is_distributed: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """Megatron-Core's own, with its model: that of one of ``size`` data-parallel ranks, which exchange nothing."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from grpo.cpu import megatron_device
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import MegatronModule, TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Model(MegatronModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            generator = torch.Generator().manual_seed(0)
+            for name, shape in {"matrix": (700, 600), "norm": (600,), "head": (601, 3)}.items():
+                drawn = torch.randn(shape, generator=generator) * 0.02
+                setattr(self, name, torch.nn.Parameter(drawn.to(config.params_dtype)))
+
+    settings = {"bf16": True, "params_dtype": BF16} | settings
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
+        layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
+        options = OptimizerConfig(optimizer="adam", lr=1e-6, use_distributed_optimizer=is_distributed, **settings)
+        with megatron_device(torch.device("cpu")):
+            model = DistributedDataParallel(config, layout, Model(config))
+            yield get_megatron_optimizer(options, [model], use_gloo_process_groups=False), model.module
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def whole_masters(seed: int) -> dict[torch.Size, torch.Tensor]:
+    """Of an optimizer that is not distributed, by shape."""
+    with optimizer_of(is_distributed=False) as (optimizer, _):
+        assert dither_master_weights(optimizer, seed=seed) == 700 * 600 + 600 + 601 * 3
+        (own,) = optimizer.chained_optimizers
+        pairs = zip(own.float16_groups, own.fp32_from_float16_groups, strict=True)
+        masters = {weight.shape: master for groups in pairs for weight, master in zip(*groups, strict=True)}
+        for weight in (weight for group in own.float16_groups for weight in group):
+            assert torch.equal(masters[weight.shape].bfloat16(), weight)
+            assert not torch.equal(masters[weight.shape], weight.float())
+    return masters
+
+
+@MEGATRON
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_layout_of_a_distributed_optimizer_has_the_same_master_weights(size: int) -> None:
+    whole = whole_masters(7)
+    parts: dict[torch.Size, dict[int, torch.Tensor]] = {shape: {} for shape in whole}
+    for rank in range(size):
+        with optimizer_of(rank=rank, size=size, is_distributed=True) as (optimizer, _):
+            dither_master_weights(optimizer, seed=7)
+            (own,) = optimizer.chained_optimizers
+            groups = zip(own.model_float16_groups, own.shard_fp32_from_float16_groups, strict=True)
+            for weight, master in (pair for group in groups for pair in zip(*group, strict=True)):
+                parts[weight.shape][own._get_model_param_range_map(weight)["param"].start] = master
+    for shape, found in parts.items():
+        assert torch.equal(torch.cat([found[start] for start in sorted(found)]), whole[shape].flatten())
+
+
+class Quantized(torch.Tensor):
+    """Stands for a type of Transformer Engine."""
+
+
+def shares(master: torch.Tensor) -> torch.Tensor:
+    """Where it lies among all that is rounded to its weight: from -1/2 to 1/2."""
+    weight = master.bfloat16()
+    spacing = weight.nextafter(torch.full_like(weight, torch.inf)).float() - weight.float()
+    return ((master - weight.float()) / spacing).flatten()
+
+
+@MEGATRON
+def test_another_seed_draws_others_and_places_are_drawn_apart() -> None:
+    matrix, head = torch.Size([700, 600]), torch.Size([601, 3])
+    one, other = (whole_masters(seed) for seed in (1, 2))
+    first, second = shares(one[matrix]), shares(other[matrix])
+    for share in (first, second):
+        assert abs(float(share.mean())) < 0.01
+        assert float(share.std()) == pytest.approx(12**-0.5, rel=0.03)
+    for left, right in [(first, second)] + [(first[:-far], first[far:]) for far in (1, 600, CHUNK)]:
+        assert abs(float(torch.corrcoef(torch.stack([left, right]))[0, 1])) < 0.02
+    small = shares(one[head])
+    assert abs(float(torch.corrcoef(torch.stack([small, first[: len(small)]]))[0, 1])) < 0.2
+
+
+@MEGATRON
+def test_the_hook_of_the_hosts_dithers_once_and_keeps_what_a_resumed_run_has(capsys: pytest.CaptureFixture) -> None:
+    args = argparse.Namespace(seed=3, rank=0)
+    with optimizer_of(is_distributed=True) as (optimizer, model):
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        (own,) = optimizer.chained_optimizers
+        dither_weights(args, 0, 0, [model], optimizer, None)
+        masters = [master.clone() for group in own.shard_fp32_from_float16_groups for master in group]
+        assert capsys.readouterr().out == "mis_ext: master weights of rank 0: 422,403 are dithered\n"
+        # As after optimizer steps that happen to end on numbers of bf16: it does not look again.
+        for group in own.shard_fp32_from_float16_groups:
+            for master in group:
+                master.copy_(master.bfloat16())
+        dither_weights(args, 0, 1, [model], optimizer, None)
+        assert all(
+            torch.equal(master, master.bfloat16().float())
+            for group in own.shard_fp32_from_float16_groups
+            for master in group
+        )
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    with optimizer_of(is_distributed=True) as (optimizer, model):
+        (own,) = optimizer.chained_optimizers
+        resumed = [master for group in own.shard_fp32_from_float16_groups for master in group]
+        for master, saved in zip(resumed, masters, strict=True):
+            master.copy_(saved)
+        dither_weights(argparse.Namespace(seed=4, rank=0), 5, 0, [model], optimizer, None)
+        assert all(torch.equal(master, saved) for master, saved in zip(resumed, masters, strict=True))
+        assert "rank 0: stay as they are" in capsys.readouterr().out
+    with optimizer_of(is_distributed=True) as (optimizer, model):
+        dither_weights(argparse.Namespace(seed=4, rank=1), 0, 0, [model], optimizer, None)
+        assert capsys.readouterr().out == ""
+
+
+@MEGATRON
+def test_other_weights_and_other_optimizers_are_refused() -> None:
+    for settings in ({"bf16": False, "fp16": True, "params_dtype": torch.float16}, {"bf16": False}):
+        settings = {"params_dtype": torch.float32} | settings
+        with (
+            optimizer_of(is_distributed=False, **settings) as (optimizer, _),
+            pytest.raises(ValueError, match="needs an optimizer of weights in bf16"),
+        ):
+            dither_master_weights(optimizer, seed=0)
+    with optimizer_of(is_distributed=True) as (optimizer, _):
+        # What Megatron-Core leaves there with a precision-aware optimizer, which needs Transformer Engine.
+        (own,) = optimizer.chained_optimizers
+        own.shard_fp32_from_float16_groups[0][0] = None
+        with pytest.raises(NotImplementedError, match="--use-precision-aware-optimizer"):
+            dither_master_weights(optimizer, seed=0)
+    with optimizer_of(is_distributed=False) as (optimizer, _):
+        # As those of 8 bits, which say that they are of bf16.
+        (own,) = optimizer.chained_optimizers
+        own.float16_groups[0][0] = own.float16_groups[0][0].detach().as_subclass(Quantized)
+        with pytest.raises(NotImplementedError, match=r"must be tensors in bf16, got Quantized in torch\.bfloat16"):
+            dither_master_weights(optimizer, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"bf16": False, "fp16": True}, "is for weights in bf16: give --bf16"),
+        ({"bf16": True, "use_precision_aware_optimizer": True}, "cannot reach the master weights"),
+        ({"bf16": True}, ""),
+        ({"bf16": False, HOOK_PATH: "mine.hook"}, ""),
+    ],
+)
+def test_the_check_at_start_refuses_what_the_hook_would_refuse(keys: dict[str, Any], message: str) -> None:
+    keys = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp", "rank": 1} | keys
+    args = argparse.Namespace(**{HOOK_PATH: "mis_ext.dither_weights"} | keys)
+    if not message:
+        check_setup(args)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_setup(args)
