@@ -27,7 +27,7 @@ PALETTE = 3
     ("picture", "name", "said"),
     [
         (front, "front.png", "front: the study atlas is not complete"),
-        (precision, "fp16.png", "nothing ran of bf16, fp16, fp16_rounded_weights, fp16_trainer, bf16_lr1e-06, fp16_lr"),
+        (precision, "fp16.png", "fp16: nothing ran of pretrained_precision_bf16, pretrained_precision_fp16, "),
     ],
 )
 def test_a_picture_is_drawn_of_what_ran_only(picture, name, said, tmp_path: Path, capsys) -> None:

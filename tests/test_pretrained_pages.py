@@ -123,8 +123,13 @@ def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compare
     page = report._between_settings(groups, arms)
     rows = [line for line in page if line.startswith(tuple(f"| {name}" for name in groups))]
     assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16", "| aligned"]
-    assert rows[0] == f"| bf16 | 2 | 0.503 |  |  |  | {', '.join(['0.50'] * 5)} | 1.0e-03 | never | 1.50, 0.50 |"
+    assert rows[0] == f"| bf16 | 2 | 0.503 |  |  |  |  | {', '.join(['0.50'] * 5)} | 1.0e-03 | never | 1.50, 0.50 |"
     assert "| 3 | 0.754 | +0.250 [+0.250, +0.250] |" in rows[1]
+    # Of fp16 itself there is none; aligned has 0.15 less, by seed.
+    against_fp16 = [row.split(" | ")[6] for row in rows]
+    assert against_fp16 == ["", "", "-0.150 [-0.150, -0.150]"]
+    alone = report._between_settings({name: groups[name] for name in ("bf16", "aligned")}, arms)
+    assert "against fp16" not in "".join(alone)
     assert report._engine(groups["aligned"]) == "sglang, bfloat16, aligned with the trainer"
     # Other settings have nothing to be compared with.
     assert report._between_settings({"longer": groups["longer"]}, arms) == []

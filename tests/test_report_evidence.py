@@ -46,6 +46,9 @@ CAUSES = {
     "pretrained_precision_fp16": "bf16_kernels",
     "pretrained_precision_fp16_e4m3_cache": "low_precision",
     "pretrained_precision_aligned": "equal",
+    "pretrained_precision_fp16_trainer_fp8_products": "low_precision",
+    "pretrained_precision_bf16_dithered": "bf16_or_low_precision",
+    "pretrained_small_updates_bf16_dithered": "bf16_or_low_precision",
     "pretrained_precision_fp16_engine": "bf16_kernels",
     "pretrained_precision_fp16_rounded_weights": "bf16_kernels",
     # Updates that reach the trainer's weights and not the engine's: k3 0.24, and a continuum of samples.

@@ -312,9 +312,13 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
-        reference = next((name for name, group in alike.items() if _is_plain_bf16(group)), None)
+        reference, fp16 = (
+            next((name for name, group in alike.items() if _is_plain(group, dtype)), None)
+            for dtype in ("bfloat16", "float16")
+        )
         if reference is None or len(alike) < 2:
             continue
+        others = [] if fp16 is None else [fp16]
         lines += [
             "",
             "## Without a correction, setting against setting",
@@ -324,8 +328,9 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
             f"{LEARNED:g}.",
             "",
             f"| setting | seeds | own policy | against {reference} | p | all evaluations "
-            f"| the first {FIRST_EVALUATIONS} | k3 | learned | seconds of training, of sampling, a step |",
-            "|---" * 10 + "|",
+            + "".join(f"| against {other} " for other in others)
+            + f"| the first {FIRST_EVALUATIONS} | k3 | learned | seconds of training, of sampling, a step |",
+            "|---" * (10 + len(others)) + "|",
         ]
         against = {
             name: Difference.of_pairs(arms[name].pairs_with(arms[reference])) for name in alike if name != reference
@@ -340,6 +345,10 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
             runs = found.condition.curves[base].values()
             evaluated = np.mean([run["own_reward"][~np.isnan(run["own_reward"])] for run in runs], axis=0)
             cells += [str(whole) if name in against else ""]
+            cells += [
+                "" if name in (reference, other) else str(Difference.of_pairs(found.pairs_with(arms[other])))
+                for other in others
+            ]
             cells += [", ".join(f"{own:.2f}" for own in evaluated[:FIRST_EVALUATIONS])]
             cells += [f"{found.condition.mean(base, 'k3'):.1e}", _learned(runs)]
             parts = [found.condition.mean(base, f"{part}_seconds") for part in ("training", "sampling")]
@@ -347,8 +356,10 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
     return lines
 
 
-def _is_plain_bf16(group: PretrainedGroup) -> bool:
-    return (group.engine, group.dtype) == (BF16, "bfloat16") and not (group.is_aligned or group.is_dithered)
+def _is_plain(group: PretrainedGroup, dtype: str) -> bool:
+    """Whether both sides compute in this dtype, and nothing else is changed."""
+    is_changed = group.is_aligned or group.is_dithered or group.rounded_to or group.simulated_cache
+    return (group.engine, group.dtype) == (dataclasses.replace(BF16, dtype=dtype), dtype) and not is_changed
 
 
 def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
