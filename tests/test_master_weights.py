@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import sys
 import warnings
@@ -141,37 +142,43 @@ def test_another_seed_draws_others_and_places_are_drawn_apart() -> None:
     assert abs(float(torch.corrcoef(torch.stack([small, first[: len(small)]]))[0, 1])) < 0.2
 
 
+def masters_of(optimizer: Any) -> list[torch.Tensor]:
+    (own,) = optimizer.chained_optimizers
+    prefix = "shard_" if hasattr(own, "shard_fp32_from_float16_groups") else ""
+    return [master for group in getattr(own, f"{prefix}fp32_from_float16_groups") for master in group]
+
+
 @MEGATRON
-def test_the_hook_of_the_hosts_dithers_once_and_keeps_what_a_resumed_run_has(capsys: pytest.CaptureFixture) -> None:
-    args = argparse.Namespace(seed=3, rank=0)
+def test_the_hook_of_the_hosts_dithers_before_the_first_step_of_a_process_alone(capsys: pytest.CaptureFixture) -> None:
     with optimizer_of(is_distributed=True) as (optimizer, model):
         before = {name: weight.clone() for name, weight in model.named_parameters()}
-        (own,) = optimizer.chained_optimizers
-        dither_weights(args, 0, 0, [model], optimizer, None)
-        masters = [master.clone() for group in own.shard_fp32_from_float16_groups for master in group]
+        dither_weights(argparse.Namespace(seed=3, rank=0), 0, 0, [model], optimizer, None)
         assert capsys.readouterr().out == "mis_ext: master weights of rank 0: 422,403 are dithered\n"
-        # As after optimizer steps that happen to end on numbers of bf16: it does not look again.
-        for group in own.shard_fp32_from_float16_groups:
-            for master in group:
-                master.copy_(master.bfloat16())
-        dither_weights(args, 0, 1, [model], optimizer, None)
-        assert all(
-            torch.equal(master, master.bfloat16().float())
-            for group in own.shard_fp32_from_float16_groups
-            for master in group
-        )
         assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
-    with optimizer_of(is_distributed=True) as (optimizer, model):
-        (own,) = optimizer.chained_optimizers
-        resumed = [master for group in own.shard_fp32_from_float16_groups for master in group]
-        for master, saved in zip(resumed, masters, strict=True):
-            master.copy_(saved)
-        dither_weights(argparse.Namespace(seed=4, rank=0), 5, 0, [model], optimizer, None)
-        assert all(torch.equal(master, saved) for master, saved in zip(resumed, masters, strict=True))
-        assert "rank 0: stay as they are" in capsys.readouterr().out
-    with optimizer_of(is_distributed=True) as (optimizer, model):
-        dither_weights(argparse.Namespace(seed=4, rank=1), 0, 0, [model], optimizer, None)
+        # As if optimizer steps had ended on numbers of bf16.
+        for master in masters_of(optimizer):
+            master.copy_(master.bfloat16())
+        dither_weights(argparse.Namespace(seed=3, rank=0), 0, 1, [model], optimizer, None)
+        assert all(torch.equal(master, master.bfloat16().float()) for master in masters_of(optimizer))
         assert capsys.readouterr().out == ""
+    with optimizer_of(is_distributed=True) as (optimizer, model):
+        dither_weights(argparse.Namespace(seed=3, rank=1), 0, 0, [model], optimizer, None)
+        assert capsys.readouterr().out == ""
+        assert not torch.equal(masters_of(optimizer)[0], masters_of(optimizer)[0].bfloat16().float())
+
+
+@MEGATRON
+def test_the_master_weights_of_a_resumed_run_are_kept(capsys: pytest.CaptureFixture) -> None:
+    with optimizer_of(is_distributed=False) as (optimizer, _):
+        dither_master_weights(optimizer, seed=3)
+        state = copy.deepcopy(optimizer.state_dict())
+    with optimizer_of(is_distributed=False) as (optimizer, model):
+        optimizer.load_state_dict(state)
+        saved = [master.clone() for master in masters_of(optimizer)]
+        dither_weights(argparse.Namespace(seed=4, rank=0), 5, 0, [model], optimizer, None)
+        assert all(torch.equal(master, was) for master, was in zip(masters_of(optimizer), saved, strict=True))
+        assert not torch.equal(saved[0], saved[0].bfloat16().float())
+    assert "rank 0: stay as they are, those of a resumed run" in capsys.readouterr().out
 
 
 @MEGATRON
