@@ -206,8 +206,9 @@ def test_the_runs_of_a_layout_are_compared_with_each_other_too() -> None:
 
 def test_only_the_whole_loss_in_miles_may_be_further_off_as_miles_rounds_its_own_gradient() -> None:
     loose = {case.name for case in MILES_MEGATRON.cases if case.close > 1e-5}
-    assert loose == {case.name for case in MILES_MEGATRON.cases if case.layout and case.name.startswith("policy_loss")}
+    rounded = {case.name for case in MILES_MEGATRON.cases if case.layout and case.name.startswith("policy_loss")}
     # Numbers of fp16 are rounded otherwise than those of bf16.
+    assert loose == rounded | {"fp16"}
     assert {case.name for case in (*SLIME.cases, *MILES.cases) if case.close > 1e-5} == {"fp16"}
     own, ours = ran("slime_tis_cp2"), ran("policy_loss_cp2", grad_norm=NORM * (1 - 3e-4))
     assert len(faults_of_comparison([own, ours])) == 1

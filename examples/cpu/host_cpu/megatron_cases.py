@@ -1,8 +1,9 @@
 """What the Megatron trainers of slime and Miles share: the flags of a small model on a CPU, and the runs."""
 
 import shlex
+from dataclasses import replace
 
-from .cases import CHECK, CORE, HOOK, LOSS, MEASURED, MODEL, Case, flat
+from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, LOSS, MEASURED, MODEL, SAME, Case, flat
 
 # Without Transformer Engine and CUDA kernels.
 MODEL_FLAGS = [
@@ -102,6 +103,43 @@ OURS = (
         is_optional=True,
     ),
 )
+
+_FP16 = Case(
+    name="fp16",
+    title="three flags, `--fp16`, a constant loss scale",
+    flags=("--use-tis", *HOOK, *CHECK, "--fp16", "--loss-scale", "65536"),
+    config="mis.yaml",
+    metrics=CORE,
+    says=(CALLED,),
+    is_alike=True,
+    # It is rounded otherwise than the others, which are in bfloat16.
+    close=2 * CLOSE_IN_BFLOAT16,
+    is_optional=True,
+)
+# The host itself makes its gradients too small: they are not alike.
+_FP16_ADAPTS = replace(
+    _FP16,
+    name="fp16_adapts",
+    title="three flags, `--fp16`, a loss scale that adapts",
+    flags=(*_FP16.flags[:-2], "--initial-loss-scale", "65536"),
+    says=(CALLED, "divides gradients by the scale twice"),
+    is_alike=False,
+    close=SAME,
+)
+
+# The first gradients are those of the others: the weights that passes use are the same.
+_DITHERED = Case(
+    name="dithered",
+    title="three flags, `dither_weights`",
+    flags=("--use-tis", *HOOK, *CHECK, "--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights"),
+    config="mis.yaml",
+    metrics=CORE,
+    says=(CALLED, "mis_ext: master weights of rank 0: ", " are dithered"),
+    is_alike=True,
+    is_optional=True,
+)
+
+OF_THE_OPTIMIZER = (_FP16, _FP16_ADAPTS, _DITHERED)
 
 REFUSED = (
     Case(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, TRAINING, Case, Host, flat, input_files
-from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
+from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
 from .miles_runs import MILES
 from .parallel_cases import allgather_cp, on_two_ranks
 
@@ -57,7 +57,7 @@ MILES_MEGATRON = Host(
     script="examples/miles/run_megatron_cpu.sh",
     common=_common,
     conversion=_conversion,
-    cases=(*_ONE_RANK, _WITHOUT_SCORING, *_TWO_RANKS, *_refused()),
+    cases=(*_ONE_RANK, _WITHOUT_SCORING, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_refused()),
     checkouts={"Miles": "MILES_DIR", "Megatron-LM, Miles' fork": "MILES_MEGATRON_DIR"},
     patches={},
     packages=(*(name for name in MILES.packages if name != "megatron-core"), "mbridge"),

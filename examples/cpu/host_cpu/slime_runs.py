@@ -1,14 +1,11 @@
 """The runs of slime: Megatron-LM's trainer, our three flags, the whole loss, and slime's two other hooks."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from .cases import (
     CHECK,
-    CLOSE_IN_BFLOAT16,
     CORE,
     HOOK,
-    SAME,
     SAMPLES_PER_ROLLOUT,
     TRAINING,
     Case,
@@ -16,7 +13,7 @@ from .cases import (
     flat,
     input_files,
 )
-from .megatron_cases import CALLED, MODEL_FLAGS, OURS, REFUSED, own_corrections
+from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 
 _TWO_STEPS = ("--global-batch-size", str(SAMPLES_PER_ROLLOUT // 2))
@@ -54,40 +51,6 @@ _HOOKS = (
     ),
 )
 
-_FP16 = Case(
-    name="fp16",
-    title="three flags, `--fp16`, a constant loss scale",
-    flags=("--use-tis", *HOOK, *CHECK, "--fp16", "--loss-scale", "65536"),
-    config="mis.yaml",
-    metrics=CORE,
-    says=(CALLED,),
-    is_alike=True,
-    close=CLOSE_IN_BFLOAT16,
-    is_optional=True,
-)
-# slime itself makes its gradients too small: they are not alike.
-_FP16_ADAPTS = replace(
-    _FP16,
-    name="fp16_adapts",
-    title="three flags, `--fp16`, a loss scale that adapts",
-    flags=(*_FP16.flags[:-2], "--initial-loss-scale", "65536"),
-    says=(CALLED, "divides gradients by the scale twice"),
-    is_alike=False,
-    close=SAME,
-)
-
-# The first gradients are those of the others: the weights that passes use are the same.
-_DITHERED = Case(
-    name="dithered",
-    title="three flags, `dither_weights`",
-    flags=("--use-tis", *HOOK, *CHECK, "--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights"),
-    config="mis.yaml",
-    metrics=CORE,
-    says=(CALLED, "mis_ext: master weights of rank 0: ", " are dithered"),
-    is_alike=True,
-    is_optional=True,
-)
-
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
 _TWO_RANKS = (in_bfloat16(OURS[0]), *on_two_ranks(_ONE_RANK))
@@ -98,7 +61,7 @@ SLIME = Host(
     title="slime",
     script="examples/slime/run_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, _FP16, _FP16_ADAPTS, _DITHERED, *_TWO_RANKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
