@@ -3,7 +3,7 @@
 An optimizer of Megatron-Core updates a copy of the weights in float32, the master weights. Trainer and engine compute
 with what is rounded from it. At the start of RL each master weight is a number of bf16, in the middle of all that is
 rounded to it, and must go half of the way to the next number before anything changes. At a learning rate of 1e-6 that
-takes hundreds of steps (benchmarks/evidence/README.md#fp16-in-training).
+takes hundreds of steps (benchmarks/evidence/README.md#dithered-master-weights).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Numbers that are drawn at once, so that a part of a parameter costs what it is long."""
+"""Numbers that are drawn at once: every rank draws all of those of which it needs some."""
 
 
 def dithered(weight: Tensor, share: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _dither(part: _Part, seed: int) -> None:
     stop = part.start + part.master.numel()
     for first in range(part.start // CHUNK * CHUNK, stop, CHUNK):
         generator.manual_seed(Random(f"{seed} {part.size} {first}").getrandbits(63))
-        share = torch.rand(min(CHUNK, part.size - first), generator=generator, device=part.master.device)
+        share = torch.rand(CHUNK, generator=generator, device=part.master.device)
         low, high = max(part.start, first), min(stop, first + CHUNK)
         ours = part.master[low - part.start : high - part.start]
         ours.copy_(dithered(ours, share[low - first : high - first]))

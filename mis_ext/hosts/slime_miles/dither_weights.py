@@ -35,7 +35,7 @@ def dither_weights(
     """
     if optimizer in _seen:
         return
-    num_weights = dither_master_weights(optimizer, seed=int(read_argument(args, "seed") or 0))
+    num_weights = dither_master_weights(optimizer, seed=read_argument(args, "seed"))
     _seen.add(optimizer)
     if read_argument(args, "rank") in (None, 0):
         done = "stay as they are, those of a resumed run" if num_weights is None else f"{num_weights:,} are dithered"
