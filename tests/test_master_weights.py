@@ -7,9 +7,10 @@ import copy
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,8 +53,18 @@ MEGATRON = pytest.mark.skipif(
 )
 
 
+SHAPES = {"matrix": (700, 600), "norm": (600,), "head": (601, 3)}
+
+
 @contextmanager
-def optimizer_of(*, rank: int = 0, size: int = 1, is_distributed: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
+def optimizer_of(
+    *,
+    rank: int = 0,
+    size: int = 1,
+    is_distributed: bool,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES),
+    **settings: Any,
+) -> Iterator[tuple[Any, Any]]:
     """Megatron-Core's own, with its model: that of one of ``size`` data-parallel ranks, which exchange nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     with warnings.catch_warnings():
@@ -68,8 +79,8 @@ def optimizer_of(*, rank: int = 0, size: int = 1, is_distributed: bool, **settin
     class Model(MegatronModule):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            generator = torch.Generator().manual_seed(0)
-            for name, shape in {"matrix": (700, 600), "norm": (600,), "head": (601, 3)}.items():
+            for name, shape in shapes.items():
+                generator = torch.Generator().manual_seed(sum(shape))
                 drawn = torch.randn(shape, generator=generator) * 0.02
                 setattr(self, name, torch.nn.Parameter(drawn.to(config.params_dtype)))
 
@@ -101,20 +112,35 @@ def whole_masters(seed: int) -> dict[torch.Size, torch.Tensor]:
     return masters
 
 
-@MEGATRON
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_every_layout_of_a_distributed_optimizer_has_the_same_master_weights(size: int) -> None:
-    whole = whole_masters(7)
-    parts: dict[torch.Size, dict[int, torch.Tensor]] = {shape: {} for shape in whole}
+def joined_masters(size: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[torch.Size, torch.Tensor]:
+    """Of the parts that ``size`` ranks of a distributed optimizer have, flat, by the shape of the whole."""
+    parts: dict[torch.Size, dict[int, torch.Tensor]] = {}
     for rank in range(size):
-        with optimizer_of(rank=rank, size=size, is_distributed=True) as (optimizer, _):
+        with optimizer_of(rank=rank, size=size, is_distributed=True, shapes=shapes) as (optimizer, _):
             dither_master_weights(optimizer, seed=7)
             (own,) = optimizer.chained_optimizers
             groups = zip(own.model_float16_groups, own.shard_fp32_from_float16_groups, strict=True)
             for weight, master in (pair for group in groups for pair in zip(*group, strict=True)):
-                parts[weight.shape][own._get_model_param_range_map(weight)["param"].start] = master
-    for shape, found in parts.items():
-        assert torch.equal(torch.cat([found[start] for start in sorted(found)]), whole[shape].flatten())
+                start = own._get_model_param_range_map(weight)["param"].start
+                parts.setdefault(weight.shape, {})[start] = master
+    return {shape: torch.cat([found[start] for start in sorted(found)]) for shape, found in parts.items()}
+
+
+@MEGATRON
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_layout_of_a_distributed_optimizer_has_the_same_master_weights(size: int) -> None:
+    whole, joined = whole_masters(7), joined_masters(size, SHAPES)
+    assert joined.keys() == whole.keys()
+    assert all(torch.equal(joined[shape], whole[shape].flatten()) for shape in whole)
+
+
+@MEGATRON
+def test_a_parameter_draws_the_same_whatever_its_rank_has_beside_it() -> None:
+    """As norms under tensor parallelism, and tied embeddings in the first and the last stage of a pipeline."""
+    head = torch.Size(SHAPES["head"])
+    first = joined_masters(3, SHAPES)[head]
+    last = joined_masters(2, {"head": SHAPES["head"], "norm": (64,), "other": (9, 5)})[head]
+    assert torch.equal(first, last)
 
 
 class Quantized(torch.Tensor):
