@@ -2,17 +2,7 @@
 
 from pathlib import Path
 
-from .cases import (
-    CHECK,
-    CORE,
-    HOOK,
-    SAMPLES_PER_ROLLOUT,
-    TRAINING,
-    Case,
-    Host,
-    flat,
-    input_files,
-)
+from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
 from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 

@@ -312,13 +312,10 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
-        reference, fp16 = (
-            next((name for name, group in alike.items() if _is_plain(group, dtype)), None)
-            for dtype in ("bfloat16", "float16")
-        )
+        reference = next((name for name, group in alike.items() if _is_plain(group, "bfloat16")), None)
         if reference is None or len(alike) < 2:
             continue
-        others = [] if fp16 is None else [fp16]
+        others = [name for name, group in alike.items() if _is_plain(group, "float16")]
         lines += [
             "",
             "## Without a correction, setting against setting",

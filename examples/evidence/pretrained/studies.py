@@ -207,13 +207,7 @@ _PRECISION += [
 ]
 # Is what bf16 loses at that learning rate lost, or later?
 _SMALL_UPDATES = [
-    replace(
-        group,
-        name=f"pretrained_small_updates_{name}",
-        num_steps=300,
-        eval_interval=20,
-        dump_steps=(0, 150, 299),
-    )
+    replace(group, name=f"pretrained_small_updates_{name}", num_steps=300, eval_interval=20, dump_steps=(0, 150, 299))
     for name, group in (("bf16", _PRECISION[-3]), ("bf16_dithered", _PRECISION[-1]))
 ]
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
