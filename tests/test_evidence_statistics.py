@@ -53,6 +53,7 @@ def test_conditions_pair_seeds_and_see_a_fall() -> None:
     rewards = {"none": {1: [0.5] * 40, 2: [0.9] * 40}, "better": {1: [0.6] * 40, 2: [1.0] * 20 + [0.7] * 20}}
     rows = [
         {"method": method, "seed": seed, "step": step, "reward": reward}
+        | ({"own_reward": 0.5} if step % 10 == 0 else {})
         for method, seeds in rewards.items()
         for seed, curve in seeds.items()
         for step, reward in enumerate(curve)
@@ -62,6 +63,9 @@ def test_conditions_pair_seeds_and_see_a_fall() -> None:
     assert condition.difference("better", "none", "reward").mean == pytest.approx((0.1 - 0.05) / 2)
     assert condition.difference("better", "none", "reward", slice(0, 10)).mean == pytest.approx(0.1)
     assert (condition.fell("none"), condition.fell("better")) == (0, 0.5)
+    # The policy itself can fall while its rollouts, of older weights, do not.
+    next(row for row in rows if row["seed"] == 1 and row["step"] == 10)["own_reward"] = 0.71
+    assert Condition.of_rows("c", rows).fell("none") == 0.5
 
 
 def test_settings_are_compared_with_the_uncorrected_runs_of_another_by_seed() -> None:

@@ -44,10 +44,13 @@ class Condition:
         return float(np.nanmean([curves[number][part] for curves in self.curves[method].values()]))
 
     def fell(self, method: str) -> float:
-        """Share of seeds whose reward, as a mean of ten steps, ends more than 0.2 below its best."""
-        window = np.ones(10) / 10
-        smooth = [np.convolve(curves["reward"], window, "valid") for curves in self.curves[method].values()]
-        return float(np.mean([curve.max() - curve[-1] > 0.2 for curve in smooth]))
+        """Share of seeds that end more than 0.2 below their best: in ten steps of rollouts, or in an evaluation."""
+        window, fell = np.ones(10) / 10, []
+        for curves in self.curves[method].values():
+            own = curves["own_reward"][~np.isnan(curves["own_reward"])]
+            both = np.convolve(curves["reward"], window, "valid"), own
+            fell.append(any(curve.max() - curve[-1] > 0.2 for curve in both))
+        return float(np.mean(fell))
 
     def difference(self, method: str, other: str, number: str, part: slice = slice(None)) -> Difference:
         """Of the mean over steps, paired by seed."""

@@ -73,7 +73,8 @@ def _header(study: Study, done: list[Group], results: Results) -> list[str]:
         "Differences are paired by seed, with 95 % confidence intervals.",
         f"No difference: the interval lies within the margin, {study.margin:g} or the noise floor where that is wider.",
         "Better and worse: beyond the margin, with p < 0.05 after Holm's correction for all rows of the table.",
-        "Fell: share of seeds that end more than 0.2 below their best ten steps.",
+        "Fell: share of seeds that end more than 0.2 below their best ten steps, or whose own policy does so below its "
+        "best evaluation.",
         *([f"{missing} of {len(study.groups)} groups have not run."] if missing else []),
     ]
 
