@@ -56,6 +56,9 @@ def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:
     assert report.has_failed(curves([0.1] * 20))
     assert report.has_failed(curves([0.1, *[0.9] * 19], [0.9] * 20 + [0.1] * 20))
     assert not report.has_failed(curves([0.1, *[0.9] * 19]))
+    # What is sampled still earns all: the engine's weights stayed behind.
+    assert report.has_failed(curves([0.1, *[0.9] * 18, 0.79], [0.9] * 20))
+    assert not report.has_failed(curves([0.1, *[0.9] * 18, 0.81], [0.9] * 20))
     assert report.final(np.array([0.0, np.nan, 1.0, 2.0, np.nan, 3.0, 4.0])) == 2.5
 
 
@@ -135,6 +138,30 @@ def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compare
     assert report._between_settings({"longer": groups["longer"]}, arms) == []
     assert report._between_settings({name: groups[name] for name in ("fp16", "longer")}, arms) == []
     assert report._between_settings({name: groups[name] for name in ("fp16", "aligned")}, arms) == []
+
+
+def test_every_setting_is_compared_at_its_own_best_learning_rate() -> None:
+    def setting(late: float, early: float) -> report.Arms:
+        runs = {seed: curves([early + 0.01 * seed] * 4 + [late + 0.01 * seed] * 4) for seed in (1, 2)}
+        return report.Arms(Condition("c", {"none": runs}))
+
+    plain = dataclasses.replace(GROUP, engine=studies.BF16, dtype="bfloat16")
+    groups = {f"bf16 {rate}": dataclasses.replace(plain, learning_rate=rate) for rate in (1e-6, 3e-6)}
+    groups |= {
+        name.replace("16", "16 dithered"): dataclasses.replace(g, is_dithered=True) for name, g in groups.items()
+    }
+    groups["fp16"] = dataclasses.replace(plain, dtype="float16")
+    values = [(0.9, 0.1), (0.8, 0.4), (0.95, 0.3), (0.7, 0.35), (1.0, 1.0)]
+    arms = {name: setting(*each) for name, each in zip(groups, values, strict=True)}
+    rows = report._best_rates(groups, arms)[-4:]
+    assert rows[:2] == [
+        "| last 4 evaluations | bf16 1e-06 | 1e-06 | 0.915 |  |",
+        "| last 4 evaluations | bf16 dithered 1e-06 | 1e-06 | 0.965 | +0.050 [+0.050, +0.050] |",
+    ]
+    assert rows[2].startswith("| all evaluations | bf16 3e-06 | 3e-06 | 0.615 |")
+    assert rows[3] == "| all evaluations | bf16 dithered 1e-06 | 1e-06 | 0.640 | +0.025 [+0.025, +0.025] |"
+    # At one rate there is nothing to choose.
+    assert report._best_rates({name: groups[name] for name in ("bf16 1e-06", "fp16")}, arms) == []
 
 
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:

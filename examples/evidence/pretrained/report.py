@@ -32,8 +32,9 @@ LARGEST_NOISE, SMALLEST_GAIN = 0.04, 0.1
 FIRST_STEPS, LAST_STEPS = slice(0, 5), slice(-10, None)
 # Of numbers that are shown at first and at the end.
 FORMS = {"reward": ".3f", "k3": ".1e", "ess_sequence": ".2f", "length": ".0f", "entropy": ".2f"}
-# Of a run: its last evaluations are not so much above its first, or its reward ends so much below its best ten steps.
-RISE, FALL = 0.1, 0.2
+# Of a run: its last evaluations are not so much above its first, its reward ends so much below its best ten steps, or
+# its last evaluation so much below its best one: three standard errors of 256 answers.
+RISE, FALL, OWN_FALL = 0.1, 0.2, 0.1
 # A run got worse whose last evaluation is so much below its best one. What may warn of it is the mean of so many steps
 # before the last evaluation but one.
 WORSE, STEPS_BEFORE = 0.05, 15
@@ -121,7 +122,7 @@ class Arms:
         return difference.verdict(margin, self.holm().get(method, 1.0))
 
     def failed(self, method: str) -> int:
-        """Runs that never rose, or fell."""
+        """Runs that never rose, or of which one of the two curves fell."""
         return sum(has_failed(curves) for curves in self.condition.curves[method].values())
 
     def declines(self, method: str) -> list[float]:
@@ -170,10 +171,11 @@ def before_the_end(curves: dict[str, np.ndarray[Any, Any]], number: str) -> floa
 
 
 def has_failed(curves: dict[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether a run never rose, or fell."""
+    """Whether a run never rose, or its rollouts or its own policy fell: each can stay up while the other falls."""
     evaluated = curves["own_reward"][~np.isnan(curves["own_reward"])]
     smooth = np.convolve(curves["reward"], np.ones(10) / 10, "valid") if len(curves["reward"]) >= 10 else evaluated
-    return bool(final(evaluated) < evaluated[0] + RISE or smooth.max() - smooth[-1] > FALL)
+    never_rose = final(evaluated) < evaluated[0] + RISE
+    return bool(never_rose or smooth.max() - smooth[-1] > FALL or decline(evaluated) > OWN_FALL)
 
 
 def _finished(study: Study, done: Sequence[Any], results: Results, output: Path) -> list[str]:
@@ -189,7 +191,8 @@ def _finished(study: Study, done: Sequence[Any], results: Results, output: Path)
     if _is_trained(study):
         if any(found.floor() for found in arms.values()):
             lines += ["", "## Floor", "", *_floors(arms)]
-        lines += _between_settings({name: of_condition[0] for name, of_condition in groups.items()}, arms)
+        firsts = {name: of_condition[0] for name, of_condition in groups.items()}
+        lines += _between_settings(firsts, arms) + _best_rates(firsts, arms)
         for name, found in arms.items():
             lines += ["", f"## {name}", "", *_condition(groups[name][0], found)]
     ages = [line for name, found in arms.items() for line in _ages(name, found)]
@@ -255,9 +258,9 @@ def _header(study: Study, done: Sequence[PretrainedGroup], results: Results, *, 
             f"Compared is the reward of the trainer's own policy on {group.num_evaluated} held-out questions, mean of "
             f"the last {LAST_EVALUATIONS} evaluations. Differences are paired by seed, with 95 % intervals; p after "
             "Holm. The mean of all evaluations, without a verdict, shows who learns sooner where all end alike.",
-            f"Failed: the last evaluations are less than {RISE:g} above the first, or the reward of rollouts ends more "
-            f"than {FALL:g} below its best ten steps. Worse: the last evaluation is more than {WORSE:g} below the "
-            "best.",
+            f"Failed: the last evaluations are less than {RISE:g} above the first, the reward of rollouts ends more "
+            f"than {FALL:g} below its best ten steps, or the last evaluation is more than {OWN_FALL:g} below the best. "
+            f"Worse: the last evaluation is more than {WORSE:g} below the best.",
         ]
     mixtures = dict.fromkeys((group.experts, group.expert_noise) for group in done if group.experts)
     lines += [
@@ -350,6 +353,37 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
             cells += [f"{found.condition.mean(base, 'k3'):.1e}", _learned(runs)]
             parts = [found.condition.mean(base, f"{part}_seconds") for part in ("training", "sampling")]
             lines.append(f"| {' | '.join([*cells, ', '.join(f'{seconds:.2f}' for seconds in parts)])} |")
+    return lines
+
+
+def _best_rates(groups: dict[str, PretrainedGroup], arms: dict[str, Arms]) -> list[str]:
+    """Each setting at its own best learning rate, where it ran at several: a gain may be that of another rate."""
+    rates: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        alike = dataclasses.replace(group, name="", methods=(NONE,), seeds=(1,), learning_rate=1.0)
+        rates.setdefault(repr(alike), []).append(name)
+    plain = next((n for n in rates.values() if len(n) > 1 and _is_plain(groups[n[0]], "bfloat16")), None)
+    if plain is None:
+        return []
+    lines = [
+        "",
+        "## Every setting at its best learning rate",
+        "",
+        "Chosen among the rates that ran, by the number that the row is about and on these seeds; paired by seed with "
+        "the first setting at its own best.",
+        "",
+        "| outcome | setting | best rate | value | against the first |",
+        "|---|---|---|---|---|",
+    ]
+    outcomes: dict[str, Outcome] = {f"last {LAST_EVALUATIONS} evaluations": final, "all evaluations": of_all}
+    for outcome, of in outcomes.items():
+        values = {n: float(np.mean(list(arms[n].outcome(NONE.name, of).values()))) for n in arms}
+        best_plain = max(plain, key=values.__getitem__)
+        for names in (plain, *(names for names in rates.values() if names != plain and len(names) > 1)):
+            best = max(names, key=values.__getitem__)
+            against = "" if names == plain else Difference.of_pairs(arms[best].pairs_with(arms[best_plain], of))
+            cells = [outcome, best, f"{groups[best].learning_rate:g}", f"{values[best]:.3f}", str(against)]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

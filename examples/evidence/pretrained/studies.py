@@ -210,6 +210,12 @@ _SMALL_UPDATES = [
     replace(group, name=f"pretrained_small_updates_{name}", num_steps=300, eval_interval=20, dump_steps=(0, 150, 299))
     for name, group in (("bf16", _PRECISION[-3]), ("bf16_dithered", _PRECISION[-1]))
 ]
+# Or is the learning rate too small, which dithering then hides?
+_SMALL_UPDATES += [
+    replace(group, name=f"{group.name}_lr{rate:g}", learning_rate=rate, seeds=FOUR_SEEDS)
+    for rate in (3e-6, 1e-5, 2e-6)
+    for group in _SMALL_UPDATES[:2]
+]
 _ATLAS = [_first_rollout(f"pretrained_atlas_{name}", *each, num_prompts=64) for name, each in _SETTINGS.items()]
 _ATLAS_CPU = [_first_rollout(f"pretrained_atlas_cpu_{name}", *each, num_prompts=8) for name, each in _ON_A_CPU.items()]
 
@@ -324,7 +330,7 @@ PRETRAINED_STUDIES = (
     ),
     Study(
         name="pretrained_small_updates",
-        question="Does bf16 at a small learning rate catch up with its dithered copy in 300 steps?",
+        question="Does bf16 at a small learning rate catch up with its dithered copy, and at a larger one?",
         groups=runs_of(_SMALL_UPDATES),
     ),
 )
