@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -30,6 +30,8 @@ SEEDS = (42, 123, 1234)
 ARMS = {"disease": ("no correction", "black"), "cure": ("token mask, veto, normalised", "C1")}
 REWARD, KL, NORM = "rollout/raw_reward", "train/mis_kl", "train/grad_norm"
 NUM_LAST = 5
+# A gradient norm so many times the median of its first steps is a warning.
+UNUSUAL_NORM = 3
 
 Curves = dict[str, dict[str, list[list[float]]]]
 
@@ -57,16 +59,18 @@ def table(curves: Curves) -> str:
     """Markdown: each seed's mean of the first and of the last steps, and its largest values."""
     lines = [
         f"| | seed | reward, first {NUM_LAST} steps | last {NUM_LAST} | `mis_kl`, step 0 | last {NUM_LAST} | largest "
-        "| gradient norm, largest |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| gradient norm, largest | above {UNUSUAL_NORM} times its first median at step |",
+        "|---" * 9 + "|",
     ]
     for arm, (label, _) in ARMS.items():
         rows = zip(SEEDS, curves[arm][REWARD], curves[arm][KL], curves[arm][NORM], strict=True)
         for seed, reward, kl, norm in rows:
             first, last = mean(reward[:NUM_LAST]), mean(reward[-NUM_LAST:])
+            limit = UNUSUAL_NORM * median(norm[:NUM_LAST])
+            warned = next((str(step) for step, value in enumerate(norm) if value > limit), "never")
             lines.append(
                 f"| {label} | {seed} | {first:.2f} | {last:.2f} | {kl[0]:.3f} | {mean(kl[-NUM_LAST:]):.2g} "
-                f"| {max(kl):.2g} | {max(norm):.2g} |"
+                f"| {max(kl):.2g} | {max(norm):.2g} | {warned} |"
             )
     ends = {arm: [mean(reward[-NUM_LAST:]) for reward in curves[arm][REWARD]] for arm in ARMS}
     gains = [cure - disease for disease, cure in zip(*ends.values(), strict=True)]

@@ -21,7 +21,7 @@ def write(checkout: Path, *, gap_in: int | None = None) -> None:
             arm: {
                 published_runs.REWARD: curve(level + step / 100 + seed / 10_000 for step in range(NUM_STEPS)),
                 published_runs.KL: curve(0.03 * (1 + step) / level for step in range(NUM_STEPS)),
-                published_runs.NORM: curve(1 / level + step for step in range(NUM_STEPS)),
+                published_runs.NORM: curve(3 / level + 20 * step for step in range(NUM_STEPS)),
             }
             for arm, level in levels.items()
         }
@@ -41,8 +41,8 @@ def test_the_table_has_each_seed_and_the_gain_of_the_last_steps(tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["published_runs.py", str(tmp_path), "--picture", str(picture)])
     published_runs.main()
     table = capsys.readouterr().out
-    assert "| no correction | 1234 | 0.24 | 0.27 | 0.300 | 1.8 | 2.4 | 17 |" in table
-    assert "| token mask, veto, normalised | 42 | 0.52 | 0.55 | 0.060 | 0.36 | 0.48 | 9 |" in table
+    assert "| no correction | 1234 | 0.24 | 0.27 | 0.300 | 1.8 | 2.4 | 1.7e+02 | never |" in table
+    assert "| token mask, veto, normalised | 42 | 0.52 | 0.55 | 0.060 | 0.36 | 0.48 | 1.5e+02 | 7 |" in table
     assert "corrected minus not, by seed: +0.40 [+0.40, +0.40]" in table
     assert "not a git checkout" in table
     assert picture.stat().st_size > 1000
