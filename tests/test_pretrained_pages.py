@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from evidence.engines import EngineSpec
-from evidence.outcomes import Condition
+from evidence.outcomes import Condition, Difference
 from evidence.pretrained import report, studies
 from evidence.pretrained.group import PretrainedGroup, runs_of
 from evidence.study import NONE, TOKEN_TIS, Study
@@ -39,6 +39,9 @@ def test_nothing_is_claimed_within_the_floor_and_holm_counts_the_arms() -> None:
     assert arms.floor().mean == pytest.approx(0)
     assert arms.margin() == pytest.approx(0.0468, abs=1e-4)
     assert (arms.verdict("tis"), arms.verdict("mask")) == ("better", "no difference")
+    assert arms.tokens() is None
+    both = arms_of(**{"none": [0.5, 0.6], "none, again": [0.3, 0.4], "token_tis": [0.7, 0.6], "token_mask": [0.7, 0.8]})
+    assert both.tokens().mean == pytest.approx(0.25)
     alone = arms_of(**{"none": none, "none, again": none, "tis": better})
     assert alone.margin() == 0.02
     assert arms.holm()["tis"] == pytest.approx(2 * alone.holm()["tis"])
@@ -85,6 +88,11 @@ def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> No
     assert report.steps_to_learn(np.array(rising)) == 8
     (speed,) = report._speed(condition)
     assert "by seed: none 5 to 8; tis never; half 8 (1 of 2 seeds)." in speed
+    # Against both uncorrected arms: 10 and 6 for 8 and 5, 6 and 5. What never learns on a seed has no such number.
+    late = {"none, again": {1: run([0.1] * 6 + [1.0] * 14, 0.01), 2: arms["none"][2]}}
+    late |= {"mask": {1: run([0.1] * 10 + [1.0] * 10, 0.01), 2: run([0.1] * 6 + [1.0] * 14, 0.01)}}
+    _, later = report._speed(Condition("c", condition.curves | late))
+    assert later == f"Steps later than the mean of a seed's uncorrected runs: mask {Difference.of_pairs([3, 1])}."
     assert report._speed(Condition("c", {"none": arms["tis"]})) == []
     (extremes,) = report._extremes(Condition("c", {"none": arms["none"]}))
     # Of 13 steps with less than the full reward, five are of the second run.

@@ -19,7 +19,7 @@ from evidence.ensemble import Row
 from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
-from evidence.study import NONE, Study
+from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study
 from mis_ext.diagnosis.limits import QUANTISED_K3
 
 from .group import PretrainedGroup
@@ -107,6 +107,16 @@ class Arms:
         """Smaller differences are none; unbounded while nobody knows the floor."""
         floor = self.floor()
         return math.inf if floor is None else max(SMALLEST_MARGIN, (floor.high - floor.low) / 2)
+
+    def tokens(self) -> Difference | None:
+        """Token TIS and the token mask together against both uncorrected arms: twice the runs on each side."""
+        arms = [[TOKEN_TIS.name, TOKEN_MASK.name], [self.condition.base, AGAIN.name]]
+        if not all(name in self.condition.curves for names in arms for name in names):
+            return None
+        corrected, uncorrected = ([self.outcome(name) for name in names] for names in arms)
+        seeds = set.intersection(*map(set, corrected + uncorrected))
+        means = [[np.mean([run[seed] for run in runs]) for seed in seeds] for runs in (corrected, uncorrected)]
+        return Difference.of_pairs([float(ours - none) for ours, none in zip(*means, strict=True)])
 
     def holm(self) -> dict[str, float]:
         """P of each method against none (paired t-test), corrected for their number."""
@@ -425,6 +435,8 @@ def _condition(group: PretrainedGroup, arms: Arms) -> list[str]:
         cells.append("" if method == base else "the floor" if method == AGAIN.name else arms.verdict(method))
         cells.append("" if method == base else str(arms.against_none(method, of_all)))
         lines.append(f"| {' | '.join(cells)} |".replace(" nan ", "  "))
+    if (tokens := arms.tokens()) is not None:
+        lines += ["", f"Token TIS and the token mask together against both uncorrected arms, no verdict: {tokens}."]
     return lines + _courses(condition) + _warnings(arms)
 
 
@@ -487,7 +499,26 @@ def _speed(condition: Condition) -> list[str]:
         shown.append(f"{method} {_learned(seeds.values())}")
     if all(each.endswith("never") for each in shown):
         return []
-    return [f"Steps until {STEPS_OF_A_MEAN} rollouts earn more than {LEARNED:g}, by seed: {'; '.join(shown)}."]
+    lines = [f"Steps until {STEPS_OF_A_MEAN} rollouts earn more than {LEARNED:g}, by seed: {'; '.join(shown)}."]
+    later = "; ".join(f"{method} {steps}" for method, steps in _later(condition).items())
+    return lines + ([f"Steps later than the mean of a seed's uncorrected runs: {later}."] if later else [])
+
+
+def _later(condition: Condition) -> dict[str, Difference]:
+    """How many steps later each method learns, paired by seed; methods of which every run does, as do those without."""
+    steps = {
+        method: {seed: steps_to_learn(curves["reward"]) for seed, curves in seeds.items()}
+        for method, seeds in condition.curves.items()
+    }
+    none = [steps[name] for name in (condition.base, AGAIN.name) if name in steps]
+    learned = {name: of for name, of in steps.items() if None not in of.values() and of not in none}
+    if any(None in of.values() for of in none):
+        return {}
+    pairs = {
+        name: [float(of[seed] - np.mean([each[seed] for each in none])) for seed in of if all(seed in n for n in none)]
+        for name, of in learned.items()
+    }
+    return {name: Difference.of_pairs(each) for name, each in pairs.items() if each}
 
 
 def _learned(runs: Iterable[dict[str, np.ndarray[Any, Any]]]) -> str:
