@@ -114,18 +114,18 @@ def test_a_page_holds_the_table_of_today(name) -> None:
 
 
 LIMITS = {
-    "README.md": "0.01 in bf16, 0.07 with an fp8 engine, 0.1 for a mixture of experts",
-    "docs/presets.md": r"$10^{-2}$ in bf16, $7 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ for a mixture of experts",
-    "docs/metrics.md": r"above $10^{-2}$ (fp8 engine: $7 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
+    "README.md": "SmolLM2's are 0.01 in bf16, 0.07 with an fp8 engine, 0.1 as a mixture of experts",
+    "docs/presets.md": r"SmolLM2's are $10^{-2}$ in bf16, $7 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ as a mixture",
+    "docs/metrics.md": r"above $10^{-2}$ with SmolLM2 (fp8 engine: $7 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
 }
-"""The k3 from which on a user should act, as each page writes it."""
+"""The k3 from which on a user should act, as each page writes it, with the model that it is from."""
 SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
 
 
 def test_pages_and_report_name_the_same_limits_of_k3() -> None:
     highest = {each.what: each.high for each in REFERENCES}
     assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
-    assert "above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
+    assert "SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
     assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
 
 

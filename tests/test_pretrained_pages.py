@@ -134,7 +134,11 @@ def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compare
     page = report._between_settings(groups, arms)
     rows = [line for line in page if line.startswith(tuple(f"| {name}" for name in groups))]
     assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16", "| aligned"]
-    assert rows[0] == f"| bf16 | 2 | 0.503 |  |  |  |  | {', '.join(['0.50'] * 5)} | 1.0e-03 | never | 1.50, 0.50 |"
+    assert (
+        rows[0]
+        == f"| bf16 | 2 | 0.503 |  |  |  |  | {', '.join(['0.50'] * 5)} | 0, 0, -, - | 1.0e-03 | never | 1.50, 0.50 |"
+    )
+    assert report._reached(np.array([0, 20, 40]), np.array([0.1, 0.3, 0.7]), 0.5) == "30"
     assert "| 3 | 0.754 | +0.250 [+0.250, +0.250] |" in rows[1]
     # Of fp16 itself there is none; aligned has 0.15 less, by seed.
     against_fp16 = [row.split(" | ")[6] for row in rows]

@@ -41,6 +41,8 @@ WORSE, STEPS_BEFORE = 0.05, 15
 FEWEST_WORSE = 3
 # Learned is what so many rollouts in a row earn on average; there is nothing to learn from LEARNED_ALL on.
 LEARNED, LEARNED_ALL, STEPS_OF_A_MEAN = 0.9, 0.99, 5
+# On the way there, of the own policy.
+LEVELS = (0.25, 0.5, 0.7, 0.8)
 # From where on a ratio is unusual: docs/metrics.md.
 UNUSUAL_RATIO = 100
 WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_max", "grad_norm", "entropy", "length")
@@ -339,8 +341,9 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
             "",
             f"| setting | seeds | own policy | against {reference} | p | all evaluations "
             + "".join(f"| against {other} " for other in others)
-            + f"| the first {FIRST_EVALUATIONS} | k3 | learned | seconds of training, of sampling, a step |",
-            "|---" * (10 + len(others)) + "|",
+            + f"| the first {FIRST_EVALUATIONS} | reaches {', '.join(f'{level:g}' for level in LEVELS)} at step "
+            "| k3 | learned | seconds of training, of sampling, a step |",
+            "|---" * (11 + len(others)) + "|",
         ]
         against = {
             name: Difference.of_pairs(arms[name].pairs_with(arms[reference])) for name in alike if name != reference
@@ -360,6 +363,8 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
                 for other in others
             ]
             cells += [", ".join(f"{own:.2f}" for own in evaluated[:FIRST_EVALUATIONS])]
+            at = np.flatnonzero(~np.isnan(next(iter(runs))["own_reward"]))
+            cells += [", ".join(_reached(at, evaluated, level) for level in LEVELS)]
             cells += [f"{found.condition.mean(base, 'k3'):.1e}", _learned(runs)]
             parts = [found.condition.mean(base, f"{part}_seconds") for part in ("training", "sampling")]
             lines.append(f"| {' | '.join([*cells, ', '.join(f'{seconds:.2f}' for seconds in parts)])} |")
@@ -395,6 +400,15 @@ def _best_rates(groups: dict[str, PretrainedGroup], arms: dict[str, Arms]) -> li
             cells = [outcome, best, f"{groups[best].learning_rate:g}", f"{values[best]:.3f}", str(against)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _reached(steps: NDArray[np.int64], evaluated: NDArray[np.float64], level: float) -> str:
+    """At which step a curve first has a level, on the straight line from the evaluation before; a dash for never."""
+    above = np.flatnonzero(evaluated >= level)
+    if not len(above):
+        return "-"
+    last = slice(max(above[0] - 1, 0), above[0] + 1)
+    return f"{np.interp(level, evaluated[last], steps[last]):.0f}"
 
 
 def _is_plain(group: PretrainedGroup, dtype: str) -> bool:
