@@ -6,8 +6,9 @@ import argparse
 import copy
 import importlib.util
 import sys
+import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -27,13 +28,23 @@ HOOK_PATH = "custom_megatron_before_train_step_hook_path"
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_drawn_is_rounded_to_the_weight(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # All finite numbers of bf16 but the largest, which has no finite neighbour.
-    weight = torch.arange(-0x7F7E, 0x7F7F).abs().to(torch.int16).view(BF16)
-    weight = torch.where(torch.arange(len(weight)) < len(weight) // 2, -weight, weight)
+    bits = torch.arange(-0x8000, 0x8000).to(torch.int16)
+    # All of bf16 but NaN: also the largest, which has a finite neighbour on one side only, both zeros, and infinity.
+    weight = bits[~bits.view(BF16).isnan()].view(BF16)
+    assert len(weight) == 2 * (0x7F80 + 1)
     for share in (torch.zeros(len(weight)), torch.ones(len(weight)), torch.rand(len(weight), generator=generator)):
         found = dithered(weight.float(), share)
         assert found.dtype == torch.float32
-        assert torch.equal(found.bfloat16(), weight)
+        assert torch.equal(found.bfloat16().view(torch.int16), weight.view(torch.int16))
+
+
+def test_the_largest_number_is_dithered_on_both_sides() -> None:
+    largest, share = torch.tensor(torch.finfo(BF16).max), torch.linspace(0, 1, 5)
+    for weight in (largest, -largest):
+        found = dithered(weight.expand(5), share).double() - weight.double()
+        # Its neighbour below is 2^120 away: rounded to it is what is less than half as far, on either side.
+        assert found[2] == 0
+        assert torch.allclose(found[[0, 1, 3, 4]] / 2.0**119, torch.tensor([-1, -0.5, 0.5, 1]).double(), atol=0.01)
 
 
 def test_of_an_update_however_small_all_is_seen_on_average() -> None:
@@ -47,7 +58,9 @@ def test_of_an_update_however_small_all_is_seen_on_average() -> None:
 
 
 # Megatron-Core warns of its own choices.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:full scope is deprecated", "ignore:WARNING. there is no optimizer on RANK"
+)
 MEGATRON = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core not installed (requirements/example.txt)"
 )
@@ -63,6 +76,8 @@ def optimizer_of(
     size: int = 1,
     is_distributed: bool,
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES),
+    frozen: Collection[str] = (),
+    experts: Collection[str] = (),
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Megatron-Core's own, with its model: that of one of ``size`` data-parallel ranks, which exchange nothing."""
@@ -82,7 +97,9 @@ def optimizer_of(
             for name, shape in shapes.items():
                 generator = torch.Generator().manual_seed(sum(shape))
                 drawn = torch.randn(shape, generator=generator) * 0.02
-                setattr(self, name, torch.nn.Parameter(drawn.to(config.params_dtype)))
+                parameter = torch.nn.Parameter(drawn.to(config.params_dtype), requires_grad=name not in frozen)
+                parameter.allreduce = name not in experts
+                setattr(self, name, parameter)
 
     settings = {"bf16": True, "params_dtype": BF16} | settings
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -208,6 +225,48 @@ def test_the_master_weights_of_a_resumed_run_are_kept(capsys: pytest.CaptureFixt
 
 
 @MEGATRON
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_rank_on_which_nothing_or_only_experts_train_has_no_weights_to_dither(is_distributed, capsys) -> None:
+    """There Megatron-Core has a stub in place of an optimizer; an error would leave the other ranks waiting."""
+    with optimizer_of(is_distributed=is_distributed, frozen=SHAPES) as (optimizer, model):
+        assert [each.is_stub_optimizer for each in optimizer.chained_optimizers] == [True]
+        assert dither_master_weights(optimizer, seed=1) == 0
+        dither_weights(argparse.Namespace(seed=1, rank=0), 0, 0, [model], optimizer, None)
+        assert capsys.readouterr().out == "mis_ext: master weights of rank 0: 0 are dithered\n"
+    with optimizer_of(is_distributed=is_distributed, frozen=("norm", "head"), experts=("matrix",)) as (optimizer, _):
+        assert [each.is_stub_optimizer for each in optimizer.chained_optimizers] == [True, False]
+        assert dither_master_weights(optimizer, seed=1) == 700 * 600
+
+
+@MEGATRON
+def test_an_empty_chain_and_a_chain_of_chains_are_gone_through() -> None:
+    with optimizer_of(is_distributed=True) as (optimizer, _):
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, ProcessGroupCollection
+
+        weight = torch.nn.Parameter(torch.ones(5, 3, dtype=BF16))
+        config, groups = optimizer.config, ProcessGroupCollection.use_mpu_process_groups()
+        layers = LayerWiseDistributedOptimizer([torch.optim.AdamW([weight])], config, groups)
+        assert dither_master_weights(type(optimizer)([]), seed=1) == 0
+        # As later versions chain an optimizer of whole layers, itself a chain, with distributed ones.
+        chain = type(optimizer)([layers, optimizer])
+        assert dither_master_weights(chain, seed=1) == 5 * 3 + 700 * 600 + 600 + 601 * 3
+        assert torch.equal(masters_of(layers)[0].bfloat16(), weight)
+        assert not torch.equal(masters_of(layers)[0], weight.float())
+
+
+@MEGATRON
+def test_other_optimizers_are_named() -> None:
+    with optimizer_of(is_distributed=True) as (optimizer, _):
+        (own,) = optimizer.chained_optimizers
+        chunks = [types.SimpleNamespace(ddp_config=types.SimpleNamespace(use_megatron_fsdp=True))]
+        other = type(own)(own.optimizer, own.config, None, None, chunks, None, None, None, 0, 0)
+        with pytest.raises(NotImplementedError, match="DistributedOptimizer keeps no master weights"):
+            dither_master_weights(other, seed=0)
+    with pytest.raises(NotImplementedError, match="AdamW keeps no master weights"):
+        dither_master_weights(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, dtype=BF16))]), seed=0)
+
+
+@MEGATRON
 def test_other_weights_and_other_optimizers_are_refused() -> None:
     for settings in ({"bf16": False, "fp16": True, "params_dtype": torch.float16}, {"bf16": False}):
         settings = {"params_dtype": torch.float32} | settings
@@ -221,6 +280,11 @@ def test_other_weights_and_other_optimizers_are_refused() -> None:
         (own,) = optimizer.chained_optimizers
         own.shard_fp32_from_float16_groups[0][0] = None
         with pytest.raises(NotImplementedError, match="--use-precision-aware-optimizer"):
+            dither_master_weights(optimizer, seed=0)
+    with optimizer_of(is_distributed=True) as (optimizer, _):
+        # A GPU's are copied to the CPU, updated there, and written back: what is dithered here would be lost.
+        optimizer.config.optimizer_cpu_offload = True
+        with pytest.raises(NotImplementedError, match="--optimizer-cpu-offload"):
             dither_master_weights(optimizer, seed=0)
     with optimizer_of(is_distributed=False) as (optimizer, _):
         # As those of 8 bits, which say that they are of bf16.

@@ -31,12 +31,18 @@ def dithered(weight: Tensor, share: Tensor) -> Tensor:
         share: In [0, 1], of the same shape: where the result lies among all that is rounded to the weight.
     """
     number = weight.bfloat16()
+    middle = number.float()
     below, above = (
-        number.float().lerp(number.nextafter(torch.full_like(number, side)).float(), 0.5)
-        for side in (-torch.inf, torch.inf)
+        middle.lerp(number.nextafter(torch.full_like(number, side)).float(), 0.5) for side in (-torch.inf, torch.inf)
+    )
+    # Beyond the largest number is no other; what is rounded to it reaches as far as on its other side.
+    below, above = (
+        half.where(half.isfinite(), middle + (middle - other)) for half, other in ((below, above), (above, below))
     )
     # Not a tie itself, which may be rounded to the neighbour.
-    return below.lerp(above, share.clamp(0.001, 0.999))
+    drawn = below.lerp(above, share.clamp(0.001, 0.999))
+    # Zero reaches less than the smallest number to either side: every update is seen, and its sign stays.
+    return drawn.where(middle.isfinite() & (middle != 0), middle)
 
 
 @torch.no_grad()
@@ -55,14 +61,14 @@ def dither_master_weights(optimizer: Any, *, seed: int) -> int | None:
         seed: The same on all ranks.
 
     Returns:
-        How many weights are dithered on this rank; None if they are kept.
+        How many weights are dithered on this rank, 0 where nothing trains; None if they are kept.
 
     Raises:
         ValueError: The optimizer has no weights in bf16.
-        NotImplementedError: It keeps its master weights elsewhere (``--use-precision-aware-optimizer``), or the model's
-            weights are no plain tensors, as with fp8.
+        NotImplementedError: It keeps its master weights elsewhere (``--use-precision-aware-optimizer``, Megatron FSDP,
+            an optimizer that is not Megatron-Core's), or the model's weights are no plain tensors, as with fp8.
     """
-    parts = [part for each in getattr(optimizer, "chained_optimizers", [optimizer]) for part in _parts(each)]
+    parts = [*_parts(optimizer)]
     if not all(torch.equal(part.master, part.weight.float()) for part in parts):
         return None
     for part in parts:
@@ -80,22 +86,36 @@ class _Part(NamedTuple):
 
 
 def _parts(optimizer: Any) -> Iterator[_Part]:
-    if not optimizer.config.bf16:
+    if hasattr(optimizer, "chained_optimizers"):
+        for each in optimizer.chained_optimizers:
+            yield from _parts(each)
+        return
+    config: Any = getattr(optimizer, "config", None)
+    if config is not None and not config.bf16:
         raise ValueError(
-            f"dither_master_weights: needs an optimizer of weights in bf16 (--bf16), got bf16={optimizer.config.bf16}, "
-            f"fp16={optimizer.config.fp16}"
+            f"dither_master_weights: needs an optimizer of weights in bf16 (--bf16), got bf16={config.bf16}, "
+            f"fp16={config.fp16}"
         )
+    if getattr(optimizer, "is_stub_optimizer", False):
+        # Nothing that it would update trains on this rank: a frozen stage, or a rank with experts alone.
+        return
     is_distributed = hasattr(optimizer, "shard_fp32_from_float16_groups")
+    if not is_distributed and not hasattr(optimizer, "fp32_from_float16_groups"):
+        raise NotImplementedError(
+            f"dither_master_weights: {type(optimizer).__name__} keeps no master weights that Megatron-Core's own loop "
+            "updates: it is that of Megatron FSDP, or of another library"
+        )
     prefixes = ("model_", "shard_") if is_distributed else ("", "")
     weights, masters = (
         [each for group in getattr(optimizer, name) for each in group]
         for name in (f"{prefixes[0]}float16_groups", f"{prefixes[1]}fp32_from_float16_groups")
     )
     for weight, master in zip(weights, masters, strict=True):
-        if master is None:
+        # With the second, what is updated is a copy of them.
+        if master is None or config.optimizer_cpu_offload:
             raise NotImplementedError(
                 "dither_master_weights: Megatron-Core keeps no master weights of its own with "
-                "--use-precision-aware-optimizer"
+                "--use-precision-aware-optimizer or --optimizer-cpu-offload"
             )
         plain = weight.detach()
         if type(plain) is not Tensor or plain.dtype != torch.bfloat16:
