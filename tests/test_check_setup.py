@@ -41,6 +41,10 @@ def arguments(keys: dict[str, Any]) -> argparse.Namespace:
     return argparse.Namespace(**OF_HOSTS | keys)
 
 
+def flag_of(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
+
+
 def start(keys: dict[str, Any]) -> None:
     """As ``init(args)`` of both hosts has it: the function is found by its path, and gets ``args`` alone."""
     args = arguments(keys)
@@ -230,6 +234,53 @@ def test_the_long_path_of_our_function_and_a_wrapper_of_it_pass(monkeypatch: pyt
         start(HOOK | {"custom_tis_function_path": "mine.other"})
 
 
+STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"
+
+
+@pytest.mark.parametrize(
+    ("argument", "path", "message"),
+    [
+        (STEP, "mis_ext.dither_weight", "module 'mis_ext' has no attribute 'dither_weight'"),
+        (STEP, "mis_ext.hosts.dithering.dither_weights", "No module named 'mis_ext.hosts.dithering'"),
+        (STEP, "dither_weights", "Empty module name"),
+        (STEP, "no_such_package.hook", "No module named 'no_such_package'"),
+        (STEP, "mis_ext.dither_master_weights", "the flag takes mis_ext.dither_weights"),
+        (STEP, "mis_ext.hosts.slime_miles.dither_weights", "the flag takes mis_ext.dither_weights"),
+        (SCORING, "mis_ext.dither_weights", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
+        (SCORING, "mine.renamed", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
+        (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),
+        ("rollout_data_postprocess_path", "mis_ext.prepare_rollouts", "has no attribute 'prepare_rollouts'"),
+        ("rollout_data_postprocess_path", "mis_ext.dither_weights", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
+        ("custom_generate_function_path", "mis_ext.generate", "has no attribute 'generate'"),
+        ("custom_generate_function_path", "mis_ext.policy_loss", "the flag takes mis_ext.rollout.generate"),
+        ("rollout_function_path", "mis_ext.rollout.generate", "this one is for --custom-generate-function-path"),
+        ("custom_loss_function_path", "mis_ext.check_setup", "this one is for --custom-megatron-init-path"),
+        ("custom_pg_loss_reducer_function_path", "mis_ext.policy_loss", "takes no function of mis_ext; this one is"),
+    ],
+)
+def test_a_function_of_ours_that_is_misspelt_or_at_another_flag_is_refused(
+    argument, path, message, monkeypatch
+) -> None:
+    mine = types.ModuleType("mine")
+    mine.renamed = mis_ext.dither_weights
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    expected = f"^{re.escape(f'{flag_of(argument)} {path}: ')}.*{re.escape(message)}"
+    with pytest.raises((ValueError, ImportError, AttributeError), match=expected):
+        start(HOOK | {"bf16": True, argument: path})
+
+
+def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_none() -> None:
+    start(
+        HOOK
+        | {"bf16": True, STEP: "mis_ext.dither_weights", "custom_generate_function_path": "mis_ext.rollout.generate"}
+    )
+    for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"):
+        start(HOOK | {"rollout_data_postprocess_path": path})
+    # The host's own process of rollouts loads that of the user, and may have what a training rank has not.
+    start(HOOK | {"custom_config_path": "mis_ext.yaml", "custom_rm_path": "no_such_package.reward"})
+    start(HOOK | {"custom_generate_function_path": "no_such_package.generate", SCORING: "os.path.join"})
+
+
 TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}
 TARGET |= {"rs_lower_bound": 0.1, "rs_upper_bound": 9.0}
 SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
@@ -244,7 +295,7 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
 
 
 @pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
-@pytest.mark.parametrize("path", [None, "my_project.prepare"])
+@pytest.mark.parametrize("path", [None, "os.path.join"], ids=["none", "of the user"])
 def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
     needs, path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib.util
 import sys
 import types
@@ -294,20 +295,29 @@ def test_other_weights_and_other_optimizers_are_refused() -> None:
             dither_master_weights(optimizer, seed=0)
 
 
+DITHER = {HOOK_PATH: "mis_ext.dither_weights"}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"bf16": False, "fp16": True}, "is for weights in bf16: give --bf16"),
-        ({"bf16": True, "use_precision_aware_optimizer": True}, "cannot reach the master weights"),
-        ({"bf16": True}, ""),
-        ({"bf16": False, HOOK_PATH: "mine.hook"}, ""),
+        (DITHER | {"bf16": False, "fp16": True}, "is for weights in bf16: give --bf16"),
+        (DITHER | {"use_precision_aware_optimizer": True}, "cannot reach the master weights of --use-precision-aware"),
+        (DITHER | {"use_megatron_fsdp": True}, "cannot reach the master weights of --use-megatron-fsdp"),
+        (DITHER, ""),
+        ({"fp16": True, "bf16": False, HOOK_PATH: "os.path.join"}, ""),
+        ({"fp16": True, "bf16": False, HOOK_PATH: "mis_ext.hosts.slime_miles.dither_weights.dither_weights"}, "--bf16"),
+        ({"fp16": True, "bf16": False, HOOK_PATH: "mine.wrapped"}, "mine.wrapped is for weights in bf16: give --bf16"),
+        ({"fp16": True, "bf16": False, HOOK_PATH: "mine.renamed"}, "mine.renamed is for weights in bf16: give --bf16"),
     ],
 )
-def test_the_check_at_start_refuses_what_the_hook_would_refuse(keys: dict[str, Any], message: str) -> None:
-    keys = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp", "rank": 1} | keys
-    args = argparse.Namespace(**{HOOK_PATH: "mis_ext.dither_weights"} | keys)
+def test_the_check_at_start_refuses_what_the_hook_would_refuse(keys, message, monkeypatch) -> None:
+    mine = types.ModuleType("mine")
+    mine.renamed, mine.wrapped = dither_weights, functools.wraps(dither_weights)(lambda *given: dither_weights(*given))
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    keys = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp", "bf16": True} | keys
     if not message:
-        check_setup(args)
+        check_setup(argparse.Namespace(rank=1, **keys))
         return
     with pytest.raises(ValueError, match=message):
-        check_setup(args)
+        check_setup(argparse.Namespace(rank=1, **keys))

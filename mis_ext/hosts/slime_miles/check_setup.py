@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from mis_ext.explain.words import steps_of
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
-from mis_ext.hosts.slime_miles.dither_weights import refuse_dithering
+from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
+from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.host import is_miles
@@ -43,6 +44,19 @@ _LAUNCHES = (
     f"{_LOSS.flag} {_LOSS.name}. slime ignores a misspelt flag without a message: compare yours letter by letter"
 )
 
+_TAKEN: dict[str, tuple[str, ...]] = {
+    _HOOK.flag: (_HOOK.name,),
+    _LOSS.flag: (_LOSS.name,),
+    "--custom-megatron-init-path": ("mis_ext.check_setup",),
+    STEP_FLAG: ("mis_ext.dither_weights",),
+    "--custom-megatron-before-log-prob-hook-path": (),
+    "--rollout-data-postprocess-path": ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
+    "--custom-generate-function-path": ("mis_ext.rollout.generate",),
+}
+"""Which functions of ours a flag is for."""
+_CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, "--custom-generate-function-path")]
+"""Whatever these name the host loads on this rank; others perhaps in a process that has other packages."""
+
 
 def check_setup(args: Any) -> None:
     """Check every key before training starts, and print one line that says what will run.
@@ -66,7 +80,7 @@ def check_setup(args: Any) -> None:
     entrance = _entrance_of(args)
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
-    refuse_dithering(args)
+    _refuse_wrong_paths(args)
     if read_argument(args, "rank") in (None, 0):
         print("\n".join([summary(config), *_warnings(args)]), flush=True)
 
@@ -132,13 +146,50 @@ def _entrance_of(args: Any) -> _Entrance:
 
 
 def _leads_to(path: str, entrance: _Entrance) -> bool:
-    """Whether a dotted path is of this function, or of a wrapper that says so; found as the hosts find it."""
-    module, _, name = path.rpartition(".")
+    """Whether a dotted path is of this function, or of a wrapper that says so."""
     try:
-        found = getattr(import_module(module), name)
+        return _found_at(path) is entrance.function
     except (ImportError, AttributeError) as error:
         raise type(error)(f"{entrance.flag} {path}: {error}; {_LAUNCHES}") from error
-    return inspect.unwrap(found) is entrance.function
+
+
+def _found_at(path: str) -> Any:
+    """What a dotted path leads to, found as the hosts find it, without its wrappers."""
+    module, _, name = path.rpartition(".")
+    return inspect.unwrap(getattr(import_module(module), name))
+
+
+def _refuse_wrong_paths(args: Any) -> None:
+    """Refuse a function of ours that is misspelt or stands at a flag that is not its own, however it is spelled.
+
+    Raises:
+        ValueError: The flag is for another function, or the function would refuse.
+        ImportError: A path names no module.
+        AttributeError: A module has no such function.
+    """
+    for argument in all_arguments(args):
+        path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
+        if not argument.endswith("_path") or not isinstance(path, str) or not path:
+            continue
+        if flag not in _CALLED_HERE and not path.startswith("mis_ext."):
+            continue
+        try:
+            found = _found_at(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            if flag in _TAKEN:
+                raise type(error)(f"{flag} {path}: {error}") from error
+            # A file may well be named mis_ext.yaml.
+            continue
+        if found is dither_weights and flag == STEP_FLAG:
+            refuse_dithering(args, path)
+        owner = str(getattr(found, "__module__", None) or getattr(found, "__name__", ""))
+        takes = _TAKEN.get(flag, ())
+        if owner.startswith("mis_ext.") and all(found is not _found_at(name) for name in takes):
+            own = [other for other, names in _TAKEN.items() if any(found is _found_at(name) for name in names)]
+            raise ValueError(
+                f"{flag} {path}: the flag takes {' or '.join(takes) or 'no function of mis_ext'}"
+                + "".join(f"; this one is for {other}" for other in own)
+            )
 
 
 def _not_called(args: Any, why: str) -> ValueError:

@@ -8,7 +8,7 @@ from typing import Any
 from mis_ext.hosts.master_weights import dither_master_weights
 from mis_ext.hosts.slime_miles.arguments import read_argument
 
-FLAG, PATH = "--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights"
+FLAG = "--custom-megatron-before-train-step-hook-path"
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -42,17 +42,18 @@ def dither_weights(
         print(f"mis_ext: master weights of rank 0: {done}", flush=True)
 
 
-def refuse_dithering(args: Any) -> None:
+def refuse_dithering(args: Any, path: str) -> None:
     """Refuse at the start what `dither_weights` would refuse before the first step.
+
+    Args:
+        args: The host's arguments.
+        path: How they spell this function.
 
     Raises:
         ValueError: The weights are not in bf16, or Megatron-Core keeps no master weights of its own.
     """
-    if read_argument(args, FLAG.removeprefix("--").replace("-", "_")) != PATH:
-        return
     if not read_argument(args, "bf16"):
-        raise ValueError(f"{FLAG} {PATH} is for weights in bf16: give --bf16, or leave the hook out")
-    if read_argument(args, "use_precision_aware_optimizer"):
-        raise ValueError(
-            f"{FLAG} {PATH} cannot reach the master weights of --use-precision-aware-optimizer: leave one of both out"
-        )
+        raise ValueError(f"{FLAG} {path} is for weights in bf16: give --bf16, or leave the hook out")
+    for other in ("--use-precision-aware-optimizer", "--use-megatron-fsdp"):
+        if read_argument(args, other.removeprefix("--").replace("-", "_")):
+            raise ValueError(f"{FLAG} {path} cannot reach the master weights of {other}: leave one of both out")
