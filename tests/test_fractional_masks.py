@@ -1,6 +1,7 @@
 """One rule for masks: not 0 is a response token, and what is kept comes back as it was given."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import loss_cases
 import pytest
@@ -125,3 +126,30 @@ def test_without_divisors_of_the_host_a_sample_is_a_weighted_mean() -> None:
     twice, twice_gradient, _ = whole_loss(*(2.0,) * 6, divisors=False, **keys)
     torch.testing.assert_close(twice, loss)
     torch.testing.assert_close(twice_gradient, gradient)
+
+
+@pytest.mark.parametrize("keys", [{"advantage_estimator": "gspo"}, {"use_opsm": True, "opsm_delta": -0.18}])
+def test_a_ratio_of_a_sequence_counts_a_token_once_where_slime_weighs_it_as_the_page_says(keys) -> None:
+    log_ratio, mask, sign = torch.tensor([0.1, 0.3]), torch.tensor([1.0, 0.5]), -1.0 if "use_opsm" in keys else 1.0
+    current = (torch.full((2,), -2.0) + log_ratio).requires_grad_()
+    found = mis_ext.policy_loss_from_log_probs(
+        keys | {"eps_clip": 0.9},
+        current_logprobs=current[None],
+        proximal_logprobs=torch.full((1, 2), -2.0),
+        advantages=torch.tensor([sign]),
+        response_mask=mask[None],
+    )
+    (gradient,) = torch.autograd.grad(found.total, current)
+    mean, weighed = log_ratio.mean(), (log_ratio * mask).sum() / mask.sum()
+    if "use_opsm" in keys:
+        # The mean of old / current is -0.2, and the sequence stays; weighed by the mask it is -0.167, above the limit.
+        assert -mean < keys["opsm_delta"] < -weighed
+        assert gradient.all()
+        assert found.metrics["opsm_clipfrac"].value() == 0.0
+    else:
+        torch.testing.assert_close(found.total, -mean.exp())
+        torch.testing.assert_close(gradient, -mean.exp() * torch.tensor([0.5, 0.5]))
+    page = (Path(__file__).parents[1] / "docs" / "policy_loss.md").read_text()
+    exceptions = page.split("## Where it differs from the hosts\n")[1].split("\n## ")[0].split("\n- ")[1:]
+    assert f"[{['six', 'seven', 'eight'][len(exceptions) - 6]} exceptions](#where-it-differs-from-the-hosts)" in page
+    assert [item for item in exceptions if "GSPO and OPSM" in item and "fractional mask" in item]
