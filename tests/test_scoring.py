@@ -319,3 +319,12 @@ def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:
     given = {"logits": torch.zeros(2, 5), "token_T": torch.zeros(2, dtype=torch.int64)} | change
     with pytest.raises(error, match=text):
         score_tokens(given.pop("logits"), given.pop("token_T"), **given)
+
+
+def test_a_row_of_two_tokens_is_scored_twice_and_has_no_gradient(backend) -> None:
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    rows, tokens = torch.tensor([2, 0, 2]), torch.tensor([1, 4, 3])
+    scores = score_tokens(logits, tokens, row_T=rows)
+    torch.testing.assert_close(scores.log_prob_T, logits.log_softmax(-1)[rows, tokens])
+    with pytest.raises(RuntimeError, match="row_T has a row twice, and only one token's gradient fits"):
+        scores.log_prob_T.sum().backward()

@@ -21,11 +21,20 @@ class Targets(NamedTuple):
     num_columns: int
 
     def token_of_rows(self, num_rows: int) -> Tensor:
-        """``[N]``: which token each row scores, -1 for none."""
+        """``[N]``: which token each row scores, -1 for none.
+
+        Raises:
+            RuntimeError: A row scores two tokens; on a GPU a failed assertion of the device, which is not waited for.
+        """
         token_T = torch.arange(len(self.token_T), device=self.token_T.device)
         if self.row_T is None:
             return token_T
-        return token_T.new_full((num_rows,), -1).scatter_(0, self.row_T.long(), token_T)
+        row_T = self.row_T.long()
+        token_N = token_T.new_full((num_rows,), -1).scatter_(0, row_T, token_T)
+        torch._assert_async(
+            (token_N[row_T] == token_T).all(), "score_tokens: row_T has a row twice, and only one token's gradient fits"
+        )
+        return token_N
 
 
 class RowSums(NamedTuple):

@@ -52,8 +52,9 @@ def score_tokens(
     Args:
         logits: ``[..., V]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
         token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
-        row_T: ``[T]``, the row of the logits that scores each token. Rows are numbered over all leading dimensions; no
-            row twice. None: every row, in order. Other rows are not read, and their gradient is 0.
+        row_T: ``[T]``, the row of the logits that scores each token. Rows are numbered over all leading dimensions. A
+            row twice has no gradient: then the backward pass fails. None: every row, in order. Other rows are not read,
+            and their gradient is 0.
         temperature: The logits are divided by it.
         entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
         kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
