@@ -31,6 +31,9 @@ INVALID = {
     "mask with two dimensions": ({"masks": [torch.ones(3, 3)]}, r"mask values of shape \[3, 3\]", 0, None),
     "longer mask": ({"masks": tensors([1.0] * 4)}, r"of shape \[4\] \(a part of a response", 0, None),
     "nan in a mask": ({"masks": tensors([1.0, NAN, 0.0])}, "the mask is nan", 0, 1),
+    "-1 in a mask": ({"masks": tensors([1.0, -1.0, 0.0])}, "the mask is -1.0", 0, 1),
+    "-1 in a mask of integers": ({"masks": [[1, 1, -1]]}, "the mask is -1, which", 0, 2),
+    "infinity in a mask": ({"masks": tensors([INF, 1.0, 0.0])}, "the mask is inf", 0, 0),
     "nan in a list of masks": ({"masks": [[1.0, 1.0, NAN]]}, "the mask is nan", 0, 2),
     "shorter ids": (
         {"rollout_token_ids": [torch.tensor([1, 2])]},

@@ -1,6 +1,7 @@
 """Inputs that do not fit: errors that name what is wrong."""
 
 import argparse
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from test_guards import call, make_batch
 
 import mis_ext
 from mis_ext.correction.collectives import gather_rows, merge_bits
+from mis_ext.hosts.monitor import MaskMonitor
+from mis_ext.report.part import Part
 
 
 @pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])
@@ -157,3 +160,66 @@ def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
         gather_rows(torch.ones(3), FailingGroup())
     with pytest.raises(RuntimeError, match="a peer is gone"):
         merge_bits(torch.ones(3, dtype=torch.uint8), FailingGroup())
+
+
+ILLEGAL = {"-1": -1.0, "nan": torch.nan, "inf": torch.inf}
+
+
+def masked_calls(mask: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Everything that takes a mask of one response of ten tokens, in its first call."""
+    batch = make_batch(1, 10) | {"loss_masks": [mask]}
+    streams = {key: batch[key] for key in ("train_log_probs", "rollout_log_probs", "loss_masks")}
+    behavior, proximal = batch["rollout_log_probs"], batch["train_log_probs"]
+    padded = {"behavior_logprobs": behavior[0][None], "response_mask": mask[None]}
+    loss = padded | {"current_logprobs": proximal[0][None], "advantages": torch.ones(1)}
+    config = mis_ext.CorrectionConfig()
+    layout = mis_ext.PackedLayout.whole([10])
+    packed = mis_ext.PackedStreams(proximal[0], behavior[0], mask, layout)
+    rollout = batch | {"log_probs": proximal}
+    rollout_args = argparse.Namespace(use_tis=True, tis_batch_normalize=True, tis_normalize_scope="rollout")
+    logits = torch.randn(1, 15, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    whole = batch | {"unconcat_tokens": [torch.arange(15)], "advantages": [torch.ones(10)], "log_probs": proximal}
+    return {
+        "hook": lambda: call(batch),
+        "hook that measures": lambda: call(batch, use_tis=False, get_mismatch_metrics=True),
+        "compute_mis_weights": lambda: mis_ext.compute_mis_weights(config, **streams),
+        "correct_padded": lambda: mis_ext.correct_padded(config, proximal_logprobs=proximal[0][None], **padded),
+        "correct_padded, session": lambda: mis_ext.correct_padded(
+            mis_ext.Session(config), proximal_logprobs=proximal[0][None], **padded
+        ),
+        "Session.correct": lambda: mis_ext.Session(config).correct(packed),
+        "policy_loss_from_log_probs": lambda: mis_ext.policy_loss_from_log_probs({}, **loss),
+        "policy_loss_from_log_probs, corrected": lambda: mis_ext.policy_loss_from_log_probs({"use_tis": True}, **loss),
+        "policy_loss_from_log_probs, packed": lambda: mis_ext.policy_loss_from_log_probs(
+            {}, current_logprobs=proximal[0], advantages=torch.ones(10), response_mask=mask, layout=layout
+        ),
+        "policy_loss": lambda: mis_ext.policy_loss(argparse.Namespace(loss_type="custom_loss"), whole, logits),
+        "make_loss_func": lambda: mis_ext.make_loss_func({}, whole)(logits),
+        "prepare_rollout": lambda: mis_ext.prepare_rollout(rollout_args, 0, rollout),
+        "report": lambda: Part.of_lists(proximal=proximal, behavior=behavior, masks=[mask]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::mis_ext.MismatchWarning")
+@pytest.mark.parametrize("value", ILLEGAL.values(), ids=ILLEGAL)
+@pytest.mark.parametrize("entry", masked_calls(torch.ones(10)))
+def test_a_mask_that_says_neither_yes_nor_no_is_refused_wherever_one_is_taken(entry, value) -> None:
+    mask = torch.ones(10)
+    for legal in (mask, mask.bool(), mask.int(), mask * 0.25, mask * 2.0, mask * 0.0):
+        masked_calls(legal)[entry]()
+    mask[3] = value
+    with pytest.raises(ValueError, match=r"the response mask \(loss_masks\) has values from -?[\w.]+ to [\w.]+: each"):
+        masked_calls(mask)[entry]()
+    if value < 0:
+        with pytest.raises(ValueError, match="has values from -1 to 1: each"):
+            masked_calls(mask.int())[entry]()
+
+
+def test_a_mask_is_looked_at_again_and_the_error_comes_a_call_later() -> None:
+    monitor, good = MaskMonitor(), torch.ones(3)
+    for _ in range(8):
+        monitor.observe(good)
+    monitor.observe(-good)
+    with pytest.raises(ValueError, match="has values from -1 to -1"):
+        monitor.observe(good)
+    monitor.observe(good)

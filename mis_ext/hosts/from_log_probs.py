@@ -101,6 +101,7 @@ def policy_loss_from_log_probs(
         mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
             raise ValueError(f"response_mask has {len(mask_R)} tokens, the layout {whole.num_whole_tokens}")
+        run.session.check_mask(mask_R)
         if divisors is not None and divisors.shape != (whole.num_sequences,):
             raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
         current_T, advantages_T = flat["current_logprobs"], flat["advantages"]

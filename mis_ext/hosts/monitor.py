@@ -1,4 +1,4 @@
-"""What a session watches while it runs: other ranks' failures, and how much is rejected."""
+"""What a session watches while it runs: masks, other ranks' failures, and how much is rejected."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.status import failed_rank
 from mis_ext.hosts.guards import MismatchWarning
+from mis_ext.hosts.packing import check_mask, mask_extremes, refuse_extremes
 from mis_ext.hosts.readback import AsyncReadback, is_capturing
 
 _CALLS_PER_LOOK = 8
@@ -56,6 +57,37 @@ class RejectionMonitor:
                     MismatchWarning,
                     stacklevel=5,
                 )
+
+
+class MaskMonitor:
+    """Refuses masks that say neither yes nor no of a token.
+
+    The first look waits for the device. Then it looks at one call in eight, and is a call late.
+    """
+
+    def __init__(self) -> None:
+        self._readback = AsyncReadback()
+        self._num_calls = 0
+
+    def observe(self, mask: Tensor) -> None:
+        """Look at what was sent for if it has arrived, and send for the extremes of this mask if it is its turn.
+
+        Raises:
+            ValueError: A value is below 0 or not finite.
+        """
+        if is_capturing(mask):
+            return
+        self._num_calls += 1
+        if self._num_calls == 1:
+            check_mask(mask)
+            return
+        arrived = self._readback.receive()
+        if arrived is not None:
+            refuse_extremes(arrived)
+        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
+            extremes = mask_extremes(mask)
+            if extremes is not None:
+                self._readback.send(extremes)
 
 
 class StatusMonitor:

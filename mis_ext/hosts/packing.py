@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,38 @@ def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
     """One tensor per sample of whole responses."""
     # Not tracked as views, which is faster; nobody needs to know that a mask and its neighbour share memory.
     return [*torch.unsafe_split_with_sizes(values_R, layout.response_lengths)]
+
+
+def check_mask(mask: Tensor) -> None:
+    """Refuse a mask that says of a token neither that it is trained nor that it is not. Waits for the device.
+
+    Raises:
+        ValueError: A value is below 0 or not finite.
+    """
+    extremes = mask_extremes(mask)
+    if extremes is not None:
+        refuse_extremes(extremes.tolist())
+
+
+def mask_extremes(mask: Tensor) -> Tensor | None:
+    """``[2]``: its smallest and largest value, NaN where one is NaN; None where nothing can be wrong."""
+    if mask.dtype in (torch.bool, torch.uint8) or mask.numel() == 0:
+        return None
+    return torch.stack(mask.aminmax())
+
+
+def refuse_extremes(extremes: Sequence[float]) -> None:
+    """What :func:`check_mask` says of the numbers of :func:`mask_extremes`.
+
+    Raises:
+        ValueError: One of them is below 0 or not finite.
+    """
+    low, high = extremes
+    if not 0.0 <= low <= high < math.inf:
+        raise ValueError(
+            f"the response mask (loss_masks) has values from {low:g} to {high:g}: each says how much its token counts, "
+            "and must be finite and at least 0"
+        )
 
 
 def check_samples(name: str, samples: Any) -> None:

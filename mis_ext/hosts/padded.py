@@ -12,7 +12,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.metric_row import Metric
 from mis_ext.hosts.groups import Groups, device_of
-from mis_ext.hosts.packing import PackedStreams
+from mis_ext.hosts.packing import PackedStreams, check_mask
 from mis_ext.hosts.session import Session
 
 
@@ -61,6 +61,9 @@ def correct_padded(
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"
                 )
+        if not (is_kept or response_mask.is_cuda):
+            # A session does it in its calls; without one that would wait for a device in each of them.
+            check_mask(response_mask)
         batch_size, length = shape
         streams = PackedStreams(
             proximal_logprobs_T=proximal_logprobs.reshape(-1),

@@ -12,7 +12,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import ALONE, device_of
-from mis_ext.hosts.packing import PackedStreams, check_samples, pack, unpack
+from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
 
 
@@ -46,6 +46,7 @@ def compute_mis_weights(
         response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
         layout=layout,
     )
+    check_mask(streams.response_mask_R)
     # All the way in one step: there is no earlier rollout.
     gates = tuple(gate if gate.target_accept is None else replace(gate, target_gain=1.0) for gate in config.gates)
     session = Session(config.replace(scope="micro_batch", gates=gates))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
@@ -17,7 +18,7 @@ from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import DataGuards, MismatchWarning
-from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
+from mis_ext.hosts.monitor import MaskMonitor, RejectionMonitor, StatusMonitor, raise_if_failed
 from mis_ext.hosts.packing import PackedStreams
 
 
@@ -52,6 +53,7 @@ class Session:
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
+        self._masks = MaskMonitor()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -63,6 +65,7 @@ class Session:
         """
         layout, scale = streams.layout, self.rollout_scale
         with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
+            self.check_mask(streams.response_mask_R)
             backend = prepare(
                 streams.streams,
                 layout,
@@ -155,6 +158,14 @@ class Session:
     def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> LocalWork:
         """What a rank does before the collectives of a call, in a ``with`` statement."""
         return LocalWork(self, response_lengths, groups, device)
+
+    def check_mask(self, mask: Tensor) -> None:
+        """Refuse a mask with values below 0 or not finite, in the first call and now and then.
+
+        Raises:
+            ValueError: A value is below 0 or not finite.
+        """
+        self._masks.observe(mask)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""

@@ -15,7 +15,7 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.diagnosis.turns import Turns, turns_of
-from mis_ext.hosts.packing import PackedStreams
+from mis_ext.hosts.packing import PackedStreams, check_mask
 
 _LARGEST = 2**62 - 1
 
@@ -78,12 +78,14 @@ class Part:
         """From one 1-D tensor or array per sample: log-probs in nats, and a mask that is nonzero on trained tokens.
 
         Raises:
-            ValueError: The lists, or the lengths of a sample, differ.
+            ValueError: The lists, or the lengths of a sample, differ, or a mask is below 0 or not finite.
         """
         proximal, behavior = ([torch.as_tensor(each).detach().cpu() for each in side] for side in (proximal, behavior))
         lengths = [len(each) for each in proximal]
         masks = [torch.ones(length, dtype=torch.bool) for length in lengths] if masks is None else masks
-        masks = [torch.as_tensor(mask).cpu() != 0 for mask in masks]
+        masks = [torch.as_tensor(mask).cpu() for mask in masks]
+        for mask in masks:
+            check_mask(mask)
         origins = [Origin()] * len(lengths) if origins is None else origins
         advantages = [None] * len(lengths) if advantages is None else advantages
         for name, column in (("behavior", behavior), ("masks", masks)):
@@ -92,7 +94,9 @@ class Part:
         if not len(origins) == len(advantages) == len(lengths):
             raise ValueError("origins and advantages must have one entry per sample")
         spread = [_spread(each, length) for each, length in zip(advantages, lengths, strict=True)]
-        streams = PackedStreams(_cat(proximal), _cat(behavior), _cat(masks).bool(), PackedLayout.whole(lengths))
+        streams = PackedStreams(
+            _cat(proximal), _cat(behavior), _cat([mask != 0 for mask in masks]), PackedLayout.whole(lengths)
+        )
         return cls(step=step, streams=streams, advantages_T=_cat(spread), origins=origins)
 
     @cached_property

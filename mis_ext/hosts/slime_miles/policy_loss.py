@@ -80,7 +80,9 @@ def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tenso
             device=logits.device,
         )
         scores = host.score(config, batch, logits, layout, groups)
-        tokens = loss_tokens(settings, _packed(loss, batch, scores, layout), layout, groups, missing=_MISSING)
+        given = _packed(loss, batch, scores, layout)
+        run.session.check_mask(given.response_mask_R)
+        tokens = loss_tokens(settings, given, layout, groups, missing=_MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             report_missing(run.session, is_rollout_missing=True)
     found = loss_of_tokens(

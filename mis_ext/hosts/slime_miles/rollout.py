@@ -13,7 +13,7 @@ from mis_ext.correction.normalization import WeightScale, ratio_or_one
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, device_of, initialized_megatron
 from mis_ext.hosts.monitor import raise_if_failed
-from mis_ext.hosts.packing import PackedStreams, check_samples, pack
+from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.sessions import session_for
@@ -142,6 +142,7 @@ def pack_rollout(
         pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in _STREAMS
     )
     mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
+    check_mask(mask_R)
     return PackedStreams(proximal_T, behavior_T, mask_R, layout)
 
 

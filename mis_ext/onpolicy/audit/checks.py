@@ -72,9 +72,12 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
             pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
             return Problem(f"the token id is {pair}", position=position, has_other_ids=True)
     if sample.mask is not None:
-        position = first_true(torch.as_tensor(sample.mask).cpu().isnan())
+        mask = torch.as_tensor(sample.mask).cpu()
+        position = first_true(~(mask >= 0) | mask.isinf())
         if position is not None:
-            return Problem("the mask is nan, which says neither active nor masked", position=position)
+            return Problem(
+                f"the mask is {mask[position].item()}, which says neither active nor masked", position=position
+            )
     active_T = active_tokens(sample)
     for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
