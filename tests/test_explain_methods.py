@@ -300,7 +300,7 @@ def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsy
     [
         ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo already corrects for the behavior policy"),
         ("mis_loss_method: aipp\n", "did you mean 'aipo'"),
-        ("mis_loss_method: {name: aipo, high: -1.0}\n", "which must be in [0, inf]"),
+        ("mis_loss_method: {name: aipo, high: -1.0}\n", "aipo: high must be in (0, inf), got -1.0"),
     ],
 )
 def test_what_a_run_refuses_is_refused_with_the_file(text, message, tmp_path, capsys) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import random
+import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
+from mis_ext.methods.chosen import choose_method
 from mis_ext.presets import method_yaml
 
 # Wide enough that some sequences of random data pass.
@@ -191,3 +194,81 @@ def test_any_configuration_goes_through_its_native_keys() -> None:
     assert mis_ext.config_from_mapping(keys) == config
     with pytest.raises(ValueError, match="metrics_only"):
         native_keys_of(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
+
+
+each_parameter = pytest.mark.parametrize(
+    ("name", "key"),
+    [pytest.param(name, key, id=f"{name}-{key}") for name, row in METHODS.items() for key in row.defaults],
+)
+
+
+def ranges(name: str, key: str) -> list[tuple[str, float, float]]:
+    """Each range of a parameter as ``mis-ext methods`` prints it, with its ends beside the defaults of the others."""
+    values = METHODS[name].defaults
+    values["first"] = values[key][0] if isinstance(values[key], tuple) else None
+    found = []
+    for legal in METHODS[name].legal[key].split(" x "):
+        low, high = (values[end] if end in values else float(end) for end in legal.strip("[()]").split(", "))
+        found.append((legal, low, high))
+    return found
+
+
+def put(name: str, key: str, i: int, value: object) -> object:
+    """The value of a parameter, or its default list with the value at a place."""
+    default = METHODS[name].defaults[key]
+    return [*default[:i], value, *default[i + 1 :]] if isinstance(default, tuple) else value
+
+
+def outside(legal: str, low: float, high: float, choose: random.Random) -> Iterator[object]:
+    yield from (math.nan, math.inf, -math.inf, True, "0.5")
+    if low > -math.inf:
+        yield from (low - 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
+        yield from [low] * legal.startswith("(")
+    if high < math.inf:
+        yield from (high + 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
+        yield from [high] * legal.endswith(")")
+
+
+def inside(name: str, key: str, choose: random.Random) -> Iterator[tuple[int, object]]:
+    """Places in a list, or 0, and legal values there, up to the default of a parameter whose range begins with it."""
+    row = METHODS[name]
+    if " | " in row.legal[key]:
+        yield from ((0, word) for word in row.legal[key].split(" | "))
+        return
+    for i, (legal, low, high) in enumerate(ranges(name, key)):
+        above = [row.defaults[other] for other, text in row.legal.items() if text[1:].startswith(f"{key},")]
+        above += row.defaults[key][1:] if i == 0 and "first" in row.legal[key] else ()
+        start, end = max(low, -1e6), min([high, 1e6, *above])
+        numbers = [start + (end - start) * 10.0 ** -choose.uniform(0.1, 9.0) for _ in range(4)]
+        numbers += [low] * legal.startswith("[") + [high] * legal.endswith("]")
+        yield from ((i, int(number) if isinstance(row.defaults[key], int) else number) for number in numbers)
+
+
+@each_parameter
+def test_no_parameter_takes_a_value_outside_of_the_range_that_is_printed(name, key, capsys) -> None:
+    row, choose = METHODS[name], random.Random(f"{name} {key}")
+    assert main(["methods", name]) == 0
+    assert f"in {row.legal[key]}" in " ".join(capsys.readouterr().out.split())
+    if " | " in row.legal[key]:
+        with pytest.raises(ValueError, match=re.escape(f"{name}: {key} must be one of {row.legal[key]}, got 'none'")):
+            row(**{key: "none"})
+        return
+    for i, (legal, low, high) in enumerate(ranges(name, key)):
+        for value in outside(legal, low, high, choose):
+            given = {key: put(name, key, i, value)}
+            with pytest.raises((ValueError, TypeError)) as by_row:
+                row(**given)
+            with pytest.raises((ValueError, TypeError)) as by_key:
+                choose_method("mis_loss_method", {"name": name, **given})
+            assert f"{name}: {key}" in str(by_row.value)
+            assert f"{legal[0]}{low:g}, {high:g}{legal[-1]}, got {value!r}" in str(by_row.value)
+            assert str(by_key.value) == f"mis_loss_method: {by_row.value}"
+
+
+@each_parameter
+def test_each_value_of_the_range_gives_finite_numbers(name, key) -> None:
+    data, mask, layout = make_data(num_sequences=8)
+    for i, value in inside(name, key, random.Random(f"{key} {name}")):
+        found = apply(METHODS[name](**{key: put(name, key, i, value)}), data, mask, layout)
+        assert found.loss_T.isfinite().all(), value
+        assert found.coefficient_T.isfinite().all(), value

@@ -116,7 +116,12 @@ def test_advantages_decide_who_has_a_gradient() -> None:
     assert found.residual == pytest.approx((2.0 + 0.5) / 4)
     # Of a squared weight of 1/4 and 4 with advantages of size 1.
     assert found.variance == pytest.approx(4.25 / 4)
-    dropped = outcome_of(NO_CORRECTION, part, METHODS["opsm"](delta=-1.0))
+    unlikely = part.of_lists(
+        proximal=[torch.tensor([-1.0 - half, -1.0 - half])] * 2,
+        behavior=[torch.tensor([-1.0, -1.0])] * 2,
+        advantages=[torch.ones(2), -torch.ones(2)],
+    )
+    dropped = outcome_of(NO_CORRECTION, unlikely, METHODS["opsm"](delta=0.5))
     assert (dropped.removed_positive, dropped.removed_negative) == (0.0, 1.0)
     assert dropped.removed_by == {"the method": 0.5}
 

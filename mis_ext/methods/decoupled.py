@@ -5,7 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.factors import Factor, RatioWeight
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import published
+from mis_ext.methods.published import AboveOne, Positive, UpToOne, published
 from mis_ext.methods.smooth import Mixture
 from mis_ext.methods.surrogates import Ratio
 
@@ -36,7 +36,7 @@ def decoupled() -> Method:
 
 
 @published(formula=f"sg(min(rho, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
-def decoupled_token_tis(*, high: float = 2.0) -> Method:
+def decoupled_token_tis(*, high: Positive = 2.0) -> Method:
     """Token ratios, truncated.
 
     When: the default against a mismatch of trainer and engine: low variance at every length.
@@ -48,7 +48,7 @@ def decoupled_token_tis(*, high: float = 2.0) -> Method:
 
 
 @published(formula=f"sg(min(rho_1..T, high)) {PPO_TEXT}", paper=COLLAPSE_REPORT)
-def decoupled_sequence_tis(*, high: float = 2.0) -> Method:
+def decoupled_sequence_tis(*, high: Positive = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
     When: short responses, ``T`` well below ``1 / (2 k3)``.
@@ -59,7 +59,7 @@ def decoupled_sequence_tis(*, high: float = 2.0) -> Method:
 
 
 @published(formula=f"sg(clip(rho, low, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
-def decoupled_token_clip(*, low: float = 0.5, high: float = 2.0) -> Method:
+def decoupled_token_clip(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
     """Token ratios, clamped on both sides.
 
     When: the effective sample size matters more than bias: tokens that the trainer finds unlikely keep some weight.
@@ -73,7 +73,7 @@ def decoupled_token_clip(*, low: float = 0.5, high: float = 2.0) -> Method:
     formula=f"sg(rho^power) {PPO_TEXT}",
     paper="Ionides, Truncated Importance Sampling, 2008 (bias against variance); tempering is not published for LLM RL",
 )
-def decoupled_tempered(*, power: float = 0.5) -> Method:
+def decoupled_tempered(*, power: UpToOne = 0.5) -> Method:
     """Token ratios to a power between 0, no correction, and 1, full correction.
 
     When: a study of bias against variance.
@@ -87,7 +87,7 @@ def decoupled_tempered(*, power: float = 0.5) -> Method:
     formula=f"sg(1 + mix (rho - 1)) {PPO_TEXT}",
     paper="AIS: Adaptive Importance Sampling for Quantized RL, arXiv:2605.13907 (read as an abstract only)",
 )
-def decoupled_mixed(*, mix: float = 0.5) -> Method:
+def decoupled_mixed(*, mix: UpToOne = 0.5) -> Method:
     """``(1 - mix)`` of no correction and ``mix`` of the token ratio.
 
     When: FP8 rollouts with a mismatch that is mostly noise.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import TOTAL, Pair
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import published
+from mis_ext.methods.published import NotNegative, published
 from mis_ext.methods.surrogates import Ratio
 
 _PPO = "min(r A, clip(r, 0.8, 1.2) A)"
@@ -20,7 +20,7 @@ def _with_kl(estimator: Estimator, beta: float, importance: Pair | None = None) 
     formula=f"{_PPO} - beta (exp(-d) - 1 + d), d = log(current / reference)",
     paper="Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; k3 of Schulman, Approximating KL Divergence, 2020",
 )
-def grpo_k3(*, beta: float = 1e-3) -> Method:
+def grpo_k3(*, beta: NotNegative = 1e-3) -> Method:
     """The estimate that is unbiased as a value, used as a loss.
 
     When: near the reference policy.
@@ -35,7 +35,7 @@ def grpo_k3(*, beta: float = 1e-3) -> Method:
     formula=f"{_PPO} - beta d^2 / 2, d = log(current / reference)",
     paper="Schulman, Approximating KL Divergence, 2020",
 )
-def grpo_k2(*, beta: float = 1e-3) -> Method:
+def grpo_k2(*, beta: NotNegative = 1e-3) -> Method:
     """The estimate whose gradient is that of KL(current, reference) on-policy.
 
     When: on-policy data.
@@ -49,7 +49,7 @@ def grpo_k2(*, beta: float = 1e-3) -> Method:
     formula=f"{_PPO} - beta w (exp(-d) - 1 + d), d = log(current / reference), gradient through w too",
     paper="DeepSeek-AI, DeepSeek-V3.2 (unbiased KL estimate), arXiv:2512.02556",
 )
-def grpo_unbiased_kl(*, beta: float = 1e-3) -> Method:
+def grpo_unbiased_kl(*, beta: NotNegative = 1e-3) -> Method:
     """Unbiased for any behavior policy: the coefficient is ``w d``.
 
     When: a KL term off-policy, or with a mismatch of trainer and engine.

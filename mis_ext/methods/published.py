@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from mis_ext.checks import check_choice, check_known, check_list, check_number
 from mis_ext.methods.method import Method
 
 SYMBOLS = (
@@ -17,9 +20,44 @@ SYMBOLS = (
 """What the formulas mean."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """The numbers that a parameter may be, infinity never. ``low`` may name another parameter that stands before it."""
+
+    low: float | str = 0.0
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def __str__(self) -> str:
+        low = self.low if isinstance(self.low, str) else f"{self.low:g}"
+        return f"{'(' if self._opens[0] else '['}{low}, {self.high:g}{')' if self._opens[1] else ']'}"
+
+    @property
+    def _opens(self) -> tuple[bool, bool]:
+        return self.open_low or self.low == -math.inf, self.open_high or self.high == math.inf
+
+    def checked(self, key: str, value: Any, others: Mapping[str, Any]) -> float:
+        """``value`` as a float, if it is legal beside the ``others``."""
+        low, (open_low, open_high) = self.low, self._opens
+        if isinstance(low, str):
+            key, low = f"{key} (from {low}: {others[low]!r})", others[low]
+        return check_number(key, value, low=low, high=self.high, open_low=open_low, open_high=open_high)
+
+
+NotNegative = Annotated[float, Range()]
+Positive = Annotated[float, Range(open_low=True)]
+UpToOne = Annotated[float, Range(high=1.0)]
+Share = Annotated[float, Range(high=1.0, open_low=True)]
+AboveOne = Annotated[float, Range(low=1.0, open_low=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedMethod:
     """Called with its parameters, it gives a :class:`~mis_ext.methods.method.Method`.
+
+    Each parameter's annotation says what is legal: a :class:`Range`, the words of a ``Literal``, or a ``tuple`` of
+    ranges, whose later ones call the first number ``first``.
 
     Attributes:
         name: By which it is known.
@@ -38,8 +76,23 @@ class PublishedMethod:
     text: str
 
     def __call__(self, **parameters: Any) -> Method:
-        """The method with other parameters than the defaults."""
-        return self.make(**parameters)
+        """The method with other parameters than the defaults, where None is the default.
+
+        Raises:
+            ValueError: It has no such parameter, or a value is not legal.
+            TypeError: A value has the wrong type.
+        """
+        return self.make(**self.checked(self.name, parameters))
+
+    def checked(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The ``given`` parameters as the method takes them, without those that are None; ``where`` is for messages."""
+        check_known(f"parameters of {where}", given, self.defaults)
+        values, hints = self.defaults, self._hints
+        for name, default in values.items():
+            value = default if given.get(name) is None else given[name]
+            if value is not None:
+                values[name] = _checked(f"{where}: {name}", value, hints[name], values)
+        return {name: values[name] for name, value in given.items() if value is not None}
 
     @property
     def method(self) -> Method:
@@ -50,6 +103,47 @@ class PublishedMethod:
     def defaults(self) -> dict[str, Any]:
         """Its parameters by name, with their default values."""
         return {name: parameter.default for name, parameter in inspect.signature(self.make).parameters.items()}
+
+    @property
+    def legal(self) -> dict[str, str]:
+        """What each parameter may be, as text: ``(0, 1]``, a list ``[0, inf) x (first, inf)``, or its words."""
+        hints = self._hints
+        return {name: _legal(hints[name]) for name in self.defaults}
+
+    @property
+    def _hints(self) -> dict[str, Any]:
+        return get_type_hints(self.make, include_extras=True)
+
+
+def _words(hint: Any) -> tuple[str, ...]:
+    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+    return tuple(chain.from_iterable(map(get_args, literals)))
+
+
+def _legal(hint: Any) -> str:
+    if words := _words(hint):
+        return " | ".join(words)
+    if get_origin(hint) is tuple:
+        return " x ".join(map(_legal, get_args(hint)))
+    return str(hint.__metadata__[0])
+
+
+def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
+    """The value as its parameter takes it; ``others`` are the parameters that stand before it."""
+    if words := _words(hint):
+        return check_choice(key, value, words)
+    if get_origin(hint) is tuple:
+        kinds, values = get_args(hint), check_list(key, value)
+        if len(values) != len(kinds):
+            raise ValueError(f"{key} must be a list of {len(kinds)} numbers, got {value!r}")
+        pairs = enumerate(zip(values, kinds, strict=True))
+        return tuple(_checked(f"{key}[{i}]", each, kind, {"first": values[0]}) for i, (each, kind) in pairs)
+    number = hint.__metadata__[0].checked(key, value, others)
+    if hint.__origin__ is int:
+        if number != int(number):
+            raise ValueError(f"{key} must be a whole number, got {value!r}")
+        return int(number)
+    return number
 
 
 def published(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], PublishedMethod]:

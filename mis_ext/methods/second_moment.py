@@ -5,7 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.factors import Keep
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import published
+from mis_ext.methods.published import NotNegative, published
 from mis_ext.methods.surrogates import Ratio
 
 
@@ -15,7 +15,7 @@ from mis_ext.methods.surrogates import Ratio
     paper="Zheng et al., Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?, "
     "arXiv:2510.01161",
 )
-def m2po(*, budget: float = 0.04) -> Method:
+def m2po(*, budget: NotNegative = 0.04) -> Method:
     """A budget for the second moment of the log-ratio: as few tokens as possible are masked, the denominator stays.
 
     When: stale data.
@@ -39,7 +39,7 @@ def m2po(*, budget: float = 0.04) -> Method:
     formula="w A; if the batch's mean of abs(w - 1) / 2 exceeds delta, 0 where the update moves w away from 1",
     paper="Honari et al., Align and Filter, arXiv:2603.01365 (after open-instruct's description of it)",
 )
-def vaco(*, delta: float = 0.02) -> Method:
+def vaco(*, delta: NotNegative = 0.02) -> Method:
     """Total variation as a constraint: while it is violated, only updates back towards ratio 1 have a gradient.
 
     When: drift should be bounded on average, not token by token.

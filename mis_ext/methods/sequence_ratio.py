@@ -10,9 +10,11 @@ import torch
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import STALENESS, Batch, Pair
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import published
+from mis_ext.methods.published import AboveOne, Positive, Share, UpToOne, published
 from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Ratio, Slope, Spread
+
+_GMPO_LOW, _GMPO_HIGH = math.exp(-0.4), math.exp(0.4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class ClippedMean:
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
-def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Method:
+def gspo(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
     """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
 
     When: mixture-of-experts models: single tokens change experts, but their mean stays.
@@ -67,7 +69,7 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Method:
     formula="s = sg(exp(mean log r)) pi / sg(pi): min(s A, clip(s, 1 - low, 1 + high) A)",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
-def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Method:
+def gspo_token(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
     """GSPO whose tokens have advantages of their own; with one per sequence it is GSPO.
 
     When: several turns with a reward each.
@@ -81,7 +83,7 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Method:
     formula="exp(mean of log r, each clipped to [log low, log high] where ppo would) A",
     paper="Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673",
 )
-def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
+def gmpo(*, low: Share = _GMPO_LOW, high: AboveOne = _GMPO_HIGH) -> Method:
     """The geometric mean of ratios that were clipped one by one.
 
     When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse.
@@ -95,7 +97,7 @@ def gmpo(*, low: float = math.exp(-0.4), high: float = math.exp(0.4)) -> Method:
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), sum over tokens, then mean over sequences",
     paper="Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261 (formula of TRL's luspo loss)",
 )
-def luspo(*, low: float = 2e-3, high: float = 2.5e-3) -> Method:
+def luspo(*, low: UpToOne = 2e-3, high: Positive = 2.5e-3) -> Method:
     """GSPO whose sequences count with their length: sum over tokens, not their mean, then the mean over sequences.
 
     When: responses become shorter and shorter under GSPO.

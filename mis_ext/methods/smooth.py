@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp
 from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
 from mis_ext.methods.factors import WeightFactor
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import published
+from mis_ext.methods.published import NotNegative, Positive, Range, published
 from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Ratio, Score, Slope, Spread
 
 _TRUST = (0.1, 10.0)
+_ShapeScale = tuple[NotNegative, Positive]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,9 @@ class Gamma(WeightFactor):
         """``[T]`` weights, at least 0, without gradient."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
         shape_T, scale_T = map(batch.by_sign, self.positive, self.negative)
-        return (scale_T + shape_T * log_ratio_T - scale_T * bounded_exp(log_ratio_T)).exp()
+        # Its largest value, at W = shape / scale, may be any: it ends where every ratio ends.
+        log_weight_T = scale_T + shape_T * log_ratio_T - scale_T * bounded_exp(log_ratio_T)
+        return log_weight_T.clamp_max(MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +152,7 @@ class GaussianGate(WeightFactor):
     formula="sg(phi(w_1..T)) A log pi, phi(W) = exp(scale) W^shape exp(-scale W)",
     paper="Shen et al., VESPO: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693",
 )
-def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Method:
+def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2.0)) -> Method:
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
 
     When: very stale data.
@@ -162,7 +166,7 @@ def vespo(*, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, 
     formula="4 / tau sigmoid(tau (r - 1)) A",
     paper="Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347",
 )
-def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
+def sapo(*, positive: Positive = 1.0, negative: Positive = 1.05) -> Method:
     """A soft gate instead of PPO's clip; ``tau`` by the sign of the advantage.
 
     When: hard clips remove tokens that are only a little outside.
@@ -179,7 +183,12 @@ def sapo(*, positive: float = 1.0, negative: float = 1.05) -> Method:
     "(code)",
 )
 def maspo(
-    *, scale: float = 1.0, power: float = 0.3, high: float = 10.0, positive: float = 0.03, negative: float = 0.03
+    *,
+    scale: Positive = 1.0,
+    power: NotNegative = 0.3,
+    high: Annotated[float, Range(low="scale")] = 10.0,
+    positive: NotNegative = 0.03,
+    negative: NotNegative = 0.03,
 ) -> Method:
     """A soft gate that is wide for rare tokens and for good answers, narrow for bad ones.
 

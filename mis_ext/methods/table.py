@@ -36,12 +36,13 @@ def list_methods() -> str:
 def describe_method(row: PublishedMethod) -> str:
     """When to use a method, its objective, parameters, log-probs and source, as text."""
     facts = method_facts(row)
-    defaults = ", ".join(
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.defaults.items()
+    parameters = ", ".join(
+        f"{name}={f'{value:g}' if isinstance(value, float) else value} in {facts['legal'][name]}"
+        for name, value in row.defaults.items()
     )
     parts = {
         "objective": row.formula,
-        "parameters": defaults or "none",
+        "parameters": parameters or "none",
         "log-probs": ", ".join(facts["log_probs"]),
         "hook alone": f"no: {facts['why_not']}" if facts["why_not"] else "yes",
         "whole loss": f"mis_loss_method: {row.name}",
@@ -69,6 +70,7 @@ def method_facts(row: PublishedMethod) -> dict[str, Any]:
         "objective": row.formula,
         "text": row.text,
         "parameters": row.defaults,
+        "legal": row.legal,
         "log_probs": list(method.policies),
         "hook_alone": why_not is None,
         "why_not": why_not,
