@@ -5,7 +5,9 @@ import json
 import lzma
 import sys
 import types
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +32,24 @@ TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
 pytestmark = pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds", "ignore:rejected")
 
 
-def loss_of(keys: dict, batch: dict, *, info: dict, mode: str, is_bypass: bool, behavior: bool = True) -> dict:
+def own_loss(*, follows: bool):
+    """Stands for a policy loss of verl's, which itself ran in ``record.py``: it is told how to aggregate."""
+
+    def loss(*, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config) -> tuple:
+        terms = -advantages * (log_prob - old_log_prob).exp() * response_mask
+        is_of_tokens = follows and loss_agg_mode == "token-mean"
+        rows = terms.sum(1) / response_mask.sum(1)
+        return terms.sum() / response_mask.sum() if is_of_tokens else rows.mean(), {}
+
+    return loss
+
+
+def loss_of(
+    keys: dict, batch: dict, *, info: dict, mode: str, is_bypass: bool, behavior: bool = True, own: Any = None
+) -> dict:
     current = batch["log_prob"].clone().requires_grad_()
     old = batch["rollout_log_prob" if is_bypass and behavior else "old_log_prob"]
-    loss, metrics = whole_loss(keys, is_bypass=is_bypass)(
+    loss, metrics = whole_loss(keys, is_bypass=is_bypass, own=own)(
         config=argparse.Namespace(global_batch_info=info),
         loss_agg_mode=mode,
         old_log_prob=old,
@@ -104,19 +120,52 @@ def test_the_whole_loss_with_converted_options_is_the_loss_of_verl(name) -> None
         assert_close(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:loss_agg_mode")
 @pytest.mark.parametrize("kind", ["plain", "global"])
 @pytest.mark.parametrize("name", verl_cases.LOSSES)
 def test_a_published_method_is_the_loss_of_verl_of_that_name(name, kind) -> None:
     _, keys, mode = verl_cases.LOSSES[name]
     info = verl_cases.GLOBAL if kind == "global" else {}
-    is_bypass = name in verl_cases.OF_BYPASS
+    name_of_verl = name.partition(",")[0]
+    is_bypass = name_of_verl in verl_cases.OF_BYPASS
+    own = own_loss(follows=False) if name_of_verl in verl_cases.OF_SEQUENCES else None
     for each, wanted in RECORD["losses"][name][kind].items():
         batch, factor = BATCHES[each], 1.0
-        if name in verl_cases.DIVIDES_BY_ROWS:
+        if name_of_verl in verl_cases.DIVIDES_BY_ROWS:
             rows = batch["response_mask"].any(1).float()
             factor = float(rows.mean()) if kind == "plain" else 14 / 2 / len(rows)
-        found = loss_of(keys, batch, info=info, mode=mode, is_bypass=is_bypass, behavior=False)
+        found = loss_of(keys, batch, info=info, mode=mode, is_bypass=is_bypass, behavior=False, own=own)
         assert_close(found, wanted, factor=factor)
+
+
+def test_where_verls_own_loss_follows_its_setting_ours_does_and_says_so_where_not() -> None:
+    keys = {"mis_loss_method": {"name": "gspo", "low": 0.2, "high": 0.2}}
+    of_sequences, of_tokens = (RECORD["losses"][f"gspo{words}"]["plain"]["apart"]["loss"] for words in ("", ", tokens"))
+    assert of_tokens == of_sequences
+    given = {"info": {}, "is_bypass": False}
+    with pytest.warns(UserWarning, match="loss_agg_mode=token-mean does not act .*seq-mean-token-mean"):
+        found = loss_of(keys, BATCHES["apart"], mode="token-mean", own=own_loss(follows=False), **given)
+    assert float(found["loss"]) == pytest.approx(of_sequences, rel=1e-5)
+    # Version 0.9.1 of verl has a gspo that follows.
+    found = loss_of(keys, BATCHES["apart"], mode="token-mean", own=own_loss(follows=True), **given)
+    assert torch.equal(found["loss"], loss_of(keys, BATCHES["apart"], mode="token-mean", **given)["loss"])
+    assert abs(float(found["loss"]) - of_sequences) > 0.01
+    with pytest.raises(ValueError, match=r"loss_agg_mode must be one of .*, got 'token_mean'"):
+        loss_of(keys, BATCHES["apart"], mode="token_mean", **given)
+
+
+@pytest.mark.parametrize(("method", "own"), [("gspo", "gspo"), ({"name": "gmpo"}, "geo_mean"), ("ppo", None)])
+def test_the_loss_of_verl_that_is_asked_is_that_of_the_method(method, own, verl, monkeypatch) -> None:
+    for name in ("gspo", "sapo", "geo_mean"):
+        loss = own_loss(follows=name != own)
+        monkeypatch.setattr(verl.core_algos, f"compute_policy_loss_{name}", loss, raising=False)
+    register({"mis_loss_method": method})
+    batch = {name: BATCHES["apart"][name] for name in ("old_log_prob", "log_prob", "advantages", "response_mask")}
+    config, losses = argparse.Namespace(global_batch_info={}), verl.core_algos.POLICY_LOSS_REGISTRY
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses["mis_ext"](config=config, loss_agg_mode="token-mean", **batch)
+    assert any("loss_agg_mode=token-mean" in str(each.message) for each in caught) == (own is not None)
 
 
 def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:

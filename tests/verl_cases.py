@@ -93,6 +93,13 @@ LOSSES = {
         "token-mean",
     ),
 }
+OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
+"""Losses that are a mean over sequences at the recorded revision, whatever ``loss_agg_mode`` says."""
+LOSSES |= {
+    f"{name}, {words}": (*LOSSES[name][:2], mode)
+    for name in OF_SEQUENCES
+    for words, mode in (("tokens", "token-mean"), ("sequence sums", "seq-mean-token-sum"))
+}
 """By name, of which the first word is verl's: its settings, our keys, how it aggregates."""
 
 OF_BYPASS = ("dppo_tv", "dppo_kl", "gpg", "dro")

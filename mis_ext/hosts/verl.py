@@ -11,7 +11,7 @@ from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
 from mis_ext.hosts.padded import correct_padded
 from mis_ext.hosts.scalars import scalars
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.verl_loss import refused, whole_loss
+from mis_ext.hosts.verl_loss import own_loss, refused, whole_loss
 
 
 def register(keys: Keys) -> None:
@@ -38,10 +38,11 @@ def register(keys: Keys) -> None:
 
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct
     if session is None:
+        own = own_loss(core_algos, given)
         for name in [*core_algos.POLICY_LOSS_REGISTRY, "mis_ext"]:
             is_ours = name in ("mis_ext", "bypass_mode")
             core_algos.register_policy_loss(name)(
-                whole_loss(given, is_bypass=name == "bypass_mode") if is_ours else refused(name)
+                whole_loss(given, is_bypass=name == "bypass_mode", own=own) if is_ours else refused(name)
             )
 
 

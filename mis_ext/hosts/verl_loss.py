@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mis_ext.checks import check_choice
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.scalars import scalars
+from mis_ext.methods.chosen import choose_method
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+_SEQUENCES = "seq-mean-token-mean"
+_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", _SEQUENCES)
+_OWN = {"gspo": "gspo", "sapo": "sapo", "gmpo": "geo_mean"}
+"""Methods whose loss in verl is a mean over sequences whatever ``loss_agg_mode`` says: which of them, its version says.
+"""
 
 
-def whole_loss(given: dict[str, Any], *, is_bypass: bool) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+def own_loss(core_algos: Any, given: dict[str, Any]) -> PolicyLoss | None:
+    """The loss of verl of the method of these keys, if it may not follow ``loss_agg_mode``."""
+    method = given.get("mis_loss_method")
+    name = None if method is None else choose_method("mis_loss_method", method).name
+    return getattr(core_algos, f"compute_policy_loss_{_OWN.get(name or '')}", None)
+
+
+def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None = None) -> PolicyLoss:
     """A policy loss as verl calls it: the mean over its global batch, and metrics of the micro-batch.
 
     Args:
         given: The keys.
         is_bypass: What verl calls old log-probs are those of the behavior policy; a method that looks at the proximal
             one is refused.
+        own: verl's own loss of the same method. Where it does not follow ``loss_agg_mode``, ours does not either.
     """
-    by_mode: dict[str, dict[str, Any]] = {}
+    keys: dict[str, dict[str, Any]] = {}
+    modes: dict[str, str] = {}
 
     def loss(config: Any, loss_agg_mode: str, old_log_prob: Tensor, **more: Any) -> tuple[Tensor, dict[str, float]]:
+        if loss_agg_mode not in modes:
+            modes[loss_agg_mode] = _mode_that_acts(loss_agg_mode, own, config)
+        loss_agg_mode = modes[loss_agg_mode]
         per_token, sums = loss_agg_mode in ("token-mean", "token-sum"), "seq-mean-token-sum" in loss_agg_mode
         switches = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": is_bypass}
         found = policy_loss_from_log_probs(
-            by_mode.setdefault(loss_agg_mode, given | switches),
+            keys.setdefault(loss_agg_mode, given | switches),
             current_logprobs=more["log_prob"],
             proximal_logprobs=old_log_prob,
             behavior_logprobs=old_log_prob if is_bypass else more.get("rollout_is_weights"),
@@ -41,6 +63,30 @@ def whole_loss(given: dict[str, Any], *, is_bypass: bool) -> Callable[..., tuple
         return found.total * info.get("dp_size", 1) / (size * horizon), scalars(found.metrics, prefix="actor/")
 
     return loss
+
+
+def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
+    check_choice("loss_agg_mode", said, _MODES)
+    if own is None or said == _SEQUENCES or _follows(own, config):
+        return said
+    warnings.warn(
+        f"loss_agg_mode={said} does not act on this policy loss, but on entropy and KL: verl's own one is a mean over "
+        f"sequences ({_SEQUENCES}) in this version, and so is that of mis_ext",
+        stacklevel=3,
+    )
+    return _SEQUENCES
+
+
+def _follows(own: PolicyLoss, config: Any) -> bool:
+    """Whether a loss of verl gives every token the same slope when it is told to be a mean over tokens."""
+    with torch.enable_grad():
+        current = torch.zeros(2, 2, requires_grad=True)
+        mask = torch.tensor([[1, 0], [1, 1]])
+        streams = {"old_log_prob": torch.zeros(2, 2), "log_prob": current, "advantages": torch.ones(2, 2)}
+        value, _ = own(**streams, response_mask=mask, loss_agg_mode="token-mean", config=config)
+        (slope,) = torch.autograd.grad(value, current)
+    # A mean over sequences halves it where the response has two tokens.
+    return bool(slope[0, 0].abs() < 1.5 * slope[1, 0].abs())
 
 
 def refused(name: str) -> Callable[..., None]:
