@@ -13,8 +13,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "convert",
         help="converts the options of another framework to a YAML file of mis_ext with the same weights and masks",
-        description="Reads a configuration of verl (the .hydra/config.yaml of a run, or its rollout_correction alone). "
-        "Prints the YAML file of mis_ext with the same weights and masks. Options without a counterpart are refused.",
+        description="Reads a configuration of verl: the .hydra/config.yaml of a run, what its command prints with "
+        "--cfg job, or its rollout_correction alone. Prints the YAML file of mis_ext with the same weights and masks. "
+        "Options without a counterpart are refused.",
     )
     parser.add_argument("framework", choices=("verl",), help="the framework of the options")
     parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
@@ -24,9 +25,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.keys import read_keys
-    from mis_ext.hosts.verl_options import convert_verl, dtype_remarks, options_in
+    from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
 
-    content = read_keys(arguments.file)
+    try:
+        content = read_keys(arguments.file)
+    except ValueError as error:
+        raise ValueError(f"{error}. {WHOLE_CONFIGURATION}") from None
     keys, remarks = convert_verl(options_in(content))
     lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks, *dtype_remarks(content)]
     result = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}

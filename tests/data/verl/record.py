@@ -7,8 +7,8 @@ ray, transformers and orjson, from the repository's root:
 
 It runs at one revision (``REVISION``). Every preset, every criterion and every loss runs on the batches of
 ``tests/verl_cases.py``: first as verl is, then after ``mis_ext.hosts.verl.register`` with the converted options. The
-largest difference of both is printed, and must be below ``TOLERANCE``. ``--check`` writes nothing, and compares verl's
-numbers with the file.
+largest difference of both is printed, and must be below ``TOLERANCE``. Masks of options that an older release had are
+of its own file, which git has. ``--check`` writes nothing, and compares verl's numbers with the file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import lzma
 import math
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,21 @@ def presets() -> dict[str, dict[str, Any]]:
     return found
 
 
-def all_numbers() -> dict[str, Any]:
+def older(clone: Path) -> types.ModuleType:
+    """Its module of the correction as the older release had it."""
+    path = f"{verl_cases.OLD_RELEASE}:verl/trainer/ppo/rollout_corr_helper.py"
+    found = types.ModuleType("older_rollout_corr_helper")
+    exec(subprocess.run(["git", "-C", clone, "show", path], capture_output=True, check=True).stdout, vars(found))
+    return found
+
+
+def mask_of(helper: types.ModuleType, options: dict[str, Any], batch: dict) -> list[list[int]]:
+    """What verl keeps."""
+    tensors = [batch[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
+    return helper.compute_rollout_correction_and_rejection_mask(*tensors, **options)[1].int().tolist()
+
+
+def all_numbers(clone: Path) -> dict[str, Any]:
     """With verl as it is, and with ours in it."""
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
@@ -133,7 +148,10 @@ def all_numbers() -> dict[str, Any]:
         rollout_corr_helper.compute_rollout_correction_and_rejection_mask = own
         losses[name], worst[f"loss {name}"] = found[0], largest(*(comparable(name, each) for each in found))
     inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
-    return {"revision": REVISION, "worst": worst, "batches": inputs, "corrections": corrections, "losses": losses}
+    found = {"revision": REVISION, "worst": worst, "batches": inputs, "corrections": corrections, "losses": losses}
+    helper = older(clone)
+    found["old"] = [{each: mask_of(helper, of, rows) for each, rows in batches.items()} for of in verl_cases.OLD]
+    return found
 
 
 def comparable(name: str, found: dict) -> dict:
@@ -162,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{parsed.verl} is at {git.stdout.strip()}, the numbers are of {REVISION}")
     sys.path.insert(0, str(parsed.verl))
     warnings.simplefilter("ignore")
-    numbers = all_numbers()
+    numbers = all_numbers(parsed.verl)
     for name, difference in numbers["worst"].items():
         print(f"{difference:9.1e}  {name}")
     differ = [name for name, difference in numbers["worst"].items() if not difference <= TOLERANCE]
@@ -173,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
         off = max(largest(recorded[part], numbers[part]) for part in ("batches", "losses"))
         for name, of in recorded["corrections"].items():
             off = max(off, largest(of["batches"], numbers["corrections"][name]["batches"]))
+        off = max(off, float(recorded["old"] != numbers["old"]))
         print(f"verl's own numbers differ from the file by at most {off:.1e}")
         return int(bool(differ) or off > TOLERANCE)
     FILE.write_bytes(lzma.compress(json.dumps(numbers).encode()))
