@@ -315,6 +315,20 @@ def kept_by(keys: dict, batch: dict) -> torch.Tensor:
     return mis_ext.correct_padded(keys, **streams, response_mask=batch["response_mask"]).keep_mask
 
 
+def test_only_a_log_ratio_beyond_twenty_is_another_one_in_a_sum_of_verl() -> None:
+    batch = verl_cases.beyond()
+    log_ratio = batch["old_log_prob"] - batch["rollout_log_prob"]
+    bounded = batch | {"rollout_log_prob": batch["old_log_prob"] - log_ratio.clamp(-20.0, 20.0)}
+    other = set()
+    for name, wanted in RECORD["beyond"].items():
+        keys, mask = convert_verl(CORRECTIONS[name]["options"]).keys, torch.tensor(wanted) != 0
+        assert torch.equal(kept_by(keys, bounded), mask)
+        kept = kept_by(keys, batch)
+        assert torch.equal(kept[1], mask[1])
+        other |= set() if torch.equal(kept, mask) else {name}
+    assert other == {"seq_sum_k1 0.5_1.5", "seq_mean_k1 0.9_1.2"}
+
+
 @pytest.fixture
 def verl(monkeypatch):
     """Stands for the three modules of verl that are touched; verl itself runs in ``record.py``."""

@@ -140,3 +140,10 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
             "response_mask": mask,
         }
     return found
+
+
+def beyond() -> dict[str, torch.Tensor]:
+    """Log-ratios of 30, -25 and -0.1, and of 20, -20 and -0.1: verl bounds each by +-20 before it adds them."""
+    old = torch.tensor([[-0.5, -30.0, -1.0], [-0.5, -30.0, -1.0]])
+    rollout = torch.tensor([[-30.5, -5.0, -0.9], [-20.5, -10.0, -0.9]])
+    return {"old_log_prob": old, "rollout_log_prob": rollout, "response_mask": torch.ones(2, 3, dtype=torch.bool)}

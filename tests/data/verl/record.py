@@ -149,9 +149,10 @@ def all_numbers(clone: Path) -> dict[str, Any]:
         losses[name], worst[f"loss {name}"] = found[0], largest(*(comparable(name, each) for each in found))
     inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
     found = {"revision": REVISION, "worst": worst, "batches": inputs, "corrections": corrections, "losses": losses}
-    helper = older(clone)
+    helper, batch = older(clone), verl_cases.beyond()
     found["old"] = [{each: mask_of(helper, of, rows) for each, rows in batches.items()} for of in verl_cases.OLD]
-    return found
+    rejecting = {name: of for name, of in verl_cases.OPTIONS.items() if "rollout_rs" in of and "rollout_is" not in of}
+    return found | {"beyond": {name: mask_of(rollout_corr_helper, of, batch) for name, of in rejecting.items()}}
 
 
 def comparable(name: str, found: dict) -> dict:
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         off = max(largest(recorded[part], numbers[part]) for part in ("batches", "losses"))
         for name, of in recorded["corrections"].items():
             off = max(off, largest(of["batches"], numbers["corrections"][name]["batches"]))
-        off = max(off, float(recorded["old"] != numbers["old"]))
+        off = max(off, *(float(recorded[part] != numbers[part]) for part in ("old", "beyond")))
         print(f"verl's own numbers differ from the file by at most {off:.1e}")
         return int(bool(differ) or off > TOLERANCE)
     FILE.write_bytes(lzma.compress(json.dumps(numbers).encode()))
