@@ -86,7 +86,7 @@ def vllm_completions() -> tuple[dict[str, Any], dict[str, Any]]:
                 "index": 0,
                 "text": " two v",
                 "logprobs": {
-                    "text_offset": [0, 4, 5],
+                    "text_offset": [0, 12, 24],
                     "token_logprobs": [-0.5, -2.75, -0.125],
                     "tokens": ["token_id:464", "token_id:116", "token_id:88"],
                     "top_logprobs": [{"token_id:464": -0.5}, {"token_id:116": -2.75}, {"token_id:88": -0.125}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import json
@@ -107,6 +108,18 @@ def with_ends(events: list[Event]) -> list[Event]:
                 ends.append({"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]})
                 choice["finish_reason"] = None
         sent += [event, *({**event, "choices": [end]} for end in ends)]
+    return sent
+
+
+def counted(events: list[Event]) -> list[Event]:
+    """As a server sends them with ``continuous_usage_stats``: each chunk has the count of its own choice."""
+    counts, sent = collections.Counter[int](), copy.deepcopy(events)
+    (total,) = [event["usage"] for event in events if event.get("usage")]
+    for event in sent:
+        for choice in event["choices"]:
+            log_probs = choice.get("logprobs") or {}
+            counts[choice["index"]] += len(log_probs.get("content") or log_probs.get("token_logprobs") or [])
+            event["usage"] = {**total, "completion_tokens": counts[choice["index"]]}
     return sent
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from agents import Exchange, parsed
-from streamed import Event, chunked, generate_events, lines_of, of_sglang, pieces_of, with_ends
+from streamed import Event, chunked, counted, generate_events, lines_of, of_sglang, pieces_of, with_ends
 from truth import versions_of
 
 from mis_ext.rollout.generation import Generation
@@ -73,8 +73,8 @@ class Wire(NamedTuple):
             events = generate_events(self.responses[0])
             return pieces_of(events) if way == "incremental" else events
         if self.format == "sglang-chat":
-            return with_ends(chunked(of_sglang(self.responses[0]), rng))
-        return chunked(self.responses[0], rng)
+            return counted(with_ends(chunked(of_sglang(self.responses[0]), rng)))
+        return counted(chunked(self.responses[0], rng))
 
     def given_up(self, rng: random.Random) -> list[str]:
         """Lines of a stream that breaks off, or of which one is an error."""

@@ -111,6 +111,24 @@ def doubled_event(events: list[Event], rng: random.Random) -> bool:
     return True
 
 
+def swapped_events(events: list[Event], rng: random.Random) -> bool:
+    """Two events have changed places."""
+    if len(events) < 2:
+        return False
+    first, second = rng.sample(range(len(events)), 2)
+    events[first], events[second] = events[second], events[first]
+    return True
+
+
+def event_for_another(events: list[Event], rng: random.Random) -> bool:
+    """One event comes twice, the second time in the place of another."""
+    if len(events) < 2:
+        return False
+    first, second = rng.sample(range(len(events)), 2)
+    events[second] = events[first]
+    return True
+
+
 def other_choice(events: list[Event], rng: random.Random) -> bool:
     """The end of a choice comes under the index of another; of which choice a token is, is told once."""
     ends = [each for event in events for each in event.get("choices", []) if each.get("finish_reason") is not None]
@@ -124,11 +142,13 @@ def other_choice(events: list[Event], rng: random.Random) -> bool:
 EVENT_FAULTS: dict[str, Callable[[list[Event], random.Random], bool]] = {
     "a lost event": lost_event,
     "a doubled event": doubled_event,
+    "swapped events": swapped_events,
+    "an event for another": event_for_another,
     "swapped choices": other_choice,
 }
 """In a stream."""
 
-HARMLESS = ("a lost event", "a doubled event")
+HARMLESS = ("a lost event", "a doubled event", "swapped events", "an event for another")
 """These may leave the truth: a later event of SGLang's has all again, and some events have no token."""
 
 

@@ -1,6 +1,7 @@
 """Streamed answers: the events of one request, joined into the response that the readers take.
 
-Nothing is proven here. The readers count and compare what was joined as they do with any response.
+The readers count and compare what was joined as they do with any response. Only the order of the events is proven here,
+by what an event says of those before it: a joined response shows no longer what came when.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
+from mis_ext.rollout.errors import AbortedRequest, CountMismatch, MalformedResponse
 from mis_ext.rollout.readers.reading import Field
 
 _DATA, _END = "data:", "[DONE]"
@@ -28,9 +29,10 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
     """The response that these lines of server-sent events add up to.
 
     Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, arguments of tool calls by
-    their index, log-probs and ids are joined in the order in which they came; ask for ``stream_options:
-    {"include_usage": true}``, without which the readers have no count to compare with. Events of SGLang's ``/generate``
-    hold all that came before, or with ``--incremental-streaming-output`` what is new.
+    their index, log-probs and ids are joined in the order in which they came. Ask for ``stream_options:
+    {"include_usage": true, "continuous_usage_stats": true}``: without the first the readers have no count to compare
+    with, and without the second nothing shows that chunks changed places. Events of SGLang's ``/generate`` hold all
+    that came before, or with ``--incremental-streaming-output`` what is new, and always the count of all.
 
     Args:
         lines: As the server sent them, empty ones too.
@@ -38,6 +40,8 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 
     Raises:
         AbortedRequest: The stream breaks off, or has an error.
+        CountMismatch: An event counts another number of tokens than came until then: one is lost, doubled, or not in
+            its place.
         MalformedResponse: A line is no event, or an event no part of an answer.
     """
     events = _events(lines, request_id)
@@ -80,6 +84,12 @@ def _join_generate(events: list[Field]) -> dict[str, Any]:
     last = dict(events[-1].value)
     if events[-1].get("output_ids") is None or _has_all(events[-1]) or _repeats_what_came(events):
         return last
+    # Before the counts: an abort sends the last ids once more.
+    events[-1]["meta_info"]["finish_reason"]["type"].finish_reason()
+    num_ids = 0
+    for event in events:
+        num_ids += len(event["output_ids"].array())
+        _check_count(event["meta_info"]["completion_tokens"], num_ids, "ids")
     last["output_ids"] = _joined(events, "output_ids")
     if events[-1].get("text") is not None:
         last["text"] = "".join(event["text"].string() for event in events)
@@ -98,6 +108,12 @@ def _repeats_what_came(events: list[Field]) -> bool:
     return bool(earlier and earlier[-1]) and last[: len(earlier[-1])] == earlier[-1] and all(map(_has_all, events[:-1]))
 
 
+def _check_count(count: Field, number: int, what: str) -> None:
+    if count.count() != number:
+        found = f"{count.path} is {count.value}, but {number} {what} came until then"
+        raise CountMismatch(count.request_id, f"{found}: an event is lost, doubled, or not in its place")
+
+
 def _joined(holders: list[Field], key: str) -> list[Any]:
     return [entry for holder in holders if (found := holder.get(key)) is not None for entry in found.array()]
 
@@ -106,12 +122,19 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
     name, response = _open_response(events[0])
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
+        if any(map(_log_probs, choices.values())):
+            _check_comes_first(event.get("prompt_token_ids"))
         response |= {key: found.value for key in _OF_A_RESPONSE if (found := event.get(key)) is not None}
-        chunks = event["choices"]
+        chunks, usage = event["choices"], event.get("usage")
         for position in range(len(chunks.array())):
             chunk = chunks.entry(position)
             index = chunk["index"].count()
-            _add_chunk(choices.setdefault(index, {"index": index}), chunk)
+            choice = choices.setdefault(index, {"index": index})
+            _add_chunk(choice, chunk)
+            # With continuous_usage_stats each chunk has the count of its own choice. One without log-probs may come
+            # before those that it counts: SGLang's parsed tool calls do.
+            if usage is not None and chunk.get("logprobs") is not None:
+                _check_count(usage["completion_tokens"], len(_log_probs(choice)), f"log-probs of choice {index}")
     # SGLang's chat names each choice, and the ends of all after one of them.
     others = [event[name] for event in events if event[name].value != response[name]]
     if len({other.string() for other in others}) >= max(len(choices), 1):
@@ -130,13 +153,28 @@ def _open_response(first: Field) -> tuple[str, dict[str, Any]]:
     return "id", {"id": first["id"].string(), "object": _OBJECTS[kind]}
 
 
+def _log_probs(choice: dict[str, Any]) -> list[Any]:
+    joined = choice.get("logprobs", {})
+    found: list[Any] = joined.get("content") or joined.get("token_logprobs") or []
+    return found
+
+
+def _check_comes_first(prompt_ids: Field | None) -> None:
+    if prompt_ids is not None:
+        raise MalformedResponse(prompt_ids.request_id, f"{prompt_ids.path} come after sampled tokens, not before them")
+
+
 def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
+    if _log_probs(choice):
+        _check_comes_first(chunk.get("prompt_token_ids"))
     # Each choice of a completion brings its own, as without streaming.
     choice |= {key: found.value for key in ("prompt_token_ids",) if (found := chunk.get(key)) is not None}
     if choice.get("finish_reason") is not None and (chunk.get("logprobs") or chunk.get("token_ids")):
         raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
     choice |= {key: found.value for key in _OF_A_CHOICE if (found := chunk.get(key)) is not None}
     log_probs, delta, text = (chunk.get(key) for key in ("logprobs", "delta", "text"))
+    if log_probs is not None and chunk.get("token_ids") is not None:
+        _check_offset(choice, log_probs.get("text_offset"))
     for key in ("token_ids", "sampling_mask"):
         if (found := chunk.get(key)) is not None:
             choice.setdefault(key, []).extend(found.array())
@@ -150,6 +188,22 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
                 joined.setdefault(key, []).extend(found.array())
     if delta is not None:
         _add_delta(choice.setdefault("message", {"role": "assistant", "content": None}), delta)
+
+
+def _check_offset(choice: dict[str, Any], offsets: Field | None) -> None:
+    """In vLLM's completions a token begins where the one before it ends; in older ones, where the text so far ends."""
+    values = [] if offsets is None else offsets.array()
+    # SGLang has -1 in place of every offset.
+    if offsets is None or values[:1] in ([], [-1]):
+        return
+    if set(map(type, values)) != {int}:
+        raise offsets.malformed("a list of integers")
+    legal, joined = {len(choice.get("text", ""))}, choice.get("logprobs", {})
+    if joined.get("text_offset") and joined.get("tokens"):
+        legal.add(joined["text_offset"][-1] + len(str(joined["tokens"][-1])))
+    if values[0] not in legal:
+        expected = " or ".join(map(str, sorted(legal)))
+        raise offsets.entry(0).malformed(f"{expected}, the end of what came until then: an event is not in its place")
 
 
 def _add_delta(message: dict[str, Any], delta: Field) -> None:
