@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -25,6 +26,20 @@ def check_number(
     if not (is_above and is_below):
         raise ValueError(f"{key} must be in {legal}, got {value!r}")
     return float(value)
+
+
+def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
+    """``value`` as an int, of at least ``low`` where that is given; a truth value, a float or a string is none."""
+    legal = "an integer" if low is None else f"an integer of at least {low}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{key} must be {legal}, got {value!r}{_yaml_hint(value)}")
+    if low is not None and number < low:
+        raise ValueError(f"{key} must be {legal}, got {number}")
+    return number
 
 
 def check_bool(key: str, value: Any) -> bool:

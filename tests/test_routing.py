@@ -1,11 +1,8 @@
 """What an engine says about its experts: what is refused, whose row is whose, and how far two routings differ."""
 
-import base64
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,10 +28,6 @@ def numbered(length: int, *, sample: int, num_experts: int = 1000) -> RoutedExpe
     return RoutedExperts.from_rows(
         torch.stack([first, first + 50], dim=1).unsqueeze(1), num_tokens=length, num_experts=num_experts
     )
-
-
-def payload(rows: Tensor) -> str:
-    return base64.b64encode(rows.contiguous().view(torch.uint8).numpy().tobytes()).decode()
 
 
 def test_rows_are_recorded_or_not_as_a_whole() -> None:
@@ -83,99 +76,6 @@ def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
     for start in (-1, 4):
         with pytest.raises(ValueError, match=f"2 rows from position {start} on do not fit into 5 tokens"):
             RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=start)
-
-
-# SGLang's rows of 4 tokens, of which the last was sampled and never fed; the middle one of 3 decoder layers is dense.
-SGLANG = torch.tensor([[[1, 2], [0, 0], [3, 4]], [[5, 6], [0, 0], [7, 0]], [[2, 1], [0, 0], [6, 5]]], dtype=torch.int32)
-SGLANG_MODEL = {"num_layers": 3, "topk": 2, "num_experts": 8, "moe_layers": [0, 2]}
-# As SGLang 0.5.23 answered when weights were updated with pause_generation in mode retract.
-RETRACTED = json.loads((Path(__file__).parent / "data/rollout_responses/generate_two_versions.json").read_text())
-SGLANG_EXPERTS = [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[2, 1], [6, 5]], NOTHING]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16, torch.uint8])
-def test_row_p_of_sglang_is_the_choice_for_the_token_at_p_and_the_last_token_has_none(dtype) -> None:
-    info = {"routed_experts": payload(SGLANG.to(dtype)), "routed_experts_dtype": str(dtype).removeprefix("torch.")}
-    sample = RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL)
-    assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
-
-
-def test_a_bare_string_of_sglang_is_int32_from_the_first_token_on() -> None:
-    sample = RoutedExperts.from_sglang(payload(SGLANG), num_tokens=4, **SGLANG_MODEL)
-    assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
-
-
-def test_sglang_may_start_later_and_may_feed_the_last_token() -> None:
-    info = {"routed_experts": payload(SGLANG), "routed_experts_start_len": 2}
-    later = RoutedExperts.from_sglang(info, num_tokens=6, **SGLANG_MODEL)
-    assert later.experts_TLK.tolist() == [NOTHING, NOTHING, *SGLANG_EXPERTS]
-    fed = RoutedExperts.from_sglang({"routed_experts": payload(SGLANG)}, num_tokens=3, **SGLANG_MODEL)
-    assert fed.experts_TLK.tolist() == SGLANG_EXPERTS[:3]
-
-
-@pytest.mark.parametrize(
-    ("info", "changes", "message"),
-    [
-        ({}, {}, "meta_info has no routed_experts: .*return_routed_experts: true"),
-        ({"routed_experts": "?"}, {}, "is no base64"),
-        ({"routed_experts": "AAAA"}, {}, "has 3 bytes, which is no positive multiple of 4"),
-        (
-            {"routed_experts": payload(SGLANG), "routed_experts_dtype": "int8"},
-            {},
-            "routed_experts_dtype must be one of",
-        ),
-        (
-            {"routed_experts": payload(SGLANG)},
-            {"num_tokens": 5},
-            "3 rows from position 0 on, and num_tokens = 5 needs 4",
-        ),
-        (
-            {"routed_experts": payload(SGLANG)},
-            {"num_tokens": 2},
-            "3 rows from position 0 on, and num_tokens = 2 needs 1",
-        ),
-        ({"routed_experts": payload(SGLANG)}, {"topk": 4}, "18 values: .* topk = 4 that is 1.5 rows"),
-        ({"routed_experts": payload(0 * SGLANG)}, {}, "every expert in routed_experts is 0"),
-        ({"routed_experts": payload(SGLANG)}, {"moe_layers": None}, "expert 0 is chosen twice at token 0, layer 1"),
-        ({"routed_experts": payload(SGLANG)}, {"num_experts": 7}, "expert 7 at token 1, layer 1"),
-    ],
-)
-def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        RoutedExperts.from_sglang(info, **{"num_tokens": 4, **SGLANG_MODEL, **changes})
-
-
-@pytest.mark.parametrize(
-    ("info", "message"),
-    [
-        ({"routed_experts": SGLANG.tolist()}, "routed_experts must be base64, got list: RoutedExperts.from_rows"),
-        (SGLANG.tolist(), "meta_info must be a mapping or its base64, got list: RoutedExperts.from_rows"),
-        (SGLANG, "meta_info must be a mapping or its base64, got Tensor"),
-    ],
-)
-def test_lists_in_the_place_of_what_sglang_sends_are_an_error_that_says_who_takes_them(info, message) -> None:
-    with pytest.raises(TypeError, match=message):
-        RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_retractions": 1}, "the request was retracted: SGLang computed its experts again"),
-        ({"weight_versions": [{"version": "7"}, {"version": "8"}]}, r"retracted \(weight versions 7, 8\)"),
-        (RETRACTED["response"]["meta_info"], r"retracted \(weight versions 7, 8\)"),
-    ],
-)
-def test_experts_of_a_retracted_request_are_not_those_of_its_log_probs(fields, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        RoutedExperts.from_sglang({**fields, "routed_experts": payload(SGLANG)}, num_tokens=4, **SGLANG_MODEL)
-
-
-@pytest.mark.parametrize("versions", [["7"], ["7", "8"]])
-def test_weights_that_are_updated_in_place_leave_the_experts_of_earlier_tokens(versions) -> None:
-    fields = {"num_retractions": 0, "weight_versions": [{"version": version} for version in versions]}
-    info = {**fields, "routed_experts": payload(SGLANG)}
-    assert RoutedExperts.from_sglang(info, num_tokens=4, **SGLANG_MODEL).experts_TLK.tolist() == SGLANG_EXPERTS
 
 
 def test_disagreement_counts_sets_and_choices_that_both_recorded() -> None:
@@ -313,6 +213,19 @@ def test_tokens_that_were_not_recorded_are_an_error_or_counted() -> None:
 def test_a_layout_that_does_not_fit_is_refused(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_layout_of_what_is_no_integer_is_an_error_that_names_it() -> None:
+    for make, key in [
+        (lambda wrong: RoutingLayout.packed([wrong]), "lengths"),
+        (lambda wrong: RoutingLayout.packed([4], num_local_tokens=wrong), "num_local_tokens"),
+        (lambda wrong: RoutingLayout.packed([4], cp_rank=wrong, cp_size=8), "cp_rank"),
+        (lambda wrong: RoutingLayout.packed([4], tp_size=wrong), "tp_size"),
+        (lambda wrong: RoutingLayout.padded([4], padded_length=wrong), "padded_length"),
+    ]:
+        for wrong in ("4", 4.0, True):
+            with pytest.raises(TypeError, match=f"{key} must be an integer, got {wrong!r}"):
+                make(wrong)
 
 
 def tiny_qwen3_moe() -> torch.nn.Module:

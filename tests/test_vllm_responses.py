@@ -223,6 +223,7 @@ def encoded(data):
         (lambda data: encoded(data.replace(b"|u1", b"<f4")), "dtype of routed_experts must be"),
         (lambda data: encoded(data.replace(b"'descr'", b"'other'")), "broken NumPy header"),
         (lambda data: encoded(data[:-60] + bytes(60)), "recorded nothing"),
+        (lambda data: encoded(data.replace(b"(10, 3, 2)", b"(10,-3,-2)")), "shape of routed_experts must be .* got -3"),
     ],
 )
 def test_experts_that_cannot_be_decoded_are_refused(change, message) -> None:
@@ -233,6 +234,14 @@ def test_experts_that_cannot_be_decoded_are_refused(change, message) -> None:
 
 
 def test_experts_of_another_type_are_refused() -> None:
+    choice = exchange("generate")[1]["choices"][0]
+    for shape in (b"(10.,3, 2)", b"10        ", b"'abc'     "):
+        data = base64.b64decode(choice["routed_experts"]).replace(b"(10, 3, 2)", shape)
+        with pytest.raises(TypeError, match="shape"):
+            RoutedExperts.from_vllm(encoded(data), num_tokens=11, **MODEL)
+    for key in ("num_tokens", "start"):
+        with pytest.raises(TypeError, match=f"{key} must be an integer, got '11'"):
+            RoutedExperts.from_vllm(choice, **{"num_tokens": 11, **MODEL, key: "11"})
     for choice, message in (([[0]], "choice must be a mapping"), ({"routed_experts": [[0]]}, "must be base64")):
         with pytest.raises(TypeError, match=message):
             RoutedExperts.from_vllm(choice, num_tokens=11, **MODEL)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.checks import check_integer
 from mis_ext.onpolicy.routing.payloads import sglang_values, vllm_rows
 
 NOT_RECORDED = -1
@@ -33,7 +34,7 @@ class RoutedExperts:
         num_experts: Experts per layer.
 
     Raises:
-        TypeError: It is no tensor, or the dtype is none of these.
+        TypeError: It is no tensor, the dtype is none of these, or ``num_experts`` is no integer.
         ValueError: The shape is not ``[T, L, K]``, an index is out of range, a token has an expert twice in a layer, or
             only a part of a token's row is recorded.
     """
@@ -43,6 +44,7 @@ class RoutedExperts:
 
     def __post_init__(self) -> None:
         experts_TLK = self.experts_TLK
+        check_integer("num_experts", self.num_experts, low=1)
         _check_tensor("experts_TLK", experts_TLK)
         if experts_TLK.dtype not in _DTYPES:
             raise TypeError(f"experts_TLK must be int16, int32 or int64, got {experts_TLK.dtype}")
@@ -84,6 +86,7 @@ class RoutedExperts:
             ValueError: The rows do not fit in, or see the class.
         """
         _check_tensor("rows_NLK", rows_NLK)
+        num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         if not 0 <= start <= start + len(rows_NLK) <= num_tokens:
             raise ValueError(f"{len(rows_NLK)} rows from position {start} on do not fit into {num_tokens} tokens")
         experts_TLK = rows_NLK.new_full((num_tokens, *rows_NLK.shape[1:]), NOT_RECORDED)
@@ -105,7 +108,8 @@ class RoutedExperts:
 
         SGLang 0.5 sends base64 of row-major ``[rows, num_layers, topk]``: the positions from
         ``routed_experts_start_len`` (0 unless asked otherwise) to the last but one token, prompt included, also where a
-        prefix was cached. Its layers are all decoder layers; dense ones hold zeros.
+        prefix was cached. Its layers are all decoder layers; dense ones hold zeros. So does what was not written, which
+        with ``topk`` 1 could as well be expert 0: a token with zeros in every layer counts as not recorded then.
 
         Args:
             meta_info: ``meta_info`` of the response, or only its ``routed_experts`` (then int32, from position 0 on).
@@ -113,13 +117,16 @@ class RoutedExperts:
             num_layers: All decoder layers of the model, dense ones included.
             topk: Experts per token.
             num_experts: Experts per layer.
-            moe_layers: Which of the decoder layers are mixture-of-experts layers, from 0; by default all.
+            moe_layers: Which of the decoder layers are mixture-of-experts layers, ascending from 0; by default all.
 
         Raises:
-            TypeError: ``meta_info`` is no mapping, or its ``routed_experts`` no string.
+            TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count no integer.
             ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
-                value is 0, the request was retracted, or see the class.
+                value is 0, the request was retracted, ``moe_layers`` leaves out a layer with experts, or has one of
+                which every value is 0 with ``topk`` 1; or see the class.
         """
+        num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
+        num_tokens = check_integer("num_tokens", num_tokens)
         values, start = sglang_values(meta_info)
         rows, rest = divmod(len(values), num_layers * topk)
         # Some versions feed the last token forward too.
@@ -146,20 +153,21 @@ class RoutedExperts:
 
         vLLM 0.32 sends base64 of a NumPy file ``[rows, layers, topk]``: the positions from the request's
         ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
-        dense ones hold zeros.
+        dense ones hold zeros, and so does what was not written: see :meth:`from_sglang`.
 
         Args:
             choice: A choice of the response, or only its ``routed_experts``.
             num_tokens: Tokens of prompt and response.
             num_experts: Experts per layer.
             start: The request's ``routed_experts_prompt_start``.
-            moe_layers: Which of the decoder layers are mixture-of-experts layers, from 0; by default all.
+            moe_layers: Which of the decoder layers are mixture-of-experts layers, ascending from 0; by default all.
 
         Raises:
-            TypeError: ``choice`` is no mapping, or its ``routed_experts`` no string.
+            TypeError: ``choice`` is no mapping, its ``routed_experts`` no string, or a count no integer.
             ValueError: Nothing was returned, it is no NumPy file of experts, its rows do not fit ``num_tokens``, every
-                value is 0, or see the class.
+                value is 0, ``moe_layers`` is as :meth:`from_sglang` refuses it, or see the class.
         """
+        num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         rows_NLK = vllm_rows(choice)
         if start + len(rows_NLK) != num_tokens - 1:
             raise ValueError(
@@ -216,12 +224,31 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
-    """The rows of the mixture-of-experts layers, which must have recorded something."""
-    if moe_layers is not None:
-        rows_NLK = rows_NLK[:, list(moe_layers)]
+    """The rows of the mixture-of-experts layers, -1 where with one choice nothing tells expert 0 from no record.
+
+    The engines' buffers begin as zeros, which stay in dense layers and where nothing is written. With two choices a
+    zero that nobody wrote is an expert chosen twice, which :class:`RoutedExperts` refuses.
+    """
+    num_layers = rows_NLK.size(1)
+    layers = [check_integer("moe_layers", layer) for layer in (range(num_layers) if moe_layers is None else moe_layers)]
+    if not layers or layers != sorted({*layers} & {*range(num_layers)}):
+        raise ValueError(f"moe_layers must be ascending layers in [0, {num_layers}), each once, got {layers}")
+    dense = [layer for layer in range(num_layers) if layer not in layers]
+    if rows_NLK[:, dense].any():
+        layer = next(layer for layer in dense if rows_NLK[:, layer].any())
+        raise ValueError(f"layer {layer} has experts, so it is no dense layer: moe_layers = {layers} leaves it out")
+    rows_NLK = rows_NLK[:, layers]
     if len(rows_NLK) and not rows_NLK.any():
         raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
-    return rows_NLK
+    if rows_NLK.size(-1) > 1:
+        return rows_NLK
+    for column, layer in enumerate(layers):
+        if len(rows_NLK) and not rows_NLK[:, column].any():
+            raise ValueError(
+                f"layer {layer} has expert 0 at every token, as a dense layer has: leave it out of moe_layers = "
+                f"{layers}, or give the experts to RoutedExperts.from_rows if its router chose no other"
+            )
+    return torch.where(rows_NLK.any(1, keepdim=True), rows_NLK, NOT_RECORDED)
 
 
 def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:

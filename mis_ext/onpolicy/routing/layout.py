@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice
+from mis_ext.checks import check_choice, check_integer
 from mis_ext.correction.zigzag import owned_chunks
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED, RoutedExperts
 
@@ -85,7 +85,7 @@ class RoutingLayout:
         position_T = torch.cat(parts)
         sample_T = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
         needed = -(-len(position_T) // cp_size) if is_stream else len(position_T)
-        rows = needed if num_local_tokens is None else num_local_tokens
+        rows = needed if num_local_tokens is None else check_integer("num_local_tokens", num_local_tokens)
         if rows < needed:
             raise ValueError(f"num_local_tokens = {num_local_tokens} is less than the {needed} needed")
         extra = rows * (cp_size if is_stream else 1) - len(position_T)
@@ -119,7 +119,7 @@ class RoutingLayout:
         Raises:
             ValueError: See :meth:`packed`; or a sample is longer than ``padded_length``.
         """
-        if max(_checked(lengths)) > padded_length:
+        if max(_checked(lengths)) > check_integer("padded_length", padded_length):
             raise ValueError(f"padded_length = {padded_length} is less than the longest sample, {max(lengths)}")
         local = _local_positions(padded_length, cp_rank=cp_rank, cp_size=cp_size)
         if len(local) % tp_size:
@@ -207,12 +207,13 @@ class RoutingLayout:
 
 
 def _checked(lengths: Sequence[int]) -> Sequence[int]:
-    if not lengths or min(lengths) < 1:
+    if not lengths or min(check_integer("lengths", length) for length in lengths) < 1:
         raise ValueError(f"lengths must be positive, one per sample, got {[*lengths]}")
     return lengths
 
 
 def _check_rank(name: str, rank: int, size: int) -> None:
+    rank, size = check_integer(f"{name}_rank", rank), check_integer(f"{name}_size", size)
     if not 0 <= rank < size:
         raise ValueError(f"{name}_rank must be in [0, {name}_size = {size}), got {rank}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice
+from mis_ext.checks import check_choice, check_instance, check_integer, check_list, check_mapping
 
 OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 _SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
@@ -25,8 +25,8 @@ def sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
     """All values in the order of rows, layers and choices, int32, and the position of the first row.
 
     Raises:
-        TypeError: ``meta_info`` is no mapping, or its ``routed_experts`` no string.
-        ValueError: Nothing was returned, it is no base64, or the request was retracted.
+        TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count in it no integer.
+        ValueError: Nothing was returned, it is no base64, a count is negative, or the request was retracted.
     """
     fields = {"routed_experts": meta_info} if isinstance(meta_info, str) else meta_info
     if not isinstance(fields, Mapping):
@@ -38,12 +38,12 @@ def sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
             "return_routed_experts: true"
         )
     _check_not_retracted(fields)
-    name = check_choice("routed_experts_dtype", fields.get("routed_experts_dtype") or "int32", _SGLANG_DTYPES)
+    name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _SGLANG_DTYPES)
     data, dtype = _bytes(encoded), _SGLANG_DTYPES[name]
     if not data or len(data) % dtype.itemsize:
         raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
     values = torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)
-    return values, int(fields.get("routed_experts_start_len") or 0)
+    return values, check_integer("routed_experts_start_len", _or(fields.get("routed_experts_start_len"), 0), low=0)
 
 
 def vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
@@ -69,6 +69,7 @@ def vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise ValueError(f"routed_experts has a broken NumPy header: {data[_HEADER:end]!r}") from error
     dtype = _NUMPY_DTYPES[check_choice("dtype of routed_experts", name, _NUMPY_DTYPES)]
+    shape = [check_integer("a size in the shape of routed_experts", size, low=0) for size in check_list("shape", shape)]
     if len(shape) != 3 or is_fortran or len(data) - end != math.prod(shape) * dtype.itemsize:
         raise ValueError(
             f"routed_experts must be [rows, layers, topk] in C order, got {len(data) - end} bytes with {header}"
@@ -83,15 +84,21 @@ def _check_not_retracted(fields: Mapping[str, Any]) -> None:
 
     Miles issue 3277. SGLang before 0.5.23 does not count retractions: there several versions of the weights tell one.
     """
-    spans = fields.get("weight_versions") or []
-    versions = [*dict.fromkeys(span["version"] for span in spans)]
-    count = fields.get("num_retractions", len(versions) - 1)
-    if count > 0:
+    spans = check_list("weight_versions", _or(fields.get("weight_versions"), []))
+    versions: list[Any] = [*dict.fromkeys(check_mapping("weight_versions", span).get("version") for span in spans)]
+    for version in versions:
+        check_instance("version in weight_versions", version, str)
+    count = _or(fields.get("num_retractions"), max(len(versions) - 1, 0))
+    if check_integer("num_retractions", count, low=0) > 0:
         by = f" (weight versions {', '.join(versions)})" if len(versions) > 1 else ""
         raise ValueError(
             f"the request was retracted{by}: SGLang computed its experts again, and its log-probs are of the experts "
             "before; leave it out of the replay, or update weights with pause_generation in mode in_place or abort"
         )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _bytes(encoded: object) -> bytes:
