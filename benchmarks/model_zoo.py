@@ -205,11 +205,13 @@ def _generate(model: Any, sequences: Sequences, rng: random.Random) -> str:
 
 def _in_parts(model: Any, sequences: Sequences, sizes: list[int]) -> str:
     ids, cache, outputs, start = sequences.ids[0], None, [], 0
+    # The older name before transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     while start < len(ids):
         size = sizes[min(len(outputs), len(sizes) - 1)]
-        named = {"past_key_values": cache} if cache is not None else {}
+        named = {name: cache} if cache is not None else {}
         output = model(ids[None, start : start + size], use_cache=True, **named)
-        cache = output.past_key_values
+        cache = getattr(output, name)
         outputs.append(output.logits[0])
         start += size
     return _agreement([(torch.cat(outputs), sequences.expected[0])])
@@ -226,7 +228,8 @@ def _chunks(model: Any, sequences: Sequences, rng: random.Random) -> str:
 def masks_of_a_pack(model: Any, ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
     """For ``attention_mask=`` of a model that mixes packed sequences up, by kind of its layers.
 
-    GPT-OSS makes its masks without ``position_ids``, and Llama 4 counts chunks from the beginning of the pack.
+    GPT-OSS makes its masks without ``position_ids``, and Llama 4 counts chunks from the beginning of the pack
+    (before transformers 5.23).
 
     Args:
         model: GPT-OSS or Llama 4, for text.
@@ -234,16 +237,13 @@ def masks_of_a_pack(model: Any, ids: Tensor, position_ids: Tensor) -> dict[str, 
         position_ids: ``[B, T]``, from 0 on in each sequence.
     """
     size = getattr(model.config, "attention_chunk_size", None)
-
-    def is_in_chunk(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return position_ids[batch, query] // size == position_ids[batch, key] // size
-
-    given = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(ids), "position_ids": position_ids}
-    given |= {"attention_mask": None, "past_key_values": None}
+    # Neither a mask of padding nor a cache.
+    given = (model.config, model.get_input_embeddings()(ids), None, None)
     of_kind = {
-        "full_attention": lambda: create_causal_mask(**given),
-        "sliding_attention": lambda: create_sliding_window_causal_mask(**given),
-        "chunked_attention": lambda: create_causal_mask(**given, and_mask_function=is_in_chunk),
+        "full_attention": lambda: create_causal_mask(*given, position_ids),
+        "sliding_attention": lambda: create_sliding_window_causal_mask(*given, position_ids),
+        # Positions that begin anew make each chunk a sequence of the pack.
+        "chunked_attention": lambda: create_causal_mask(*given, position_ids % size),
     }
     return {kind: of_kind[kind]() for kind in {*model.config.layer_types}}
 

@@ -121,14 +121,12 @@ def test_logits_are_those_of_any_batch_and_of_decoding(name, experts, dtype, dev
         assert_same_bits(torch.cat([model(part).logits for part in tokens.split(size)]), whole)
         with threads(generator.choice([2, 3])):
             assert_same_bits(model(tokens[:1]).logits, whole[:1])
-        pieces, cache = [], None
+        pieces, cache = [], transformers.DynamicCache(config=model.config)
         for start, stop in cuts(length, generator):
             if experts == "grouped_mm" and stop - start == 1:
                 # So does transformers' generation on CUDA.
                 model.set_experts_implementation("batched_mm")
-            output = model(tokens[:, start:stop], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            pieces.append(output.logits)
+            pieces.append(model(tokens[:, start:stop], None, None, cache, use_cache=True).logits)
         assert_same_bits(torch.cat(pieces, dim=1), whole)
 
 

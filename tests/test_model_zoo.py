@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -71,4 +71,7 @@ def test_a_pack_is_exact_with_the_masks_that_the_pages_advise_and_mixed_up_witho
         sequences = model_zoo.Sequences(ids, [model(x[None], use_cache=False).logits[0] for x in ids])
         assert model_zoo.PROBES["packing"](model, sequences, rng) == "exact"
         monkeypatch.setattr(model_zoo, "_MASKED", ())
-        assert "rows differ" in model_zoo.PROBES["packing"](model, sequences, rng)
+        without = model_zoo.PROBES["packing"](model, sequences, rng)
+    # From transformers 5.23 on Llama 4 counts the chunks of each sequence.
+    needs_masks = name == "gpt_oss" or tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+    assert ("rows differ" in without) == needs_masks, without

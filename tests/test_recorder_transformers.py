@@ -57,7 +57,7 @@ def test_prefill_and_decode_of_transformers_with_a_cache_align_with_the_whole_fo
     with record(model) as recorder:
         for start, stop in ((0, 4), (4, 7), (7, 8), (8, 9)):
             with recorder.rows(Rows(sequence=sequence, position=torch.arange(start, stop))):
-                model(ids[:, start:stop], past_key_values=cache)
+                model(ids[:, start:stop], None, None, cache)
     assert_aligned(whole, recorder.recording(), num_rows=18)
 
 

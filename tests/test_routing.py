@@ -254,6 +254,8 @@ def dispatched_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
 @needs_transformers
 @torch.no_grad()
 def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
+    from transformers import DynamicCache
+
     from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
 
     model = tiny_qwen3_moe()
@@ -263,16 +265,10 @@ def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with record_hf_routing(model) as record:
-        cache = None
+        # By position: the name of the cache differs between versions.
+        cache = DynamicCache(config=model.config)
         for start, end in [(0, 4), (4, 6), (6, 7), (7, 8)]:
-            output = model(
-                tokens[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            cache = output.past_key_values
+            model(tokens[:, start:end], mask[:, :end], positions[:, start:end], cache, use_cache=True)
     samples = record.samples(lengths)
     for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         alone = tokens[index : index + 1, 9 - length :]
@@ -291,6 +287,8 @@ def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
 
 @needs_transformers
 def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> None:
+    from transformers import DynamicCache
+
     from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
 
     model, tokens = tiny_qwen3_moe(), torch.randint(1, 50, (2, 4))
@@ -305,9 +303,10 @@ def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> No
         pytest.raises(ValueError, match=r"position 0 on follows 4 recorded .* with use_cache=True"),
     ):
         model.generate(tokens, use_cache=False, **settings)
-    cache = model(tokens, use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(tokens, None, None, cache)
     with record_hf_routing(model), pytest.raises(ValueError, match="from position 4 on follows 0 recorded positions"):
-        model(tokens, past_key_values=cache)
+        model(tokens, None, None, cache)
 
 
 @needs_transformers
@@ -328,7 +327,14 @@ def test_a_recording_of_an_engine_leaves_no_hook_and_refuses_what_it_cannot_plac
         with pytest.raises(ValueError, match="batches \\[B, t\\]"):
             model(torch.randint(50, (2, 3)), cu_seq_lens_q=torch.tensor([0, 3]))
         with pytest.raises(ValueError, match="batches \\[B, t\\]"):
-            model(torch.randint(50, (2, 3)), attention_mask=torch.ones(2, 1, 3, 3))
+            model(torch.randint(50, (2, 3)), torch.ones(2, 1, 3, 3))
+        with pytest.raises(ValueError, match="recorded for input_ids"):
+            model(inputs_embeds=torch.zeros(2, 3, 16))
+    # On a CPU it only hands on.
+    wrapped = torch.nn.DataParallel(model)
+    with record_hf_routing(wrapped) as handed_on:
+        wrapped(torch.randint(50, (2, 3)))
+    assert len(handed_on.samples([3, 3])) == 2
     with pytest.raises(ValueError, match="got 1 lengths for a batch of 2"):
         record.samples([3])
     assert not any(

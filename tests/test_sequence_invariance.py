@@ -1,5 +1,8 @@
 """Whether a position's output depends on how its sequence was fed."""
 
+import importlib.util
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,3 +254,21 @@ def test_two_tokens_are_enough_and_one_is_an_error():
     ).invariant
     with pytest.raises(ValueError, match=r"at least 2 tokens, got shape \[1, 3\]"):
         check_sequence_invariance(running_sum, tokens()[:1])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@torch.no_grad()
+def test_the_example_for_a_transformers_model_runs_and_finds_decoding_exact():
+    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=24, **heads)).eval()
+    example = inspect.cleandoc(check_sequence_invariance.__doc__).partition("::\n")[2].partition("\nArgs:")[0]
+    reports = []
+    names = {"model": model, "ids": torch.arange(NUM_TOKENS), "DynamicCache": DynamicCache}
+    names["check_sequence_invariance"] = lambda *arguments, **named: reports.append(
+        check_sequence_invariance(*arguments, **named)
+    )
+    with batch_invariant_mode():
+        exec(inspect.cleandoc(example), names)
+    assert outcomes(reports[0], "equal") >= FED_IN_PARTS

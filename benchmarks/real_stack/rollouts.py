@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/slime"))
 from slime_gpu.arithmetic import draw_task, is_right
@@ -52,13 +52,10 @@ def sampled(engine: LlamaForCausalLM, prompts: list[list[int]]) -> tuple[Tensor,
     mask_BT = torch.tensor(
         [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=engine.device
     )
-    cache, tokens, log_probs = None, [], []
+    cache, tokens, log_probs = DynamicCache(config=engine.config), [], []
     for _ in tqdm(range(MAX_TOKENS), desc="tokens", leave=False):
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -token_BT.shape[1] :]
-        answer = engine(
-            token_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache, logits_to_keep=1
-        )
-        cache = answer.past_key_values
+        answer = engine(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
         log_prob_BV = answer.logits[:, -1].float().log_softmax(-1)
         token_BT = log_prob_BV.exp().multinomial(1)
         tokens.append(token_BT)

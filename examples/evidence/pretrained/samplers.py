@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from grpo.experts import file_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from evidence.engines import EngineSpec
 
@@ -163,12 +163,9 @@ class TransformersSampler:
         token_BT, mask_BT = token_BT.to(self._device), mask_BT.to(self._device)
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
         has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=self._device)
-        cache, ids, logprobs = None, [], []
+        cache, ids, logprobs = DynamicCache(config=self._model.config), [], []
         for _ in range(num_tokens):
-            answer = self._model(
-                token_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache, logits_to_keep=1
-            )
-            cache = answer.past_key_values
+            answer = self._model(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
             logprob_BV = (answer.logits[:, -1].float() / temperature).log_softmax(-1)
             token_BT = logprob_BV.exp().multinomial(1, generator=generator)
             ids.append(token_BT[:, 0])

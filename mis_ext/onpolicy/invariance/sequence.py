@@ -46,7 +46,8 @@ def check_sequence_invariance(
 
         def make_decoder():
             cache = DynamicCache(config=model.config)
-            return lambda ids: model(ids[None], past_key_values=cache, use_cache=True).logits[0]
+            # ids, mask, positions, and the cache, whose name depends on the version.
+            return lambda ids: model(ids[None], None, None, cache, use_cache=True).logits[0]
 
         check_sequence_invariance(lambda ids: model(ids[None]).logits[0], ids, make_decoder=make_decoder)
 

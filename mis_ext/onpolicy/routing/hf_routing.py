@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ def record_hf_routing(model: Module) -> Iterator[HFRoutingRecord]:
 
     Args:
         model: A causal language model whose routers return ``(logits, scores, indices)``, such as Qwen3-MoE in
-            transformers 5.
+            transformers 5 (4.57 has none).
 
     Raises:
         ValueError: The model has no such router; or, from its forward pass, the batch cannot be recorded or does not
@@ -69,17 +70,21 @@ class HFRoutingRecord:
             for rows, length in zip(self._rows, lengths, strict=True)
         ]
 
-    def _before(self, _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens_BT = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("cu_seq_lens_q") is not None or (
+    def _before(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        # A wrapper that only hands on names no arguments.
+        tokens_BT, mask = given.get("input_ids", args[0] if len(args) == 1 else None), given.get("attention_mask")
+        if not torch.is_tensor(tokens_BT) or tokens_BT.dim() != 2:
+            raise ValueError("routing is recorded for input_ids [B, t], which this forward pass does not have")
+        if given.get("cu_seq_lens_q") is not None or (
             mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2)
         ):
             raise ValueError("routing is recorded for batches [B, t] with a two-dimensional attention_mask or none")
         if self._rows and len(self._rows) != len(tokens_BT):
             raise ValueError(f"a batch of {len(tokens_BT)} follows one of {len(self._rows)}: record each on its own")
-        cache = kwargs.get("past_key_values")
-        start = 0 if cache is None else int(cache.get_seq_length())
+        # Whatever its name: past_key_values before transformers 5.24, cache from then on.
+        lengths = [int(value.get_seq_length()) for value in given.values() if hasattr(value, "get_seq_length")]
+        start = lengths[0] if lengths else 0
         if start != self._num_fed:
             raise ValueError(
                 f"a forward pass from position {start} on follows {self._num_fed} recorded positions: record each "
