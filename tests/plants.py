@@ -110,6 +110,7 @@ def each_behavior(change: Callable[[Tensor], Tensor]) -> Callable[[Sides], Sides
 zeros = each_behavior(torch.zeros_like)
 negated = each_behavior(torch.neg)
 shifted = each_behavior(lambda log_probs: log_probs.roll(1))
+shifted_by_three = each_behavior(lambda log_probs: log_probs.roll(-3))
 rounded = each_behavior(lambda log_probs: log_probs.bfloat16().float())
 probabilities = each_behavior(torch.exp)
 to_base_2 = each_behavior(lambda log_probs: log_probs / math.log(2.0))
@@ -148,6 +149,16 @@ def constant_samples(sides: Sides) -> Sides:
 def some_shifted(sides: Sides) -> Sides:
     """A tenth of the responses."""
     return sides[0], [*(each.roll(1) for each in sides[1][:11]), *sides[1][11:]]
+
+
+def dropped_before(sides: Sides) -> Sides:
+    """In six responses log-probs of a dropped attempt stand before the own ones, and the end is cut off."""
+    others = engines(79).sampled()[1]
+    lagged = [
+        torch.cat([other[:count], own])[:LENGTH]
+        for own, other, count in zip(sides[1], others, (2, 7, 12, 20, 33, 41), strict=False)
+    ]
+    return sides[0], [*lagged, *sides[1][6:]]
 
 
 def foreign(sides: Sides) -> Sides:
@@ -222,6 +233,8 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "probabilities": ("positive_log_probs", lambda seed: planted(seed, [], [probabilities])),
     "shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [shifted])),
     "a tenth shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [some_shifted])),
+    "shifted by three": ("shifted_by_many_tokens", lambda seed: planted(seed, [], [shifted_by_three])),
+    "dropped before": ("shifted_by_many_tokens", lambda seed: planted(seed, [], [dropped_before])),
     "other ids": ("retokenised_samples", other_ids),
     "another text": ("retokenised_samples", lambda seed: planted(seed, [], [half_foreign])),
     "another formula": ("log_prob_formula", lambda seed: planted(seed, [], [other_formula], kernels=0.0)),

@@ -63,6 +63,7 @@ MISTAKES = {
     "placeholder_log_probs",
     "negated_log_probs",
     "shifted_by_one_token",
+    "shifted_by_many_tokens",
     "positive_log_probs",
     "retokenised_samples",
     "log_base",
@@ -174,6 +175,17 @@ def test_a_shift_is_said_with_the_mean_difference_of_both_readings() -> None:
     (found,) = by_report(tokens)
     assert f"differ by {aligned:.3g} on average, but by only {moved:.3g} when one of them" in found.evidence
     assert moved < aligned / 3
+
+
+def test_a_shift_of_many_tokens_says_in_which_direction_and_by_how_many() -> None:
+    dropped, skipped = planted(0, [], [plants.dropped_before]), planted(1, [], [plants.shifted_by_three])
+    skipped.behavior[3:] = skipped.proximal[3:]
+    tokens = Tokens(dropped.proximal + skipped.proximal, dropped.behavior + skipped.behavior)
+    (found, *_) = by_report(tokens)
+    assert found.evidence.startswith(
+        "of 224 samples the engine's log-probs come too late in 6, by 2, 7, 12, 20, 33, ... tokens, and too early in "
+        f"3, by 3 tokens: the probabilities of these {9 * plants.LENGTH} tokens fit"
+    )
 
 
 def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() -> None:

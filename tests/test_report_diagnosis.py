@@ -95,6 +95,17 @@ def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_per
     assert found == ({cause} if cause else set())
 
 
+def test_a_shift_counts_the_tokens_of_tools_between() -> None:
+    proximal, behavior = engines(1).sampled()
+    proximal[0], behavior[0] = torch.cat(proximal[:2]), torch.cat(behavior[:2]).roll(5)
+    masks = [(torch.arange(len(each)) % 8 < 6).int() for each in proximal]
+    collector = Collector()
+    collector.add(part_of((proximal, behavior), masks=masks))
+    (found,) = collector.diagnoses()
+    assert (found.cause, found.confidence) == ("shifted_by_many_tokens", "certain")
+    assert "come too late in 1, by 5 tokens" in found.evidence
+
+
 @pytest.mark.parametrize("is_gradual", [False, True])
 def test_samples_of_another_text_stand_apart(is_gradual) -> None:
     proximal, behavior = engines(1).sampled()

@@ -13,12 +13,18 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF
+from mis_ext.diagnosis.limits import CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SHIFT_FACTOR
 from mis_ext.diagnosis.signals import Signals
 from mis_ext.diagnosis.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.diagnosis.turns import Turns, turns_of
 
-COLUMNS = ("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids")
+COLUMNS = (
+    *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
+    *("lag", "num_lagged", "k3_lagged"),
+)
+
+MIN_LAGGED_DIFF = 0.1
+"""Nats per token. Kernels in bfloat16 give at most as much: nearer samples are not shifted."""
 
 
 @dataclass(eq=False)
@@ -26,7 +32,9 @@ class Samples:
     """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
 
     ``num_open`` are its tokens with a probability in ``OPEN`` of :mod:`mis_ext.correction.statistics` whose log-probs
-    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine.
+    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``lag`` is by how
+    many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
+    ``k3_lagged`` are of its tokens, and the sums before are 0.
 
     Attributes:
         columns: As in ``COLUMNS``.
@@ -142,11 +150,17 @@ class Measuring:
         position_T = positions(layout) if position_T is None else position_T
         turns = turns_of(tokens.response_mask_T, position_T) if turns is None else turns
         sums = _sums(tokens, found, layout)
+        lag_S = _lags(tokens, found, layout, position_T, sums[1] > MIN_LAGGED_DIFF * sums[0])
+        is_lagged_T = layout.index.to_tokens(lag_S != 0.0) & found.rest_T
+        found = found._replace(shifted_T=found.shifted_T | is_lagged_T, rest_T=found.rest_T & ~is_lagged_T)
+        lagged = torch.where(lag_S != 0.0, sums[[0, 2]], 0.0)
+        sums = torch.where(lag_S != 0.0, 0.0, sums)
         count, gap = sums[:2]
         unknown = [math.nan] * len(count)
         behind = unknown if versions_behind is None else versions_behind
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
-        columns = [*sums, *(torch.tensor([*each], dtype=torch.float64) for each in (behind, other))]
+        known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other))
+        columns = [*sums, *known, lag_S, *lagged]
         self._samples.append(Samples(torch.stack(columns, dim=1), [step] * len(count)))
 
         def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
@@ -224,6 +238,46 @@ def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
     is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
     return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
+
+
+def _lags(tokens: TokenRatios, found: Sorted, layout: PackedLayout, position_T: Tensor, chosen_S: Tensor) -> Tensor:
+    """``[S]`` by how many tokens the engine's log-probs of chosen samples come too late, if by more than one."""
+    lag_S = torch.zeros(len(chosen_S), dtype=torch.float64)
+    lengths = [*layout.response_lengths]
+    columns = (tokens.proximal_T, tokens.behavior_T, position_T, found.rest_T)
+    of_samples = [*zip(*(torch.split(column, lengths) for column in columns), strict=True)]
+    for sample in chosen_S.nonzero().flatten().tolist():
+        *mine, is_rest_T = of_samples[sample]
+        lag_S[sample] = _lag(*(each[is_rest_T] for each in mine))
+    return lag_S
+
+
+def _lag(proximal: Tensor, behavior: Tensor, position: Tensor) -> float:
+    """The shift, of all of more than a token, at which probabilities agree best, if they agree twice as well then.
+
+    Squares of ``p_t - q_(t + lag)`` for all lags at once, by Fourier transforms. Tokens that both sides find certain
+    agree at any lag, and do not count.
+    """
+    if len(position) < MIN_TOKENS:
+        return 0.0
+    size = 2 * int(position[-1] - position[0]) + 2
+    dense = torch.zeros(8, size, dtype=torch.float64)
+    p, q = proximal.double().exp(), behavior.double().exp()
+    rows = (torch.ones_like(p), p, q, p * p, q * q, p > CERTAIN, q > CERTAIN, (p - q).square())
+    dense[:, position - position[0]] = torch.stack([row.double() for row in rows])
+    one, p, q, p_squared, q_squared, p_certain, q_certain, apart = torch.fft.rfft(dense)
+    products = (
+        p_squared.conj() * one + one.conj() * q_squared - 2.0 * p.conj() * q,
+        one.conj() * one - p_certain.conj() * q_certain,
+        apart.conj() * one,
+        one.conj() * apart,
+    )
+    moved, num_uncertain, first, second = torch.fft.irfft(torch.stack(products), size)
+    usable = num_uncertain.round() >= MIN_TOKENS
+    usable[[0, 1, -1]] = False
+    fit = torch.where(usable, moved / first.minimum(second), torch.inf)
+    lag = int(fit.argmin())
+    return float(lag if 2 * lag < size else lag - size) if fit[lag] < SHIFT_FACTOR**2 else 0.0
 
 
 def _only(

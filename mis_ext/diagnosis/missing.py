@@ -39,6 +39,8 @@ MAX_BETWEEN = 0.2
 none does with a planted text, and 0.4 where a trainer's weights ran away from its engine's
 (pretrained_precision_fp16_trainer)."""
 
+MAX_LISTED = 5
+
 MAX_STALE_DIFF = 1.0
 """Nats per token; another text is farther. With weights eight updates old 6 % of the samples are beyond
 ``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in benchmarks/evidence)."""
@@ -49,18 +51,46 @@ def shifted(measured: Measured) -> Finding | None:
     tokens = measured.tokens
     aligned, moved = _pair_gaps(tokens)
     all_shifted = _is_shifted(tokens)
-    if not all_shifted and not tokens.num_shifted:
+    num_lagged, k3_lagged = _lagged(measured.samples)
+    num_shifted = tokens.num_shifted - num_lagged
+    if not all_shifted and not num_shifted:
         return None
     by = f"by {aligned / tokens.num_pairs:.3g} on average, but by only {moved / tokens.num_pairs:.3g} when one of them"
-    some = f"{tokens.num_shifted:.0f} of {tokens.num_valid:.0f} tokens are in responses whose"
+    some = f"{num_shifted:.0f} of {tokens.num_valid:.0f} tokens are in responses whose"
     return Finding(
         confidence="certain",
         evidence=f"behavior and proximal log-probs differ {by} is shifted by a token: they are misaligned"
         if all_shifted
         else f"{some} log-probs fit at least twice as well when one side is shifted by a token: they are misaligned",
-        k3_share=1.0 if all_shifted else _share_of(tokens.k3_shifted, tokens.k3_positive + tokens.k3_rest),
-        is_pattern=all_shifted or tokens.num_shifted > SUSPICIOUS_SHARE * tokens.num_valid,
+        k3_share=1.0
+        if all_shifted
+        else _share_of(tokens.k3_shifted - k3_lagged, k3_lagged + tokens.k3_positive + tokens.k3_rest),
+        is_pattern=all_shifted or num_shifted > SUSPICIOUS_SHARE * tokens.num_valid,
         is_all=all_shifted,
+    )
+
+
+def _lagged(samples: Samples | None) -> tuple[float, float]:
+    """Tokens of samples that are shifted by more than one, which are among those that are shifted, and their k3."""
+    if samples is None:
+        return 0.0, 0.0
+    return float(samples["num_lagged"].sum()), float(samples["k3_lagged"].sum())
+
+
+def shifted_by_many(measured: Measured) -> Finding | None:
+    """The streams of some samples fit much better when one of them is shifted by more than a token."""
+    assert measured.samples is not None
+    lag_S = measured.samples["lag"]
+    if not bool(lag_S.any()):
+        return None
+    num_lagged, k3_lagged = _lagged(measured.samples)
+    lags = {"late": lag_S[lag_S > 0.0], "early": -lag_S[lag_S < 0.0]}
+    found = [f"too {when} in {len(each)}, by {_listed(each)} tokens" for when, each in lags.items() if len(each)]
+    return Finding(
+        confidence="certain",
+        evidence=f"of {len(lag_S)} samples the engine's log-probs come {', and '.join(found)}: the probabilities of "
+        f"these {num_lagged:.0f} tokens fit at least twice as well when they are shifted back",
+        k3_share=_share_of(k3_lagged, measured.tokens.k3_positive + measured.tokens.k3_rest),
     )
 
 
@@ -72,6 +102,11 @@ def _pair_gaps(tokens: TokenSums) -> tuple[float, float]:
 def _is_shifted(tokens: TokenSums) -> bool:
     aligned, moved = _pair_gaps(tokens)
     return tokens.num_pairs >= MIN_TOKENS and moved < SHIFT_FACTOR * aligned
+
+
+def _listed(lag_N: Tensor) -> str:
+    lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
+    return ", ".join(lags[:MAX_LISTED]) + (", ..." if len(lags) > MAX_LISTED else "")
 
 
 def negated(measured: Measured) -> Finding | None:

@@ -14,7 +14,7 @@ from mis_ext.diagnosis.cause import Cause, Diagnosis, percent
 from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, late, prefix
 from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured
-from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted
+from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted, shifted_by_many
 from mis_ext.diagnosis.sampling import other_base, padding, temperature, truncation
 from mis_ext.diagnosis.size import MAX_EXPLAINED, equal, kernels, kernels_or_low_precision, large, low_precision
 from mis_ext.diagnosis.staleness import stale
@@ -65,6 +65,18 @@ CAUSES: dict[str, Cause] = {
             advice="Score position p with the logits of position p - 1, on both sides.",
             is_fault=True,
             guard="shifted_log_probs",
+            takes_out=True,
+        ),
+        Cause(
+            name="shifted_by_many_tokens",
+            title="log-probs shifted by more than one token",
+            looks_like="probabilities of a sample fit at least twice as well when one stream is shifted by 2 tokens or "
+            "more",
+            needs=("samples",),
+            rule=shifted_by_many,
+            advice="Take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort "
+            "those of a dropped attempt may stand before them.",
+            is_fault=True,
             takes_out=True,
         ),
         Cause(
