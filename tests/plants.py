@@ -222,6 +222,13 @@ def other_ids(seed: int) -> Tokens:
     return tokens
 
 
+def equal_ids(seed: int) -> Tokens:
+    """The ids of both sides are recorded, and six samples are apart."""
+    tokens = planted(seed, [], [half_foreign])
+    tokens.other_ids = [False] * COUNT
+    return tokens
+
+
 SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "all zeros": ("placeholder_log_probs", lambda seed: planted(seed, [], [zeros])),
     "sentinels in some responses": ("placeholder_log_probs", lambda seed: planted(seed, [], [some_sentinels])),
@@ -237,6 +244,7 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "dropped before": ("shifted_by_many_tokens", lambda seed: planted(seed, [], [dropped_before])),
     "other ids": ("retokenised_samples", other_ids),
     "another text": ("retokenised_samples", lambda seed: planted(seed, [], [half_foreign])),
+    "another text behind equal ids": ("other_context", equal_ids),
     "another formula": ("log_prob_formula", lambda seed: planted(seed, [], [other_formula], kernels=0.0)),
     "temperature 0.7": ("temperature", lambda seed: planted(seed, [colder])),
     "temperature 1.2": ("temperature", lambda seed: planted(seed, [warmer])),

@@ -5,6 +5,7 @@ import math
 import plants
 import pytest
 import torch
+from engines import COUNT, engines
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 
 import mis_ext
@@ -66,6 +67,7 @@ MISTAKES = {
     "shifted_by_many_tokens",
     "positive_log_probs",
     "retokenised_samples",
+    "other_context",
     "log_base",
     "temperature",
     "vocabulary_padding",
@@ -186,6 +188,18 @@ def test_a_shift_of_many_tokens_says_in_which_direction_and_by_how_many() -> Non
         "of 224 samples the engine's log-probs come too late in 6, by 2, 7, 12, 20, 33, ... tokens, and too early in "
         f"3, by 3 tokens: the probabilities of these {9 * plants.LENGTH} tokens fit"
     )
+
+
+def test_samples_whose_ids_differ_are_left_out_and_no_others_however_far_apart_these_are() -> None:
+    (proximal, behavior), fresh = engines(0, kernels=2.0).sampled(), engines(50).sampled()
+    sides, versions = (proximal + fresh[0], behavior + fresh[1]), [1] * COUNT + [0] * COUNT
+    (alone,) = by_report(Tokens(*sides, versions))
+    other = Tokens(
+        sides[0] + proximal[:1], sides[1] + [proximal[0] - 0.2], [*versions, 0], [False] * 2 * COUNT + [True]
+    )
+    found, stale = by_report(other)
+    assert (found.cause, stale.cause) == ("retokenised_samples", "stale_weights")
+    assert stale.k3_share == alone.k3_share
 
 
 def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() -> None:

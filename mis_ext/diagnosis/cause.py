@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mis_ext.correction.config import GuardName
-from mis_ext.diagnosis.measuring import Measured
+from mis_ext.diagnosis.measuring import Kind, Measured
 
 Confidence = Literal["certain", "likely", "possible"]
 Need = Literal["tokens", "signals", "samples"]
@@ -26,6 +26,7 @@ class Finding:
         advice: What to do, where it is not what the row says.
         is_pattern: Whether so many tokens show it that a run should stop.
         is_all: Whether it is all that differs: then nothing else is looked for.
+        takes_out: Which samples are left out of the search for what follows.
         alternatives: What would look the same in this evidence.
     """
 
@@ -35,6 +36,7 @@ class Finding:
     advice: str = ""
     is_pattern: bool = True
     is_all: bool = False
+    takes_out: Kind | None = None
     alternatives: tuple[str, ...] = ()
 
 

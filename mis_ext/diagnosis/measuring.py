@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import reduce
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +24,11 @@ COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
     *("lag", "num_lagged", "k3_lagged"),
 )
+
+Kind = Literal["near", "far", "other_ids"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Of samples, each of which can be taken out: those whose ids differ, and of the others those that are far apart, more
+than kernels explain."""
 
 MIN_LAGGED_DIFF = 0.1
 """Nats per token. Kernels in bfloat16 give at most as much: nearer samples are not shifted."""
@@ -69,6 +76,12 @@ class Samples:
         return self.where(self["num_tokens"] > 0)
 
     @property
+    def kinds(self) -> Tensor:
+        """``[S]``: which of ``KINDS``."""
+        far = torch.where(self.mean_gap > MAX_MEAN_ABS_DIFF, KINDS.index("far"), KINDS.index("near"))
+        return torch.where(self["has_other_ids"] == 1.0, KINDS.index("other_ids"), far)
+
+    @property
     def mean_gap(self) -> Tensor:
         """``[S]``, nats per token."""
         return self["gap"] / self["num_tokens"]
@@ -81,7 +94,7 @@ class Measured:
     Attributes:
         tokens: Cheap sums over all tokens.
         signals: Evidence of causes, of all tokens.
-        near: The same without samples that are far apart (more than kernels explain); None where no sample is.
+        kinds: The same of the samples of each kind that there is.
         samples: Numbers of each sample.
         typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
         explained: Share of k3 that causes which were found before explain.
@@ -90,7 +103,7 @@ class Measured:
 
     tokens: TokenSums
     signals: Signals | None = None
-    near: Signals | None = None
+    kinds: Mapping[Kind, Signals] = field(default_factory=dict)
     samples: Samples | None = None
     typical_gaps: Mapping[str, float] | None = None
     explained: float = 0.0
@@ -106,20 +119,20 @@ class Measured:
         """What no cause that was found before explains of it."""
         return self.k3 * (1.0 - self.explained)
 
-    def without_far(self) -> Measured:
-        """What is left when samples of another text are taken out."""
-        if self.near is None or self.samples is None:
+    def without(self, kind: Kind) -> Measured:
+        """What is left when the samples of a kind are taken out."""
+        if self.samples is None or kind not in self.kinds:
             return self
-        samples = self.samples.where(~(self.samples.mean_gap > MAX_MEAN_ABS_DIFF))
-        return replace(self, tokens=self.near.tokens, signals=self.near, near=None, samples=samples)
+        left = {name: signals for name, signals in self.kinds.items() if name != kind}
+        samples = self.samples.where(self.samples.kinds != KINDS.index(kind))
+        return replace(self, **_whole(left), kinds=left, samples=samples)
 
 
 @dataclass(eq=False)
 class Measuring:
     """Adds up what parts of a run show, so that their tokens need not be kept."""
 
-    _near: Signals | None = None
-    _far: Signals | None = None
+    _kinds: dict[Kind, Signals] = field(default_factory=dict)
     _samples: list[Samples] = field(default_factory=list)
 
     def add(
@@ -155,38 +168,38 @@ class Measuring:
         found = found._replace(shifted_T=found.shifted_T | is_lagged_T, rest_T=found.rest_T & ~is_lagged_T)
         lagged = torch.where(lag_S != 0.0, sums[[0, 2]], 0.0)
         sums = torch.where(lag_S != 0.0, 0.0, sums)
-        count, gap = sums[:2]
-        unknown = [math.nan] * len(count)
+        unknown = [math.nan] * len(lag_S)
         behind = unknown if versions_behind is None else versions_behind
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
         known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other))
         columns = [*sums, *known, lag_S, *lagged]
-        self._samples.append(Samples(torch.stack(columns, dim=1), [step] * len(count)))
+        samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
+        self._samples.append(samples)
 
         def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
             return Signals.of(tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns)
 
-        is_far_S = gap > MAX_MEAN_ABS_DIFF * count
-        if not bool(is_far_S.any()):
-            self._near = _sum(self._near, signals(tokens, found, response_mask_R))
-        elif bool(is_far_S.all()):
-            self._far = _sum(self._far, signals(tokens, found, response_mask_R))
-        else:
-            far = signals(*_only(is_far_S, tokens, found, response_mask_R, layout))
-            near = signals(*_only(~is_far_S, tokens, found, response_mask_R, layout))
-            self._near, self._far = _sum(self._near, near), _sum(self._far, far)
+        for number, kind in enumerate(KINDS):
+            is_kind_S = samples.kinds == number
+            if bool(is_kind_S.all()):
+                self._add(kind, signals(tokens, found, response_mask_R))
+            elif bool(is_kind_S.any()):
+                self._add(kind, signals(*_only(is_kind_S, tokens, found, response_mask_R, layout)))
         return self
 
     @classmethod
     def joined(cls, parts: Iterable[Measuring]) -> Measuring:
         """What all parts have counted, in their order: the same numbers, however parts are spread over ranks."""
-        near: Signals | None = None
-        far: Signals | None = None
-        samples: list[Samples] = []
+        whole = cls()
         for part in parts:
-            near, far = _sum(near, part._near), _sum(far, part._far)
-            samples += part._samples
-        return cls(near, far, samples)
+            whole._samples += part._samples
+            for kind, signals in part._kinds.items():
+                whole._add(kind, signals)
+        return whole
+
+    def _add(self, kind: Kind, signals: Signals) -> None:
+        known = self._kinds.get(kind)
+        self._kinds[kind] = signals if known is None else known + signals
 
     @classmethod
     def of_other_ids(cls) -> Measuring:
@@ -200,11 +213,9 @@ class Measuring:
         Args:
             typical_gaps: The median ``|d|`` of each step, nats, where it is known.
         """
-        whole = _sum(self._near, self._far)
         return Measured(
-            tokens=NOTHING if whole is None else whole.tokens,
-            signals=whole,
-            near=None if self._far is None else self._near,
+            **_whole(self._kinds),
+            kinds=self._kinds,
             samples=Samples.joined(self._samples),
             typical_gaps=typical_gaps,
         )
@@ -227,8 +238,11 @@ def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
         return float(any(str(version) != str(trainer) for version in engine))
 
 
-def _sum(first: Signals | None, second: Signals | None) -> Signals | None:
-    return (first or second) if first is None or second is None else first + second
+def _whole(kinds: Mapping[Kind, Signals]) -> dict[str, Any]:
+    """Tokens and signals of the samples of all kinds."""
+    # In one order, whichever kind came first.
+    whole = reduce(operator.add, (kinds[kind] for kind in KINDS if kind in kinds)) if kinds else None
+    return {"tokens": NOTHING if whole is None else whole.tokens, "signals": whole}
 
 
 def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:

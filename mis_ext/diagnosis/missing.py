@@ -168,7 +168,7 @@ def _num_zeros(measured: Measured) -> float:
     # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
     if _is_shifted(tokens):
         return 0.0
-    near = tokens if measured.near is None else measured.near.tokens
+    near = measured.without("far").tokens
     return near.num_zeros if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens.num_zeros
 
 
@@ -221,7 +221,18 @@ def other_ids(measured: Measured) -> Finding | None:
     known = known[~known.isnan()]
     if bool(known.any()):
         evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
-        return Finding(confidence="certain", evidence=evidence)
+        return Finding(confidence="certain", evidence=evidence, takes_out="other_ids")
+    return _apart(measured, has_equal_ids=False, alternatives=("samples that were truncated or mixed up",))
+
+
+def other_context(measured: Measured) -> Finding | None:
+    """Samples stand apart, and it is not their text."""
+    return _apart(measured, has_equal_ids=True)
+
+
+def _apart(measured: Measured, *, has_equal_ids: bool, alternatives: tuple[str, ...] = ()) -> Finding | None:
+    """Samples that are much farther apart than the others, of those whose ids are equal, or of those without such."""
+    assert measured.samples is not None
     samples = measured.samples.measured
     if len(samples) < MIN_SAMPLES:
         return None
@@ -229,8 +240,8 @@ def other_ids(measured: Measured) -> Finding | None:
     # Where all samples of a step or of a version differ, its weights do, not its text.
     groups = [*zip(samples.steps, map(str, samples["versions_behind"].tolist()), strict=True)]
     usual = _median_of_group(gap, groups).clamp_min(float(gap.median()))
-    limit = MAX_STALE_DIFF if stale_words(measured.without_far()) else MAX_MEAN_ABS_DIFF
-    is_outlier = (gap > limit) & (gap > OUTLIER_FACTOR * usual)
+    limit = MAX_STALE_DIFF if stale_words(measured.without("far")) else MAX_MEAN_ABS_DIFF
+    is_outlier = (gap > limit) & (gap > OUTLIER_FACTOR * usual) & ((samples["has_other_ids"] == 0.0) == has_equal_ids)
     share = float(is_outlier.double().mean())
     if not 0.0 < share < MAX_OUTLIERS or _of_total(samples, is_outlier) < MIN_OUTLIERS_K3:
         return None
@@ -239,9 +250,10 @@ def other_ids(measured: Measured) -> Finding | None:
     return Finding(
         confidence="possible",
         evidence=f"{share:.1%} of the samples differ by {float(gap[is_outlier].mean()):.2g} nats per token, the others "
-        f"by {float(gap.median()):.2g}",
+        f"by {float(gap.median()):.2g}" + (", and their ids are the same on both sides" if has_equal_ids else ""),
         k3_share=_of_total(samples, is_outlier),
-        alternatives=("samples that were truncated or mixed up",),
+        takes_out="far",
+        alternatives=alternatives,
     )
 
 

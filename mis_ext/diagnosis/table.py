@@ -14,7 +14,15 @@ from mis_ext.diagnosis.cause import Cause, Diagnosis, percent
 from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, late, prefix
 from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured
-from mis_ext.diagnosis.missing import negated, other_ids, placeholders, positive, shifted, shifted_by_many
+from mis_ext.diagnosis.missing import (
+    negated,
+    other_context,
+    other_ids,
+    placeholders,
+    positive,
+    shifted,
+    shifted_by_many,
+)
 from mis_ext.diagnosis.sampling import other_base, padding, temperature, truncation
 from mis_ext.diagnosis.size import MAX_EXPLAINED, equal, kernels, kernels_or_low_precision, large, low_precision
 from mis_ext.diagnosis.staleness import stale
@@ -98,6 +106,17 @@ CAUSES: dict[str, Cause] = {
             needs=("samples",),
             rule=other_ids,
             advice="Train on the ids that the engine returned: do not decode and encode again.",
+            is_fault=True,
+            takes_out=True,
+        ),
+        Cause(
+            name="other_context",
+            title="samples behind another prompt or context, or with log-probs of other samples: their ids are right",
+            looks_like="samples differ as where a text is tokenised again, and their ids are equal",
+            needs=("samples",),
+            rule=other_context,
+            advice="Compare what stands before these responses on both sides (prompt, template, images, tools), and "
+            "whether each has the log-probs of its own request.",
             is_fault=True,
             takes_out=True,
         ),
@@ -300,8 +319,8 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
         if cause.takes_out or not finding.k3_share < MIN_HIDING:
             hidden |= {*cause.hides}
             measured = replace(measured, has_main=True)
-        if cause.name == "retokenised_samples":
-            measured = measured.without_far()
+        if finding.takes_out is not None:
+            measured = measured.without(finding.takes_out)
         elif not cause.takes_out and not math.isnan(finding.k3_share):
             measured = replace(measured, explained=min(measured.explained + finding.k3_share, 1.0))
     order = ("certain", "likely", "possible")
