@@ -173,7 +173,8 @@ def test_every_setting_is_compared_at_its_own_best_learning_rate() -> None:
     assert rows[2].startswith("| all evaluations | bf16 3e-06 | 3e-06 | 0.615 |")
     assert rows[3] == "| all evaluations | bf16 dithered 1e-06 | 1e-06 | 0.640 | +0.025 [+0.025, +0.025] |"
     # At one rate there is nothing to choose.
-    assert report._best_rates({name: groups[name] for name in ("bf16 1e-06", "fp16")}, arms) == []
+    for few in (("bf16 1e-06", "fp16"), ("bf16 1e-06", "bf16 3e-06"), ("bf16 1e-06", "bf16 dithered 1e-06")):
+        assert report._best_rates({name: groups[name] for name in few}, arms) == []
 
 
 def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:

@@ -377,8 +377,9 @@ def _best_rates(groups: dict[str, PretrainedGroup], arms: dict[str, Arms]) -> li
     for name, group in groups.items():
         alike = dataclasses.replace(group, name="", methods=(NONE,), seeds=(1,), learning_rate=1.0)
         rates.setdefault(repr(alike), []).append(name)
-    plain = next((n for n in rates.values() if len(n) > 1 and _is_plain(groups[n[0]], "bfloat16")), None)
-    if plain is None:
+    several = [names for names in rates.values() if len(names) > 1]
+    plain = next((names for names in several if _is_plain(groups[names[0]], "bfloat16")), None)
+    if plain is None or len(several) < 2:
         return []
     lines = [
         "",
@@ -394,7 +395,7 @@ def _best_rates(groups: dict[str, PretrainedGroup], arms: dict[str, Arms]) -> li
     for outcome, of in outcomes.items():
         values = {n: float(np.mean(list(arms[n].outcome(NONE.name, of).values()))) for n in arms}
         best_plain = max(plain, key=values.__getitem__)
-        for names in (plain, *(names for names in rates.values() if names != plain and len(names) > 1)):
+        for names in (plain, *(names for names in several if names != plain)):
             best = max(names, key=values.__getitem__)
             against = "" if names == plain else Difference.of_pairs(arms[best].pairs_with(arms[best_plain], of))
             cells = [outcome, best, f"{groups[best].learning_rate:g}", f"{values[best]:.3f}", str(against)]
