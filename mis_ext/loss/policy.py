@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mis_ext.correction.collectives import Group
 from mis_ext.correction.pipeline import Correction
 from mis_ext.loss.denominators import divisor_of
 from mis_ext.loss.evaluation import Corrected, Evaluation, evaluate
@@ -110,17 +111,28 @@ def compute_policy_loss(
     return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
 
 
-def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:
-    """How tokens become sequences, and the settings without compilation where a graph would not hold for others."""
-    layout = tokens.layout
-    dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
+def refuse_graph_of_ranks(settings: LossSettings, *, cp_group: Group | None, dp_group: Group | None) -> None:
+    """Refuse to compile what ranks exchange numbers in.
+
+    Raises:
+        ValueError: The pass over tokens would have a collective.
+    """
     if not settings.compiled or settings.sums_sequences is None:
-        return settings, Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    if tokens.cp_group is not None or dp_group is not None:
+        return
+    if cp_group is not None or (dp_group is not None and objective_of(settings).method.averages_over_batch):
         raise ValueError(
             f"mis_loss_compile: {settings.sums_sequences} sums over sequences or the batch, which ranks exchange "
             "inside of what would be compiled; remove mis_loss_compile"
         )
+
+
+def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:
+    """How tokens become sequences, and the settings without compilation where a graph would not hold for others."""
+    layout = tokens.layout
+    refuse_graph_of_ranks(settings, cp_group=tokens.cp_group, dp_group=tokens.dp_group)
+    dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
+    if not settings.compiled or settings.sums_sequences is None:
+        return settings, Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group)
     whole = layout.graph_layout
     if whole is None:
         # One sequence is far longer than the others: they are summed in a tree, whose depth differs.

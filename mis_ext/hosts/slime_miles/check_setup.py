@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from mis_ext.correction.config import GUARD_NAMES
+from mis_ext.correction.normalization import WeightScale
 from mis_ext.explain.words import steps_of
+from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
-from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
-from mis_ext.hosts.slime_miles.host import is_miles
+from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, mis_weights_of
+from mis_ext.hosts.slime_miles.host import host_without_ranks, is_miles
+from mis_ext.hosts.slime_miles.micro_batch import layout_of
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
 from mis_ext.hosts.slime_miles.near_misses import near_miss
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss
+from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss, policy_loss_of
 from mis_ext.hosts.slime_miles.run_config import RunConfig
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.slime_miles.sessions import Run, run_of
+from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
+from mis_ext.loss.policy import refuse_graph_of_ranks
 
 
 class _Entrance(NamedTuple):
@@ -38,6 +50,7 @@ _HOOK = _Entrance(
     "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
 )
 _LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
+_VOCABULARY = 16
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _LAUNCHES = (
     f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
@@ -59,11 +72,15 @@ _CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, 
 
 
 def check_setup(args: Any) -> None:
-    """Check every key before training starts, and print one line that says what will run.
+    """Check every key before training starts, call once what the host will call, and print what will run.
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. Both hosts call it on every training rank of Megatron,
     after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
-    backend does not call it. Ranks do not communicate, because all have the same arguments. Rank 0 prints the line.
+    backend does not call it. Ranks do not communicate, because all have the same arguments. Rank 0 prints: a line that
+    says what will run, and a line for each warning, and for what could not be tried.
+
+    The one call, on two short drawn responses on a CPU, refuses what the first training step would refuse. It leaves
+    nothing behind.
 
     slime ignores a flag that its parser does not know; Miles refuses it. So in slime a misspelt flag is found only if
     it leaves something missing. A misspelt key of a file is still among ``args``, and the error names it.
@@ -81,8 +98,9 @@ def check_setup(args: Any) -> None:
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
     _refuse_wrong_paths(args)
+    untried = _rehearse(args, entrance, config)
     if read_argument(args, "rank") in (None, 0):
-        print("\n".join([summary(config), *_warnings(args)]), flush=True)
+        print("\n".join([summary(config), *_warnings(args), *untried]), flush=True)
 
 
 def summary(config: RunConfig) -> str:
@@ -229,3 +247,119 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
         raise ValueError(
             f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
         )
+
+
+class _Echo:
+    """A group of ranks that all say what this one says; with the methods of Miles' fault-tolerant groups."""
+
+    _replica_id = 0
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any) -> _Echo:
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return self
+
+    def wait(self) -> bool:
+        return True
+
+
+def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
+    """Call once what the host will call, and say what of it could not be tried.
+
+    On a CPU and without other ranks: an echo stands for each group. No session, no random number and no graph of the
+    run is touched, and what drawn numbers look like is not said.
+
+    Raises:
+        ValueError: The first step would raise it; or a TypeError or ArithmeticError.
+    """
+    untried = []
+    path, loss = read_argument(args, entrance.argument), config.whole_loss
+    module, _, name = path.rpartition(".")
+    if getattr(import_module(module), name) is not entrance.function:
+        untried.append(f"{entrance.flag} {path}, only {entrance.name} in it")
+    if loss is not None and loss.scoring.by == "host":
+        untried.append("the host's own function for log-probs")
+    if loss is not None and loss.reducer_path is not None:
+        untried.append(f"--custom-pg-loss-reducer-function-path {loss.reducer_path}")
+    try:
+        with warnings.catch_warnings(), torch.device("cpu"):
+            warnings.simplefilter("ignore")
+            _call_once(args, config)
+    except (ValueError, TypeError, ArithmeticError):
+        raise
+    except Exception as error:  # Something that only the host has: no reason to stop a run that may be right.
+        untried.append(f"{entrance.name} itself ({type(error).__name__}: {error})")
+    return [f"mis_ext: not tried at start, so an error in it comes in the first step: {each}" for each in untried]
+
+
+def _call_once(args: Any, config: RunConfig) -> None:
+    correction, loss = config.correction, config.whole_loss
+    session = Session(correction.replace(warn_only=GUARD_NAMES))
+    # As the function at --rollout-data-postprocess-path leaves them.
+    session.rollout_scale = WeightScale(torch.ones(()), torch.ones(()))
+    session.acceptance.move(torch.ones(len(correction.adapted_gates)))
+    cp_size, dp_size = (read_argument(args, f"{each}_parallel_size") or 1 for each in ("context", "data"))
+    groups = Groups.of_places(0, cp_size, _Echo(cp_size), 0, dp_size, _Echo(dp_size))
+    # Two chunks of four tokens, and of eight, for each rank.
+    total_lengths, response_lengths = [8 * cp_size, 16 * cp_size], [5, 7]
+    padded = [max(total_lengths)] * 2 if config.is_padded else None
+    layout = layout_of(
+        is_padded=config.is_padded,
+        groups=groups,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        max_seq_lens=padded,
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*, mean: float) -> list[Tensor]:
+        values_T = mean + 0.1 * torch.randn(layout.num_local_tokens, generator=generator, dtype=torch.float32)
+        return [*torch.split(values_T, [*layout.local_lengths])]
+
+    masks = [torch.ones(length, dtype=torch.int32) for length in response_lengths]
+    rollout, trained = drawn(mean=-2.0), drawn(mean=-2.0)
+    if loss is None:
+        mis_weights_of(
+            Run(config, session),
+            groups,
+            pg_loss=torch.zeros(layout.num_local_tokens, dtype=torch.float32),
+            train_log_probs=trained,
+            rollout_log_probs=rollout,
+            loss_masks=masks,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+            max_seq_lens=padded,
+        )
+        return
+    refuse_graph_of_ranks(loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group)
+    settings = replace(loss.settings, compiled=False)
+    run = Run(replace(config, whole_loss=replace(loss, settings=settings, reducer_path=None)), session)
+    tokens = [torch.randint(_VOCABULARY, (length,), generator=generator) for length in total_lengths]
+    batch = {
+        "total_lengths": total_lengths,
+        "response_lengths": response_lengths,
+        "max_seq_lens": padded,
+        "unconcat_tokens": tokens,
+        "loss_masks": masks,
+        "rollout_mask_sums": torch.tensor(response_lengths),
+        "advantages": drawn(mean=0.0),
+        "log_probs": None if loss.is_told_to_skip else trained,
+        "rollout_log_probs": rollout,
+        IDS: [each[-length:] for each, length in zip(tokens, response_lengths, strict=True)],
+        OFFSETS: [torch.arange(length + 1) for length in response_lengths],
+    }
+    # Both hosts score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, nobody can tell.
+    has_critic = read_argument(args, "advantage_estimator") == "ppo"
+    if has_critic or read_argument(args, "use_kl_loss") or read_argument(args, "kl_coef"):
+        batch["ref_log_probs"] = drawn(mean=-2.0)
+    num_rows = [length // cp_size for length in padded or total_lengths]
+    shape = (len(num_rows), num_rows[0]) if config.is_padded else (1, sum(num_rows))
+    logits = torch.randn((*shape, _VOCABULARY), generator=generator, dtype=torch.float32).requires_grad_()
+    on_host(policy_loss_of(run, host_without_ranks(run.config, groups), batch, logits).metrics)

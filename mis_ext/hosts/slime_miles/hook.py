@@ -13,7 +13,7 @@ from mis_ext.hosts.groups import Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, pack, unpack
 from mis_ext.hosts.slime_miles.groups import find_groups
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.slime_miles.sessions import Run, run_of
 
 
 def compute_mis_weights_with_cp(
@@ -56,10 +56,33 @@ def compute_mis_weights_with_cp(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    run = run_of(args)
-    session = run.session
-    groups = find_groups(kwargs.get("parallel_state"))
-    device = device_of(pg_loss)
+    return mis_weights_of(
+        run_of(args),
+        find_groups(kwargs.get("parallel_state")),
+        pg_loss=pg_loss,
+        train_log_probs=train_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        loss_masks=loss_masks,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        max_seq_lens=kwargs.get("max_seq_lens"),
+    )
+
+
+def mis_weights_of(
+    run: Run,
+    groups: Groups,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: list[Tensor] | None,
+    rollout_log_probs: list[Tensor] | None,
+    loss_masks: list[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """What :func:`compute_mis_weights_with_cp` returns, of a run and its ranks."""
+    session, device = run.session, device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
         layout = layout_of(
@@ -67,7 +90,7 @@ def compute_mis_weights_with_cp(
             groups=groups,
             total_lengths=total_lengths,
             response_lengths=response_lengths,
-            max_seq_lens=kwargs.get("max_seq_lens"),
+            max_seq_lens=max_seq_lens,
             device=device,
         )
         _check_loss(pg_loss, layout, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,18 +57,35 @@ def find_host(args: Any, config: RunConfig) -> Host:
     return Host(find_groups(), plain_scores)
 
 
+def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
+    """As :func:`find_host`, of one rank with the whole vocabulary and ``groups``: it asks the host for nothing.
+
+    Where the host's own function scores, the fused pass of mis_ext stands for it.
+    """
+    if is_miles():
+        alone = types.SimpleNamespace(tp=types.SimpleNamespace(rank=0, size=1, group=None))
+        return Host(groups, partial(_miles_fused_scores, alone), MILES_METRICS)
+    if SLIME not in sys.modules:
+        _refuse_host_scoring(config)
+    return Host(groups, partial(_divided_scores, VocabularyPart()))
+
+
 def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
     """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host.
 
     Raises:
         ValueError: A key asks for the function of a host.
     """
+    _refuse_host_scoring(config)
+    part, temperature = VocabularyPart.of_megatron(), _temperature(config)
+    return _fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
+
+
+def _refuse_host_scoring(config: RunConfig) -> None:
     if _whole_loss(config).scoring.said == "host":
         raise ValueError(
             "mis_loss_scoring: host: neither slime nor Miles runs here, so no host can score; remove the key"
         )
-    part, temperature = VocabularyPart.of_megatron(), _temperature(config)
-    return _fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
 
 
 def _whole_loss(config: RunConfig) -> WholeLoss:
@@ -114,19 +132,19 @@ def _fused_scores(
     )
 
 
+def _divided_scores(
+    part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+) -> Scores:
+    """As slime's own function has them."""
+    kept = kept_columns(batch, layout) if _whole_loss(config).scoring.replays_top_p else None
+    temperature = _temperature(config)
+    return _fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature, kept=kept)
+
+
 def _slime_fused_scores(
     config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
 ) -> Scores:
-    scores = _fused_scores(
-        config,
-        batch,
-        logits,
-        layout,
-        groups,
-        part=VocabularyPart.of_megatron(),
-        temperature=_temperature(config),
-        kept=kept_columns(batch, layout) if _whole_loss(config).scoring.replays_top_p else None,
-    )
+    scores = _divided_scores(VocabularyPart.of_megatron(), config, batch, logits, layout, groups)
     slime = sys.modules[SLIME]
     # None while slime captures nothing: then there is no tensor per sample on the way.
     if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
