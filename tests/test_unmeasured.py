@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from pathlib import Path
 
 import loss_cases
 import pytest
@@ -107,6 +108,68 @@ def test_context_parallel_ranks_fill_in_the_numbers_of_one_rank(backend, monkeyp
             start += length
         for name, values in metrics.items():
             assert_close(values, whole[name][own].double(), what=name)
+
+
+# --- samples that the host removed
+
+
+def logged(keys: dict, samples: Samples, *cuts: slice, per_token: bool = False) -> dict[str, float]:
+    """What the host logs: it divides the sums of all micro-batches by all samples, or by all response tokens."""
+    reduce, totals = sum_of_token if per_token else sum_of_sample_mean, dict[str, float]()
+    for cut in cuts or (slice(None),):
+        part = Samples(*(column[cut] for column in (samples.train, samples.rollout, samples.masks)))
+        for name, values in call_hook(keys, part, per_token_loss=per_token)[2].items():
+            sums = reduce([*values.double().split([len(mask) for mask in part.masks])], part.masks)
+            totals[name] = totals.get(name, 0.0) + float(sums)
+    size = sum(int(mask.sum()) for mask in samples.masks) if per_token else len(samples.masks)
+    return {name: total / size for name, total in totals.items()}
+
+
+NO_GATE = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}
+ONE_GATE = NO_GATE | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.01}
+
+
+def test_a_sample_that_the_host_removed_is_0_in_every_metric_and_the_page_says_so_where_one_looks() -> None:
+    samples = samples_with()
+    samples.masks[BROKEN].zero_()
+    known = without(samples, BROKEN)
+    for keys in (NO_GATE, ONE_GATE, KEYS):
+        found, rest = logged(keys, samples), logged(keys, known)
+        assert found == pytest.approx({name: value * 3 / 4 for name, value in rest.items()}, rel=1e-6)
+        # The same at every cut, the removed one alone too.
+        cut = logged(keys, samples, slice(0, 1), slice(1, 2), slice(2, 4))
+        names = {f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).selected_rows if row.over != "group"}
+        if "tis_batch_normalize" not in keys:
+            assert len(names) > 20
+            assert all(cut[name] == pytest.approx(found[name]) for name in names)
+        # Of tokens none is missing.
+        tokens = logged(keys, samples, per_token=True)
+        assert tokens == pytest.approx(logged(keys, known, per_token=True), rel=1e-6)
+    assert (
+        logged(NO_GATE, samples)["mis_kept_seq_fraction"]
+        == logged(NO_GATE, samples)["mis_kept_token_fraction"]
+        == 3 / 4
+    )
+    for level, kept in (("geometric", "mis_kept_seq_fraction"), ("token", "mis_kept_token_fraction")):
+        gate = logged(ONE_GATE | {"rs_level": level}, samples)
+        rejected = gate["mis_rs_mask_fraction_low"] + gate["mis_rs_mask_fraction_high"]
+        assert 0.0 < rejected < 3 / 4
+        assert gate[kept] + rejected == pytest.approx(3 / 4)
+    exact = mis_ext.compute_mis_weights(
+        mis_ext.config_from_mapping(NO_GATE),
+        train_log_probs=samples.train,
+        rollout_log_probs=samples.rollout,
+        loss_masks=samples.masks,
+    )[2]
+    assert exact["mis_kept_seq_fraction"] == 1.0
+    pages = Path(__file__).parents[1]
+    page = (pages / "docs" / "metrics.md").read_text()
+    assert "\n## Samples that the host removed\n" in page
+    normal = page.split("## What is normal")[1].split("\n\n")[1].splitlines()
+    rows = [line for line in normal if line.startswith(("| `mis_kept_token_fraction`", "| `mis_is_ratio_mean_final`"))]
+    assert ["(#samples-that-the-host-removed)" in row for row in rows] == [True, True]
+    (honest,) = (line for line in (pages / "README.md").read_text().splitlines() if "NaN, never 0" in line)
+    assert "(docs/metrics.md#samples-that-the-host-removed)" in honest
 
 
 # --- the whole loss
