@@ -65,6 +65,33 @@ OPENRLHF = {
 }
 """Settings of OpenRLHF's ``PolicyLoss``, and our keys."""
 
+
+def _on(level: str, mode: str, gating: str = "ratio", high: float = 1.2) -> dict:
+    band = [0.9 if gating == "ratio" else 0.0, high]
+    values = {"level": level, "mode": mode, "gating": gating, "threshold": band}
+    return {f"is_correction_{name}": value for name, value in values.items()}
+
+
+def _within(reduce: str) -> dict:
+    gate = {"statistic": "probability_difference", "reduce": reduce, "high": 0.05, "action": "zero"}
+    return _dual_clip(**_weight("token", "unbounded"), gates=[gate])
+
+
+_GSPO = {"policy_loss_type": "gspo"}
+_OF_ENGINE = {"mis_loss_mode": "bypass", "advantage_estimator": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.2}
+OPENRLHF["gspo, correction on"] = (_GSPO | _ON, _OF_ENGINE)
+OPENRLHF_0_11_2 = {
+    "off": ({}, {"mis_loss_method": "ppo"}),
+    "clip": (_on("token", "clip"), OPENRLHF["tis"][1]),
+    "mask": (_on("token", "mask"), OPENRLHF["icepop"][1]),
+    "sequences": (_on("seq", "mask"), OPENRLHF["seq-mask-tis"][1]),
+    "tv": (_on("token", "mask", "tv", 0.05), _within("token")),
+    "tv, sequences": (_on("seq", "mask", "tv", 0.05), _within("mean")),
+    "gspo": (_GSPO, OPENRLHF["gspo"][1]),
+    "gspo, correction on": (_GSPO | _on("token", "mask"), _OF_ENGINE),
+}
+"""The same of version 0.11.2, which renamed them."""
+
 ROLL = {
     "token": ({"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.2}}, {"mis": _TOKEN}),
     "sequence": (

@@ -45,6 +45,9 @@ class Registry:
         return lambda loss: cls.losses.setdefault(name, loss)
 
 
+OPENRLHF = {"openrlhf": cases.OPENRLHF, "openrlhf_0_11_2": cases.OPENRLHF_0_11_2}
+
+
 class PolicyLoss:
     """Stands for OpenRLHF's."""
 
@@ -95,9 +98,9 @@ def assert_loss(loss_fn, batch: dict, wanted: dict, *rest: object, **sizes: obje
 
 
 def test_the_record_holds_every_case_and_ours_agreed_in_their_own_code() -> None:
-    for host, named in (("skyrl", cases.SKYRL), ("openrlhf", cases.OPENRLHF), ("roll", cases.ROLL)):
-        assert set(RECORD["numbers"][host]) == set(named)
-    assert len(RECORD["worst"]) == 20
+    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, **OPENRLHF}
+    assert {host: set(numbers) for host, numbers in RECORD["numbers"].items()} == {h: set(n) for h, n in named.items()}
+    assert set(RECORD["worst"]) == {f"{host} {name}" for host in named for name in named[host]}
     assert max(RECORD["worst"].values()) < 2e-6
 
 
@@ -122,17 +125,37 @@ def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
         second(*[torch.zeros(1, 2)] * 3, None)
 
 
-@pytest.mark.parametrize("name", cases.OPENRLHF)
-def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(name) -> None:
-    settings, keys = cases.OPENRLHF[name]
+@pytest.mark.parametrize(("host", "name"), [(host, name) for host, named in OPENRLHF.items() for name in named])
+def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
+    settings, keys = OPENRLHF[host][name]
     loss_fn = MisLoss(PolicyLoss(settings), keys)
-    for each, wanted in RECORD["numbers"]["openrlhf"][name].items():
+    for each, wanted in RECORD["numbers"][host][name].items():
         said, sizes = each.partition(", ")[::2]
         batch = BATCHES[said]
         rest = batch["old_log_prob"], batch["advantages"], batch["response_mask"].float(), batch["rollout_log_prob"]
         found = assert_loss(loss_fn, batch, wanted, *rest, **cases.SIZES[sizes])
         assert found == ("clip ratio", "kl", "vllm kl")
         assert all(value.dim() == 0 for value in loss_fn.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs"),
+    [
+        ({"mis_loss_method": "ppo"}, False),
+        ({"mis_loss_method": "icepop"}, True),
+        ({"mis_loss_mode": "bypass"}, True),
+        ({"mis_loss_method": "ppo", "use_tis": True}, True),
+    ],
+)
+def test_keys_that_need_what_openrlhf_did_not_ask_its_engine_for_name_its_options(keys, needs) -> None:
+    batch = BATCHES["apart"]
+    streams = [batch[name] for name in ("log_prob", "old_log_prob", "advantages")]
+    loss_fn = MisLoss(PolicyLoss({}), keys)
+    if not needs:
+        assert loss_fn(*streams, batch["response_mask"].float())[0].isfinite()
+        return
+    with pytest.raises(ValueError, match=r"is_correction_enable, from OpenRLHF 0.11.2 on .*is_correction_level token"):
+        loss_fn(*streams, batch["response_mask"].float())
 
 
 @pytest.mark.parametrize("name", cases.ROLL)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.keys import Keys, kept_keys, read_keys
+from mis_ext.hosts.slime_miles.sessions import run_of
 
 
 class MisLoss:
@@ -34,13 +35,26 @@ class MisLoss:
         rollout_log_probs: Tensor | None = None,
         **sizes: Any,
     ) -> tuple[Tensor, ...]:
-        """The loss, and OpenRLHF's three metrics."""
+        """The loss, and OpenRLHF's metrics: three, and four since 0.11.2.
+
+        Raises:
+            ValueError: The keys need log-probs of the engine, and OpenRLHF has not asked it for any.
+        """
         streams = log_probs, old_log_probs, advantages, action_mask, rollout_log_probs
         with torch.no_grad():
             _, *metrics = self.host(*streams, **sizes)
         is_of_tokens = self.host.token_level_loss
+        keys = kept_keys(self.keys, calculate_per_token_loss=is_of_tokens)
+        if rollout_log_probs is None:
+            whole = run_of(keys, whole_loss=True).config.whole_loss
+            if whole is not None and (whole.has_correction or whole.settings.needs_behavior):
+                raise ValueError(
+                    "OpenRLHF asks its engine for log-probs only while its own correction is on, which does not act on "
+                    "the loss of mis_ext: write --algo.advantage.is_correction_enable, from OpenRLHF 0.11.2 on "
+                    "--algo.advantage.is_correction_level token"
+                )
         found = policy_loss_from_log_probs(
-            kept_keys(self.keys, calculate_per_token_loss=is_of_tokens),
+            keys,
             current_logprobs=log_probs,
             proximal_logprobs=old_log_probs,
             behavior_logprobs=rollout_log_probs,

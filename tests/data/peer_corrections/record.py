@@ -5,6 +5,8 @@ their modules of losses import, from the repository's root:
 
     python tests/data/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL [--check]
 
+OpenRLHF 0.11.2 is a second host, ``--openrlhf_0_11_2``: a folder with the package. A host that is not given is not
+recorded anew.
 Modules of theirs that import engines and loggers run without those (``ABSENT``): no loss calls them. The largest
 difference of both is printed. ``--check`` writes nothing, and compares with the file.
 """
@@ -31,6 +33,7 @@ FILE = HERE / "numbers.json.xz"
 REVISIONS = {
     "skyrl": "a9564572eb8e91076be43c1bd5e4615e3de17265",
     "openrlhf": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",
+    "openrlhf_0_11_2": "0.11.2",
     "roll": "8eb27cc2dc34c4d1310b169d9b86d339004d811a",
 }
 TOLERANCE = 2e-6
@@ -119,8 +122,10 @@ def skyrl(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def openrlhf(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+def openrlhf(clone: Path, batches: Mapping[str, Any], named: Mapping[str, Any] = cases.OPENRLHF) -> dict[str, Any]:
     """Losses of OpenRLHF's class, and of ours around it."""
+    for module in [each for each in sys.modules if each.startswith("openrlhf.")]:
+        del sys.modules[module]
     without_init(clone, "openrlhf", "openrlhf.models")
     from openrlhf.models.loss import PolicyLoss
 
@@ -138,8 +143,13 @@ def openrlhf(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
             for each, batch in batches.items()
             for said, sizes in cases.SIZES.items()
         }
-        for name, (settings, keys) in cases.OPENRLHF.items()
+        for name, (settings, keys) in named.items()
     }
+
+
+def openrlhf_0_11_2(folder: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of that version."""
+    return openrlhf(folder, batches, cases.OPENRLHF_0_11_2)
 
 
 def roll(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,13 +186,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Record, or compare; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, revision in REVISIONS.items():
-        parser.add_argument(f"--{name}", type=Path, required=True, help=f"a checkout of {revision}")
+        parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {revision}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parsed = parser.parse_args(arguments)
     sys.meta_path.append(Absent())
     batches = verl_cases.batches()
-    recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "roll": roll}
-    both = {name: recorder(getattr(parsed, name), batches) for name, recorder in recorders.items()}
+    recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "openrlhf_0_11_2": openrlhf_0_11_2, "roll": roll}
+    given = {name: recorder for name, recorder in recorders.items() if getattr(parsed, name)}
+    both = {name: recorder(getattr(parsed, name), batches) for name, recorder in given.items()}
     worst = {
         f"{host} {name}": max(largest(own, ours) for own, ours in found.values())
         for host, losses in both.items()
@@ -196,13 +207,15 @@ def main(arguments: list[str] | None = None) -> int:
         host: {name: {each: own for each, (own, _) in found.items()} for name, found in losses.items()}
         for host, losses in both.items()
     }
+    with lzma.open(FILE, "rt") as file:
+        recorded = json.load(file)
     if parsed.check:
-        with lzma.open(FILE, "rt") as file:
-            off = largest(json.load(file)["numbers"], numbers)
+        off = largest({host: recorded["numbers"][host] for host in numbers}, numbers)
         print(f"their own numbers differ from the file by at most {off:.1e}")
         return int(bool(differ) or off > TOLERANCE)
     inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
-    content = {"revisions": REVISIONS, "worst": worst, "batches": inputs, "numbers": numbers}
+    content = {"revisions": REVISIONS, "worst": recorded["worst"] | worst, "batches": inputs}
+    content["numbers"] = recorded["numbers"] | numbers
     FILE.write_bytes(lzma.compress(json.dumps(content).encode()))
     return int(bool(differ))
 
