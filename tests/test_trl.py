@@ -9,6 +9,7 @@ import lzma
 import os
 import re
 import subprocess
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ class Host:
 
     def __init__(self, batch: dict, *, is_training: bool = True, **settings: object) -> None:
         Host.built += 1
-        arguments = {"delta": None, "use_bias_correction_kl": True, **cases.STEPS}
+        arguments = {"delta": None, "generation_kwargs": None, "use_bias_correction_kl": True, **cases.STEPS}
         self.args = SimpleNamespace(**arguments | {name: settings[name] for name in arguments if name in settings})
         for name, value in settings.items():
             setattr(self, name, value)
@@ -209,6 +210,25 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
 def test_what_would_be_lost_is_refused_when_the_trainer_is_built(keys, settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(BATCHES["close"], mis_keys=keys, **settings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings", "named"),
+    [
+        (RATIO, {"top_p": 0.9, "top_k": 20}, "top_p=0.9, top_k=20: .* Sample with top_p=1.0, top_k=0 "),
+        (WHOLE, {"min_p": 0.05}, "min_p=0.05: .* Sample with min_p=0.0 "),
+        (RATIO, {"generation_kwargs": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1: "),
+        (RATIO, {"top_p": 1.0, "top_k": -1, "min_p": None, "repetition_penalty": 1.0}, None),
+        ({"mis_loss_method": "ppo"}, {"top_p": 0.9}, None),
+    ],
+)
+def test_a_distribution_that_the_trainer_does_not_score_with_is_named(keys, settings, named) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(BATCHES["close"], mis_keys=keys, **settings)
+    messages = [str(each.message) for each in caught if "what was kept" in str(each.message)]
+    assert len(messages) == (named is not None)
+    assert all(re.match(named, message) for message in messages)
 
 
 @pytest.mark.parametrize("setting", ["use_vllm", "vllm_importance_sampling_correction"])

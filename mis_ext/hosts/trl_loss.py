@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from mis_ext.correction.metric_row import PREFIX, Mean, Metric
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.keys import kept_keys
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.sessions import run_of
@@ -27,6 +29,8 @@ _LOST = {
     "use_adaptive_entropy": False,
     "aux_loss_enabled": False,
 }
+_UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""How TRL samples by default: from the distribution that its trainer scores with."""
 
 
 def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
@@ -42,6 +46,7 @@ def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
             "loss_type=vespo multiplies the weights of a sequence's tokens: write tis_level: token, without "
             "tis_batch_normalize"
         )
+    _warn_if_cut(trainer)
     return Session(config.replace(per_token_loss=trainer.loss_type not in ("grpo", "sapo")))
 
 
@@ -72,11 +77,14 @@ class WholeLoss:
         run = run_of(self.keys, whole_loss=True).config
         assert run.whole_loss is not None
         corrects = run.whole_loss.has_correction and not run.correction.metrics_only
-        if (run.whole_loss.settings.needs_behavior or corrects) and not (trainer.use_vllm or trainer.rollout_func):
+        uses_behavior = run.whole_loss.settings.needs_behavior or corrects
+        if uses_behavior and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(
                 "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "
                 "rollout_func that returns them"
             )
+        if uses_behavior:
+            _warn_if_cut(trainer)
 
     def __call__(self, current: Tensor, entropy: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
         """From log-probs with gradient, and a micro-batch as TRL's ``_compute_loss`` gets it."""
@@ -104,6 +112,22 @@ class WholeLoss:
             return num_terms.clamp(min=1.0) * steps
         num_rows = inputs["completion_mask"].shape[0]
         return num_rows * steps * (trainer.max_completion_length if trainer.loss_type == "dr_grpo" else 1)
+
+
+def _warn_if_cut(trainer: Any) -> None:
+    more = getattr(trainer.args, "generation_kwargs", None) or {}
+    found = {name: more.get(name, getattr(trainer, name, uncut)) for name, uncut in _UNCUT.items()}
+    # Before TRL had 0 for it, and in vLLM, a top_k of -1 or None keeps all tokens.
+    is_cut = {name: value is not None and value != _UNCUT[name] and value != -1 for name, value in found.items()}
+    named = ", ".join(f"{name}={value}" for name, value in found.items() if is_cut[name])
+    if named:
+        warnings.warn(
+            f"{named}: vLLM's log-probs are of the distribution that it sampled from, TRL's of all tokens, so every "
+            "weight carries the probability of what was kept. Sample with "
+            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/hosts_trl.md)",
+            MismatchWarning,
+            stacklevel=4,
+        )
 
 
 def log_metrics(trainer: Any, metrics: Mapping[str, Metric]) -> None:
