@@ -208,10 +208,13 @@ def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
         ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "for mask write the band as rollout_is_threshold"),
         ({"rollout_is": "token", "rollout_is_treshold": 2.0}, "did you mean 'rollout_is_threshold'"),
         ({"bypass_mode": True, "loss_type": "ppo"}, "loss_type"),
+        ({"bypass_mode": "false"}, "bypass_mode must be"),
+        ({"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize must be"),
+        ({"rollout_rs": " , ", "rollout_rs_threshold": 2.0}, "rollout_rs=' , ' names no criterion"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(options, message) -> None:
-    with pytest.raises(ValueError, match=r"rollout|loss_type") as caught:
+    with pytest.raises((ValueError, TypeError), match=r"rollout|loss_type|bypass") as caught:
         convert_verl(options)
     assert message in str(caught.value)
 
@@ -247,6 +250,8 @@ OFF = {
     "rollout_is_veto_threshold": None,
     "tis_imp_ratio_cap": -1,
     "loss_type": None,
+    "bypass_mode": None,
+    "rollout_is_batch_normalize": None,
 }
 
 

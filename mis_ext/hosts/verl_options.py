@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mis_ext.checks import check_choice, check_known
+from mis_ext.checks import check_bool, check_choice, check_known
 from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
 
 KNOWN = (
@@ -24,6 +24,7 @@ PLACES = (
 )
 """Where a configuration of verl has them; the first that is there counts."""
 
+_SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
 _REDUCTIONS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 _CRITERIA = tuple(
     f"{level}_{estimate}"
@@ -117,7 +118,8 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
     given = _without_old(given)
     check_known("options of verl", given, KNOWN)
     loss_type = check_choice("loss_type", given.get("loss_type") or "ppo_clip", ("ppo_clip", "reinforce"))
-    is_bypass, remarks = bool(given.get("bypass_mode", False)), []
+    is_bypass, is_normalized = (check_bool(name, given.get(name) or False) for name in _SWITCHES)
+    remarks = []
     level, threshold = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
     mis: dict[str, Any] = {"weight": None, "gates": []}
     if level is not None and threshold is not None:
@@ -125,7 +127,7 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
         if is_bypass and loss_type == "ppo_clip":
             remarks.append("bypass_mode with loss_type: ppo_clip ignores rollout_is, in verl too: no weight.")
         else:
-            mis |= _weight(level, threshold, is_normalized=bool(given.get("rollout_is_batch_normalize", False)))
+            mis |= _weight(level, threshold, is_normalized=is_normalized)
     if given.get("rollout_rs") is not None:
         mis["gates"] = [*mis["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
     if is_bypass:
@@ -188,6 +190,8 @@ def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any
 def _gates(criteria: str, thresholds: Any) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name.strip() for name in criteria.split(",") if name.strip()))
     check_known("criteria of rollout_rs", names, _CRITERIA)
+    if not names:
+        raise ValueError(f"rollout_rs={criteria!r} names no criterion: null turns it off, else {', '.join(_CRITERIA)}")
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()] if thresholds is not None else []
     if len(specs) not in (1, len(names)):
         raise ValueError(f"rollout_rs_threshold={thresholds!r}: one threshold for all of {names}, or one for each")
