@@ -100,6 +100,11 @@ def decode_only(made: Engines) -> Engines:
     return made._replace(behavior=torch.where(later, made.behavior, made.proximal))
 
 
+def not_loaded(made: Engines) -> Engines:
+    """The trainer's weights are of nothing: what it finds probable has nothing to do with what is sampled."""
+    return made._replace(proximal=made.noise(20.0))
+
+
 # --- changes of what it returns
 
 
@@ -178,6 +183,11 @@ def unrelated(sides: Sides) -> Sides:
     return sides[0], engines(78).sampled()[1]
 
 
+def garbage(sides: Sides) -> Sides:
+    """What the engine returns has nothing to do with what it sampled."""
+    return sides[0], planted(79, [not_loaded]).proximal
+
+
 def other_formula(sides: Sides) -> Sides:
     # As log(softmax) of the same logits: within one rounding.
     return sides[0], [torch.nextafter(each, each * 2) for each in sides[0]]
@@ -251,6 +261,8 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "temperature 1.05": ("temperature", lambda seed: planted(seed, [slightly_warmer])),
     "base 2": ("log_base", lambda seed: planted(seed, [], [to_base_2])),
     "base 10": ("log_base", lambda seed: planted(seed, [], [to_base_10])),
+    "a broken trainer": ("broken_trainer", lambda seed: planted(seed, [not_loaded])),
+    "a broken engine": ("broken_engine", lambda seed: planted(seed, [], [garbage])),
     "top-p": ("top_p_or_top_k", lambda seed: planted(seed, [nucleus])),
     "top-k": ("top_p_or_top_k", lambda seed: planted(seed, [top_k])),
     "padding": ("vocabulary_padding", padded),

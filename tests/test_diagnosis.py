@@ -70,6 +70,8 @@ MISTAKES = {
     "other_context",
     "log_base",
     "temperature",
+    "broken_trainer",
+    "broken_engine",
     "vocabulary_padding",
     "top_p_or_top_k",
 }

@@ -95,6 +95,21 @@ def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_per
     assert found == ({cause} if cause else set())
 
 
+@pytest.mark.parametrize(("largest_id", "cause"), [(63, "broken_trainer"), (9_999, "stale_weights")])
+def test_what_a_uniform_guess_gives_depends_on_the_vocabulary(largest_id, cause) -> None:
+    made = engines(3)
+    # Noise of a deviation of 2 squares to 2 nats below a uniform guess among 48 tokens.
+    sides = made._replace(proximal=made.noise(2.0)).sampled()
+    origins = [Origin(token_ids=[0, largest_id])] * COUNT
+    assert diagnosed(part_of(sides, origins=origins)) == [cause]
+
+
+def test_a_nearly_uniform_policy_is_not_broken() -> None:
+    made = engines(3)
+    flat = made._replace(behavior=made.noise(0.05), proximal=made.noise(0.05))
+    assert diagnosed(part_of(flat.sampled(), origins=[Origin(token_ids=[47])] * COUNT)) == ["bf16_or_low_precision"]
+
+
 def test_a_shift_counts_the_tokens_of_tools_between() -> None:
     proximal, behavior = engines(1).sampled()
     proximal[0], behavior[0] = torch.cat(proximal[:2]), torch.cat(behavior[:2]).roll(5)

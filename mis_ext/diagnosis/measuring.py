@@ -22,7 +22,7 @@ from mis_ext.diagnosis.turns import Turns, turns_of
 
 COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
-    *("lag", "num_lagged", "k3_lagged"),
+    *("largest_id", "lag", "num_lagged", "k3_lagged"),
 )
 
 Kind = Literal["near", "far", "other_ids"]
@@ -143,6 +143,7 @@ class Measuring:
         response_mask_R: Tensor,
         versions_behind: Sequence[float] | None = None,
         has_other_ids: Sequence[bool | None] | None = None,
+        token_ids: Sequence[Any] | None = None,
         step: str = "0",
         position_T: Tensor | None = None,
         turns: Turns | None = None,
@@ -155,6 +156,7 @@ class Measuring:
             response_mask_R: Which tokens are trained.
             versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
             has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
+            token_ids: Of the response; None where they are not known.
             step: Its name.
             position_T: Of each token in its response, where it is known already.
             turns: Of the trained tokens, where they are known already.
@@ -171,7 +173,8 @@ class Measuring:
         unknown = [math.nan] * len(lag_S)
         behind = unknown if versions_behind is None else versions_behind
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
-        known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other))
+        largest = unknown if token_ids is None else [*map(_largest_id, token_ids)]
+        known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other, largest))
         columns = [*sums, *known, lag_S, *lagged]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
         self._samples.append(samples)
@@ -204,7 +207,8 @@ class Measuring:
     @classmethod
     def of_other_ids(cls) -> Measuring:
         """A sample whose ids differ: nothing of it is compared."""
-        columns = [{"versions_behind": math.nan, "has_other_ids": 1.0}.get(name, 0.0) for name in COLUMNS]
+        known = {"versions_behind": math.nan, "has_other_ids": 1.0, "largest_id": math.nan}
+        columns = [known.get(name, 0.0) for name in COLUMNS]
         return cls(_samples=[Samples(torch.tensor([columns], dtype=torch.float64), ["0"])])
 
     def measured(self, typical_gaps: Mapping[str, float] | None = None) -> Measured:
@@ -252,6 +256,10 @@ def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
     is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
     return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
+
+
+def _largest_id(token_ids: Any) -> float:
+    return math.nan if token_ids is None or not len(token_ids) else float(torch.as_tensor(token_ids).max())
 
 
 def _lags(tokens: TokenRatios, found: Sorted, layout: PackedLayout, position_T: Tensor, chosen_S: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import (
     IMPROBABLE,
@@ -40,6 +42,9 @@ none does with a planted text, and 0.4 where a trainer's weights ran away from i
 (pretrained_precision_fp16_trainer)."""
 
 MAX_LISTED = 5
+
+SMALLEST_VOCABULARY, USUAL_VOCABULARY = 32, 32_000
+"""Tokens: letters, and what language models have at least. A guess among more is still worse."""
 
 MAX_STALE_DIFF = 1.0
 """Nats per token; another text is farther. With weights eight updates old 6 % of the samples are beyond
@@ -207,6 +212,39 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
             f"{tokens.num_constant:.0f} {of_all} in responses where all are the same number, while the proximal ones "
             "are not"
         )
+
+
+def broken_trainer(measured: Measured) -> Finding | None:
+    """The trainer finds the sampled tokens less probable than a uniform guess would."""
+    tokens = measured.tokens
+    return _worse_than_a_guess(measured, "trainer", tokens.proximal_rest, tokens.behavior_rest)
+
+
+def broken_engine(measured: Measured) -> Finding | None:
+    """The engine finds the tokens that it sampled less probable than a uniform guess would."""
+    tokens = measured.tokens
+    return _worse_than_a_guess(measured, "engine", tokens.behavior_rest, tokens.proximal_rest)
+
+
+def _worse_than_a_guess(measured: Measured, side: str, log_probs: float, others: float) -> Finding | None:
+    count, num_ids = measured.tokens.num_rest, _num_ids(measured.samples)
+    # Where both sides have the same, a policy is nearly uniform.
+    is_worse = log_probs < -math.log(num_ids) * count and log_probs < others - MAX_MEAN_ABS_DIFF * count
+    if count < MIN_TOKENS or not is_worse:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"the {side}'s log-probs are {log_probs / count:.3g} on average (each taken as {-MAX_LOG_RATIO:g} or "
+        f"more), and a uniform guess among {num_ids} tokens gives {-math.log(num_ids):.3g}",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def _num_ids(samples: Samples | None) -> int:
+    """Tokens of the vocabulary: the real number is not known, and may be larger."""
+    known = [] if samples is None else samples["largest_id"][~samples["largest_id"].isnan()].tolist()
+    return min(max(int(max(known)) + 1, SMALLEST_VOCABULARY), USUAL_VOCABULARY) if known else USUAL_VOCABULARY
 
 
 def _share_of(k3: float, others: float) -> float:

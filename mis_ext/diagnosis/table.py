@@ -15,6 +15,8 @@ from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formu
 from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.missing import (
+    broken_engine,
+    broken_trainer,
     negated,
     other_context,
     other_ids,
@@ -168,7 +170,28 @@ CAUSES: dict[str, Cause] = {
             advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
             "it sampled from.",
             is_fault=True,
-            hides=("vocabulary_padding", *_TAILS),
+            hides=("broken_trainer", "broken_engine", "vocabulary_padding", *_TAILS),
+        ),
+        Cause(
+            name="broken_trainer",
+            title="a broken trainer: it finds the sampled tokens less probable than a uniform guess would",
+            looks_like="the trainer's mean log-prob is below that of a uniform guess among the ids up to the largest "
+            "(32,000 if more, or not known), and 0.3 nats below the engine's",
+            needs=("tokens",),
+            rule=broken_trainer,
+            advice="Check that its weights were loaded, with the scales of 8-bit weights, and that it scores the "
+            "sampled ids behind the same prompt.",
+            is_fault=True,
+        ),
+        Cause(
+            name="broken_engine",
+            title="a broken engine: it finds the tokens that it sampled less probable than a uniform guess would",
+            looks_like="the same of the engine",
+            needs=("tokens",),
+            rule=broken_engine,
+            advice="Check that its last update has loaded all weights, with the scales of 8-bit weights, and that it "
+            "returns the log-probs of the sampled tokens.",
+            is_fault=True,
         ),
         Cause(
             name="vocabulary_padding",

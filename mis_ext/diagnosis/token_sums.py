@@ -38,11 +38,12 @@ _Number = TypeVar("_Number", float, Tensor)
 class TokenSums(NamedTuple):
     """What the calls so far have shown about this rank's tokens: sums, and behind them minima.
 
-    Differences are proximal minus behavior, bounded: one absurd log-prob must not outweigh all others. ``first`` and
-    ``second`` are those of the two tokens of a pair, ``earlier`` and ``later`` the same with a shifted stream,
-    ``negated`` of all tokens with one sign flipped. What ends in ``_rest`` is of the tokens that are not taken out;
-    ``line`` are the sums of :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end
-    in ``_other`` are of tokens whose two log-probs differ.
+    Differences are proximal minus behavior. They are bounded, and so are the sums of the log-probs of either side: one
+    absurd log-prob must not outweigh all others. ``first`` and ``second`` are those of the two tokens of a pair,
+    ``earlier`` and ``later`` the same with a shifted stream, ``negated`` of all tokens with one sign flipped. What ends
+    in ``_rest`` is of the tokens that are not taken out; ``line`` are the sums of
+    :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end in ``_other`` are of
+    tokens whose two log-probs differ.
     """
 
     num_sequences: float
@@ -71,6 +72,8 @@ class TokenSums(NamedTuple):
     num_rest: float
     gap_rest: float
     k3_rest: float
+    proximal_rest: float
+    behavior_rest: float
     line_num_tokens: float
     line_difference: float
     line_behavior: float
@@ -174,7 +177,7 @@ def sums_of_sorted(
         *(_total(each, k3_T) for each in (found.shifted_T, found.positive_T)),
         rest_T.sum(),
         _total(rest_T, bounded_T.abs()),
-        _total(rest_T, k3_T),
+        *(_total(rest_T, each) for each in (k3_T, _bounded(proximal_T), _bounded(behavior_T))),
         *(_line_sums(rest_T, bounded_T, behavior_T, proximal_T) if line is None else line),
     ]
     minima = [

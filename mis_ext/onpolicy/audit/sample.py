@@ -145,6 +145,7 @@ def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor)
         versions_behind=[versions_behind(next(iter(trainer), None), engine)],
         # Those that differ are a problem.
         has_other_ids=[False if has_ids else None],
+        token_ids=[sample.train_token_ids],
     )
 
 
