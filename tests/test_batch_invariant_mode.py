@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from batch_invariant_support import equal_bits, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.backends import opt_einsum
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, batch_invariant_mode, is_batch_invariant
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
@@ -131,15 +132,17 @@ def test_a_chain_of_products_whose_order_depends_on_the_number_of_rows_is_refuse
 
 def test_einsum_takes_its_operands_from_left_to_right_or_is_refused(monkeypatch):
     a, b, c = randn(30, 64), randn(64, 70, seed=1), randn(70, 33, seed=2)
+    # Torch 2.6 imports it at its first einsum only.
+    monkeypatch.delattr(torch.backends, "opt_einsum", raising=False)
     with batch_invariant_mode():
-        monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.opt_einsum, "enabled", True)
+        monkeypatch.setattr(opt_einsum, "is_available", lambda: True)
+        monkeypatch.setattr(opt_einsum, "enabled", True)
         message = r"einsum of 3 operands .* set torch\.backends\.opt_einsum\.enabled = False"
         for operands in ((a, b, c), ([a, b, c],)):
             with pytest.raises(NotImplementedError, match=message):
                 torch.einsum("ab,bc,cd->ad", *operands)
         assert equal_bits(torch.einsum("ab,bc->ac", a, b), a @ b)
-        monkeypatch.setattr(torch.backends.opt_einsum, "enabled", False)
+        monkeypatch.setattr(opt_einsum, "enabled", False)
         assert equal_bits(torch.einsum("ab,bc,cd->ad", a, b, c), a @ b @ c)
 
 

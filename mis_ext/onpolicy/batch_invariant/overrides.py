@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import opt_einsum
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,7 @@ def _refuse_chain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_order_of_einsum(args: tuple[Any, ...]) -> None:
-    opt_einsum = torch.backends.opt_einsum
+    # Imported by name: torch 2.6 has no attribute opt_einsum before its first einsum.
     num_operands = sum(isinstance(x, Tensor) for x in tree_leaves(args))
     if num_operands > 2 and opt_einsum.is_available() and opt_einsum.enabled:
         raise NotImplementedError(
