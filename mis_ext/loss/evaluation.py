@@ -28,7 +28,8 @@ class Evaluation(NamedTuple):
     name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
     ``policy``: loss of the policy gradient, and its slope in log pi, where a surrogate of sequences still has to be
     averaged over its sequence (``is_of_sequences``). ``penalty``: value and slope of what a method subtracts besides,
-    or None. ``kl``: value and slope of the host's KL estimate, or None.
+    or None. ``loss_T``: the loss of the policy gradient with that penalty, 0 where neither counts. ``kl``: value and
+    slope of the host's KL estimate, or None.
     """
 
     batch: Batch
@@ -38,12 +39,9 @@ class Evaluation(NamedTuple):
     policy: Penalty
     is_of_sequences: bool
     penalty: Penalty | None
+    # A field: torch 2.6 breaks a graph at a property of a named tuple.
+    loss_T: Tensor
     kl: Penalty | None
-
-    @property
-    def loss_T(self) -> Tensor:
-        """``[T]``: the loss of the policy gradient with the method's own penalties, 0 where neither counts."""
-        return self.policy.value_T if self.penalty is None else self.policy.value_T + self.penalty.value_T
 
     def tokens_of(self, which: PenaltyTokens) -> Tensor:
         """``[T]`` bool: the tokens that a penalty counts."""
@@ -119,14 +117,16 @@ def evaluate(
         clipped_T = found.is_clipped_T & ((log_ratio_T > 0.0) == (batch.advantages_T > 0.0))
     else:
         clipped_T = found.is_clipped_T
+    policy = Penalty(cost_T * found.value_T, cost_T * found.slope_T)
     return Evaluation(
         batch=batch,
         log_ratio_T=log_ratio_T,
         kept_T=kept_T,
         clipped_T=clipped_T,
-        policy=Penalty(cost_T * found.value_T, cost_T * found.slope_T),
+        policy=policy,
         is_of_sequences=surrogate.spread == "sequence",
         penalty=penalty,
+        loss_T=policy.value_T if penalty is None else policy.value_T + penalty.value_T,
         kl=None if kl is None else kl.evaluate(batch),
     )
 
