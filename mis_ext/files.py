@@ -52,8 +52,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     size = regular_file(path).stat().st_size
     if size > _MAX_YAML_BYTES:
         raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
+    return yaml_mapping(Path(path).read_bytes(), path=path)
+
+
+def yaml_mapping(text: bytes, *, path: str | Path) -> dict[str, Any]:
+    """The mapping that the content of a file spells; ``path`` is for messages.
+
+    Raises:
+        ValueError: As of :func:`read_yaml`.
+    """
     try:
-        content: Any = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content: Any = yaml.load(text.decode("utf-8"), _Loader)
         num_nodes = _num_nodes(content, {})
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

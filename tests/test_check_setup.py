@@ -1,6 +1,7 @@
 """The check at start refuses what the first step would refuse, or what would do nothing. Else it says what will run."""
 
 import argparse
+import base64
 import functools
 import importlib
 import re
@@ -34,7 +35,7 @@ OF_HOSTS |= {
     "custom_generate_function_path": None,
     "custom_pg_loss_reducer_function_path": None,
 }
-OF_HOSTS |= {"custom_config_path": "my.yaml", "custom_megatron_init_path": PATH}
+OF_HOSTS |= {"custom_config_path": None, "custom_megatron_init_path": PATH}
 
 
 def arguments(keys: dict[str, Any]) -> argparse.Namespace:
@@ -322,3 +323,58 @@ def test_the_session_of_the_check_is_the_one_of_the_run() -> None:
     session = mis_ext.session_for(args)
     mis_ext.check_setup(args)
     assert mis_ext.session_for(args) is session
+
+
+def with_file(path: str, content: dict[str, Any]) -> argparse.Namespace:
+    """As both hosts have it: their parser, the file over it, and what they set later."""
+    parser = argparse.ArgumentParser()
+    flags = OF_HOSTS | HOOK | {"eps_clip_high": None}
+    del flags["custom_config_path"], flags["rank"]
+    for flag, default in (flags | {"custom_config_path": path, "padded_vocab_size": None}).items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", default=default)
+    args = parser.parse_args([])
+    args.sglang_mem_fraction = 0.8
+    for key, value in content.items():
+        setattr(args, key, value)
+    args.rank, args.world_size = 0, 1
+    return args
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_turns: 3\n", ["'max_turns'"]),
+        ("eps_clip_hihg: 0.28\nname: x\n", ["'eps_clip_hihg' (did you mean 'eps_clip_high'?)", "'name'"]),
+        ("tau: 0.1\nmis_loss_x: null\n", None),
+        ("eps_clip_high: 0.28\ntis_upper_bound: 3.0\nrs_veto_threshold: 1.0e-4\nsglang_mem_fraction: 0.7\n", []),
+        ("on_policy_tokens: {max_turns: 3}\nmis_metrics: [mis_kl]\n", []),
+        ("# Nothing yet.\n", []),
+    ],
+)
+@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
+def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, inline, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
+    args = with_file(given, yaml.safe_load(text) or {})
+    if named is None:
+        with pytest.raises(ValueError, match="unknown keys: 'mis_loss_x'"):
+            mis_ext.check_setup(args)
+        return
+    mis_ext.check_setup(args)
+    _, *lines = capsys.readouterr().out.splitlines()
+    about = f"keys of {'base64:...' if inline else path} that neither mis_ext nor the host has, without effect unless a"
+    assert lines == [f"mis_ext: warning: {about} function of yours reads them: {', '.join(named)}"] * bool(named)
+
+
+def test_a_file_that_is_not_here_is_said_and_a_key_twice_refused(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    mis_ext.check_setup(with_file(str(path), {"max_turns": 3}))
+    _, said = capsys.readouterr().out.splitlines()
+    assert (
+        said
+        == f"mis_ext: {path} cannot be read here (No such file or directory): no key in it that nobody reads is named"
+    )
+    path.write_text("tis_upper_bound: 2.0\ntis_upper_bound: 5.0\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'tis_upper_bound' is there twice"):
+        mis_ext.check_setup(with_file(str(path), {"tis_upper_bound": 5.0}))

@@ -14,7 +14,7 @@ from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_co
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS, READ_KEYS, STRAY_KEYS
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEYS
-from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS, PREFIXES
+from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS, PLAIN_WORDS, PREFIXES
 
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
@@ -100,6 +100,16 @@ REFUSED = {
     "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(indent it under mis:, or write rs_gates\)",
     "{use_tis: true, denominator: kept}": r"'denominator' \(indent it under mis:, or write mis_denominator\)",
     "{mis: {weight: {}}, scope: rollout, metrics: all}": r"'scope' \(indent it under mis:\); 'metrics' \(indent",
+    "{use_tis: true, metrics_only: true}": r"'metrics_only' \(write use_tis: false, and give --get-mismatch-metrics\)",
+    "{use_tis: true, gated_mis: true}": r"'gated_mis' \(the name of a preset: write what mis-ext presets gated_mis",
+    "{use_tis: true, gspo: true}": r"'gspo' \(write mis_loss_method: gspo\)",
+    "{use_tis: true, gate: [{high: 2.0}]}": r"'gate' \(write gates, and indent it under mis:, or write rs_gates\)",
+    "{use_tis: true, normalize: tokens}": r"'normalize' \(write tis_batch_normalize: true\)",
+    "{use_tis: true, statistic: k3, after: x}": r"'statistic' \(indent it under a gate of mis:\); 'after' \(indent",
+    "{use_tis: true, high: 2.0}": r"'high' \(indent it under the weight or a gate of mis:\)",
+    "{use_tis: true, target_accept: 0.9}": r"'target_accept' \(indent it under a gate of mis:\)",
+    "{use_tis: true, use_rss: true}": r"'use_rss' \(did you mean 'use_rs'\?\)",
+    "{use_tis: true, use_rs_: true}": r"'use_rs_' \(did you mean 'use_rs'\?\)",
     "{use_tis: true, veto_threshold: 1.0e-4}": r"'veto_threshold' \(write rs_veto_threshold\)",
     "{use_tis: true, batch_normalize: true}": r"'batch_normalize' \(write tis_batch_normalize\)",
     "{use_tis: true, upper_bound: 1.5}": r"'upper_bound' \(write tis_upper_bound or rs_upper_bound\)",
@@ -260,7 +270,11 @@ def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
     bare = {key.removeprefix(prefix) for key in FLAT_KEYS for prefix in PREFIXES if key.startswith(prefix)}
     assert {*bare, *NATIVE_KEYS} <= set(STRAY_KEYS)
     # Words that may be anybody's: with values that are ours only.
-    for name in STRAY_KEYS.keys() - {"level", "mode"}:
+    for name, values in PLAIN_WORDS.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"'{name}' "):
+                config_from_mapping({"use_tis": True, name: value})
+    for name in STRAY_KEYS.keys() - PLAIN_WORDS:
         with pytest.raises(ValueError, match=f"'{name}' "):
             config_from_mapping({"use_tis": True, name: "anything"})
         with pytest.raises(ValueError, match=f"'{name}' "):

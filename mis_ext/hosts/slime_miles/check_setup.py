@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.explain.words import steps_of
+from mis_ext.files import yaml_mapping
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
@@ -27,10 +32,11 @@ from mis_ext.hosts.slime_miles.micro_batch import layout_of
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
 from mis_ext.hosts.slime_miles.near_misses import near_miss
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss, policy_loss_of
-from mis_ext.hosts.slime_miles.run_config import RunConfig
+from mis_ext.hosts.slime_miles.run_config import ARGUMENTS, RunConfig
 from mis_ext.hosts.slime_miles.sessions import Run, run_of
 from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
 from mis_ext.loss.policy import refuse_graph_of_ranks
+from mis_ext.rollout.custom_generate.settings import KEY as ON_POLICY_TOKENS
 
 
 class _Entrance(NamedTuple):
@@ -50,6 +56,8 @@ _HOOK = _Entrance(
     "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
 )
 _LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
+_INLINE = "base64:"
+"""Begins a file's content in place of its path, in Miles."""
 _VOCABULARY = 16
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _LAUNCHES = (
@@ -98,9 +106,9 @@ def check_setup(args: Any) -> None:
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
     _refuse_wrong_paths(args)
-    untried = _rehearse(args, entrance, config)
+    said = [*_warnings(args), *_unread_keys(args), *_rehearse(args, entrance, config)]
     if read_argument(args, "rank") in (None, 0):
-        print("\n".join([summary(config), *_warnings(args), *untried]), flush=True)
+        print("\n".join([summary(config), *said]), flush=True)
 
 
 def summary(config: RunConfig) -> str:
@@ -135,6 +143,38 @@ def _warnings(args: Any) -> list[str]:
         f"mis_ext: warning: with --fp16 and a loss scale that adapts this {host} divides gradients by the scale twice: "
         "train/grad_norm is far too small, clipping does nothing, and Adam's epsilon shrinks updates. Give "
         "--loss-scale 65536"
+    ]
+
+
+def _unread_keys(args: Any) -> list[str]:
+    """What the file at ``--custom-config-path`` has that neither mis_ext nor the host reads; or that it is not here.
+
+    Both hosts set each key as an attribute. That of a flag keeps its place among them; a new one stands behind all
+    flags, of which this path is nearly the last in both parsers.
+
+    Raises:
+        ValueError: The file has a key twice, of which the hosts take the last.
+    """
+    path = read_argument(args, "custom_config_path")
+    if not path:
+        return []
+    name = f"{_INLINE}..." if path.startswith(_INLINE) else path
+    try:
+        text = base64.b64decode(path.removeprefix(_INLINE)) if name != path else Path(path).read_bytes()
+    except OSError as error:
+        return [f"mis_ext: {name} cannot be read here ({error.strerror}): no key in it that nobody reads is named"]
+    names = [*(args if isinstance(args, Mapping) else getattr(args, "__dict__", ()))]
+    flags = names[: names.index("custom_config_path")] if "custom_config_path" in names else []
+    known = {*flags, *ARGUMENTS, ON_POLICY_TOKENS}
+    # As the hosts have it, a file may be empty.
+    keys = yaml_mapping(text, path=name) if yaml.safe_load(text) else ()
+    unread = {key: near_miss(key, keys=flags) for key in keys if key not in known and not key.startswith("sglang_")}
+    if not unread:
+        return []
+    listed = ", ".join(f"{key!a} (did you mean {meant!r}?)" if meant else ascii(key) for key, meant in unread.items())
+    return [
+        f"mis_ext: warning: keys of {name} that neither mis_ext nor the host has, without effect unless a function of "
+        f"yours reads them: {listed}"
     ]
 
 

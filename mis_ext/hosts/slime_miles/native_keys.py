@@ -23,8 +23,19 @@ LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max"
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
 _REPORTING_KEYS = ("metrics", "metric_max", "guard", "max_reject_fraction")
 NATIVE_KEYS = ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS)
-_WEIGHT_KEYS = ("level", "mode", "low", "high", "only_outside")
-_GATE_KEYS = ("statistic", "reduce", "level", "low", "high", "action", "after", "name", "target_accept", "target_gain")
+KEYS_OF_WEIGHT = ("level", "mode", "low", "high", "only_outside")
+KEYS_OF_GATE = (
+    "statistic",
+    "reduce",
+    "level",
+    "low",
+    "high",
+    "action",
+    "after",
+    "name",
+    "target_accept",
+    "target_gain",
+)
 
 _Mapping = Mapping[str, Any]
 
@@ -70,9 +81,9 @@ def native_keys_of(config: CorrectionConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if config.weight is not None:
         keys["weight"] = {"level": config.weight.level, "mode": config.weight.mode}
-        keys["weight"] |= _changed_fields(config.weight, _WEIGHT_KEYS)
+        keys["weight"] |= _changed_fields(config.weight, KEYS_OF_WEIGHT)
     if config.gates:
-        keys["gates"] = [_changed_fields(gate, _GATE_KEYS) for gate in config.gates]
+        keys["gates"] = [_changed_fields(gate, KEYS_OF_GATE) for gate in config.gates]
     if isinstance(config.metrics, tuple):
         changed["metrics"] = list(config.metrics)
     if config.warn_only:
@@ -85,7 +96,7 @@ def _changed_fields(part: Weight | Gate, names: Sequence[str]) -> dict[str, Any]
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.name in names and value != field.default:
-            found[field.name] = _changed_fields(value, names=_GATE_KEYS) if isinstance(value, Gate) else value
+            found[field.name] = _changed_fields(value, names=KEYS_OF_GATE) if isinstance(value, Gate) else value
     return found
 
 
@@ -104,7 +115,7 @@ def checked_config(
 
 def native_weight(key: str, value: Any) -> Weight:
     """The weight that a mapping spells."""
-    fields = _fields(key, value, _WEIGHT_KEYS)
+    fields = _fields(key, value, KEYS_OF_WEIGHT)
     if fields.get("only_outside") is not None:
         fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
     with _errors_of(key):
@@ -118,7 +129,7 @@ def native_gates(key: str, value: Any) -> tuple[Gate, ...]:
 
 def native_gate(key: str, value: Any) -> Gate:
     """The gate that a mapping spells; ``level`` is another spelling of ``reduce``."""
-    fields = _fields(key, value, _GATE_KEYS)
+    fields = _fields(key, value, KEYS_OF_GATE)
     if "level" in fields and "reduce" in fields:
         raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
     with _errors_of(key):

@@ -48,9 +48,10 @@ def _normalised(name: str) -> str:
 
 
 def _is_typo(name: str, key: str) -> bool:
-    """Whether few letters are missing, added or exchanged; a word of two letters must be right, as in ``use_rs``."""
+    """Whether few letters are missing, added or exchanged; a word of two letters must stand there, as in ``use_rs``."""
     last_word = key.rpartition("_")[2]
-    if "_" not in key or (len(last_word) < 3 and not name.endswith(f"_{last_word}")):
+    is_right = name.endswith(f"_{last_word}") or name.startswith(key)
+    if "_" not in key or (len(last_word) < 3 and not is_right):
         return False
     if sorted(name) == sorted(key):
         return True

@@ -6,10 +6,31 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from mis_ext.correction.bounds import BOUNDS
+from mis_ext.correction.gates import Action
+from mis_ext.correction.normalization import NormalizeOver
+from mis_ext.correction.statistics import Reduce
 from mis_ext.correction.weights import Level
+from mis_ext.methods.catalogue import METHODS
+from mis_ext.preset_files import list_presets
 
 PREFIXES = ("tis_", "rs_", "mis_")
-_PLAIN_WORDS = {"level": get_args(Level), "mode": tuple(BOUNDS)}
+_ADVICE_ON_NAMES = {
+    name: text
+    for name, text in (
+        *((name, f"the name of a preset: write what mis-ext presets {name} prints") for name in list_presets()),
+        *((name, f"write mis_loss_method: {name}") for name in METHODS),
+    )
+    # Those with a prefix are unknown keys anyway.
+    if not f"{name}_".startswith(PREFIXES)
+}
+PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ADVICE_ON_NAMES, (True,)),
+    "level": get_args(Level),
+    "mode": tuple(BOUNDS),
+    "reduce": get_args(Reduce),
+    "action": get_args(Action),
+    "normalize": ("tokens", "sequences", *get_args(NormalizeOver)),
+}
 """Names that may well be somebody else's; with one of these values they are not."""
 
 _OF_PEERS = {
@@ -29,11 +50,26 @@ _OF_PEERS = {
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
 
+_OF_CONFIG = {
+    "metrics_only": "write use_tis: false, and give --get-mismatch-metrics",
+    "warn_only": "write mis_guard",
+    "per_token_loss": "give --calculate-per-token-loss",
+    "normalize": "write tis_batch_normalize: true",
+}
+"""Fields of a configuration in Python, a preset's name among them, and a word of several keys."""
+
 HOST_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 """The bounds of the hosts' built-in correction and their defaults: present on every ``args``, and not ours."""
 
 
-def advice_on_strays(flat_keys: Collection[str], *, native_keys: Collection[str], root: str) -> dict[str, str]:
+def advice_on_strays(
+    flat_keys: Collection[str],
+    *,
+    native_keys: Collection[str],
+    weight_keys: Collection[str],
+    gate_keys: Collection[str],
+    root: str,
+) -> dict[str, str]:
     """What to do about each name that would have no effect at the top level.
 
     No flag of slime, Miles or Megatron-LM has one of these names.
@@ -41,6 +77,8 @@ def advice_on_strays(flat_keys: Collection[str], *, native_keys: Collection[str]
     Args:
         flat_keys: Our keys, with their prefixes.
         native_keys: The keys that belong under ``root``.
+        weight_keys: Those of its weight.
+        gate_keys: Those of each of its gates.
         root: The key of the native form.
     """
     meant: dict[str, list[str]] = {}
@@ -48,10 +86,16 @@ def advice_on_strays(flat_keys: Collection[str], *, native_keys: Collection[str]
         for prefix in PREFIXES:
             if key.startswith(prefix):
                 meant.setdefault(key.removeprefix(prefix), []).append(key)
-    advice = {name: f"write {key}" for name, key in _OF_PEERS.items()}
+    advice = dict(_ADVICE_ON_NAMES)
+    for key in {*weight_keys, *gate_keys} - {"name"}:  # Everybody has a name.
+        places = ["the weight"] * (key in weight_keys) + ["a gate"] * (key in gate_keys)
+        advice[key] = f"indent it under {' or '.join(places)} of {root}:"
+    advice |= {name: f"write {key}" for name, key in _OF_PEERS.items()} | _OF_CONFIG
     advice |= {name: f"write {' or '.join(keys)}" for name, keys in meant.items()}
     for name in native_keys:
         advice[name] = f"indent it under {root}:" + (f", or {advice[name]}" if name in advice else "")
+        other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
+        advice.setdefault(other, f"write {name}, and {advice[name]}")
     return advice
 
 
@@ -62,7 +106,7 @@ def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> Non
         ValueError: A name of ``advice`` is set.
     """
     found = [name for name, value in given.items() if name in advice and value is not None and value is not False]
-    stray = [name for name in found if name not in _PLAIN_WORDS or given[name] in _PLAIN_WORDS[name]]
+    stray = [name for name in found if name not in PLAIN_WORDS or given[name] in PLAIN_WORDS[name]]
     if stray:
         hints = "; ".join(f"{name!r} ({advice[name]})" for name in stray)
         raise ValueError(f"keys without effect: {hints}")
