@@ -67,7 +67,7 @@ def test_prefill_and_decode_of_transformers_with_a_cache_align_with_the_whole_fo
 def test_continuous_batching_aligns_with_the_whole_forward() -> None:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model, prompts, new = qwen3("paged|sdpa"), [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]], 4
+    model, prompts, new = qwen3("paged|eager"), [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]], 4
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
         **{"page_size": 16, "num_blocks": 8, "max_batch_tokens": 8, "max_requests_per_batch": 2},

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import attn_mask_is_needed
 from transformers.models.auto import AutoModelForCausalLM
@@ -16,6 +16,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from .engine_settings import Scalar
 
 EngineName = Literal["transformers", "sglang"]
+# Continuous batching with torch's attention: its older name before transformers 5.19.
+SDPA = "paged|sdpa" if "paged|sdpa" in AttentionInterface().valid_keys() else "sdpa"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,12 @@ class TransformersEngine:
         *,
         seed: int,
         dtype: torch.dtype = torch.bfloat16,
-        attention: str = "paged|sdpa",
+        attention: str = SDPA,
         max_batch_tokens: int = 4096,
     ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
+        self._attention = attention
         self._model.eval().to(device)
         # By default transformers does so with flash attention only.
         self.cuda_graphs = device == "cuda" and not attn_mask_is_needed(self._model.config)
@@ -186,7 +189,10 @@ class TransformersEngine:
         )
         # A new generation loop seeds the default generator.
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            # From transformers 5.19 on it refuses, when it begins, the name of an attention that is not its own.
+            self._model.set_attn_implementation("paged|eager")
             self._manager = self._model.init_continuous_batching(generation_config, batching_config)
+            self._model.set_attn_implementation(self._attention)
             self._manager.warmup()
         self._manager.start()
 

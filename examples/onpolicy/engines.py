@@ -136,9 +136,9 @@ def _rounded_cache(dtype: torch.dtype) -> Iterator[None]:
     """Inside, transformers' paged cache holds what one of that dtype would."""
     own = PagedAttentionCache.update
 
-    def update(self: PagedAttentionCache, *, key_states: Any, value_states: Any, **places: Any) -> Any:
+    def update(self: PagedAttentionCache, key_states: Any, value_states: Any, *layer: Any, **places: Any) -> Any:
         rounded = [states.to(dtype).to(states.dtype) for states in (key_states, value_states)]
-        return own(self, key_states=rounded[0], value_states=rounded[1], **places)
+        return own(self, *rounded, *layer, **places)
 
     PagedAttentionCache.update = update
     try:

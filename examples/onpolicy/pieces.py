@@ -14,13 +14,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_paged import sdpa_attention_paged_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_forward, is_batch_invariant, rms_norm
 
-PAGED_ATTENTION = "paged|fixed_block"
-# Of the names that get a mask.
-OWN_ATTENTION = "paged|sdpa"
+PAGED_ATTENTION = "fixed_block"
+# A name that gets a mask, in every version, and that nobody else uses here.
+OWN_ATTENTION = "paged|eager"
 
 
 class Piece(str, Enum):
@@ -108,36 +108,45 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' continuous batching: keys and values from its paged cache, in the trainer's blocks."""
-    key, value = kwargs["cache"].update(
-        key_states=key,
-        value_states=value,
-        layer_idx=module.layer_idx,
-        read_index=kwargs["read_index"],
-        write_index=kwargs["write_index"],
-    )
+    key, value = _cached(module, key, value, kwargs)
+    # Their older names before transformers 5.19.
+    longest = "max_length" if "max_length_q" in kwargs else "max_seqlen"
     output = attention(
-        query.squeeze(0).transpose(0, 1),
-        key,
-        value,
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         cu_seqlens_q=kwargs["cu_seq_lens_q"],
         cu_seqlens_k=kwargs["cu_seq_lens_k"],
-        max_seqlen_q=kwargs["max_seqlen_q"],
-        max_seqlen_k=kwargs["max_seqlen_k"],
+        max_seqlen_q=kwargs[f"{longest}_q"],
+        max_seqlen_k=kwargs[f"{longest}_k"],
         scale=scaling,
     )
     return output.unsqueeze(0), None
 
 
-def own_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _cached(module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[1, heads, K, dim]``, those of earlier tokens included.
+
+    Before transformers 5.19 it is attention that writes to the paged cache and reads from it; then the model does.
+    """
+    if (cache := kwargs.pop("cache", None)) is None:
+        return key, value
+    places = {name: kwargs[name] for name in ("read_index", "write_index")}
+    states = cache.update(key, value, module.layer_idx, **places)
+    return tuple(x.transpose(0, 1).unsqueeze(0) for x in states)
+
+
+def own_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     """The engine's own attention, that of torch, even where the mode is on: in another thread, which has no mode."""
+    states = query, *_cached(module, key, value, kwargs)
     if not is_batch_invariant():
-        return sdpa_attention_paged_forward(*args, **kwargs)
+        return sdpa_attention_forward(module, *states, attention_mask, **kwargs)
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
     @torch.no_grad()
     def outside() -> tuple[Tensor, None]:
         with torch.cuda.stream(stream):
-            return sdpa_attention_paged_forward(*args, **kwargs)
+            return sdpa_attention_forward(module, *states, attention_mask, **kwargs)
 
     return _other_thread.submit(outside).result()
 
