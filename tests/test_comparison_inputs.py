@@ -1,6 +1,7 @@
 """The comparator: when the inputs of a module count as equal, and which names are the same."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,127 @@ def test_arguments_passed_by_place_or_by_name_are_the_same_inputs() -> None:
     result = compare(*recordings)
     assert (result.modules[0].name, result.modules[0].inputs_equal) == ("core", False)
     assert [module.name for module in result.culprits] == ["(model)"]
+
+
+class Masked(nn.Module):
+    """Gets what no token has: a mask, a number, settings, a cache, a weight."""
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return x * given.get("scale", 1) + given["mask"].sum() if "mask" in given else x + 1.0
+
+
+def masked(*forwards: dict[str, Any], output: float = 0.0) -> Recording:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = Masked()
+            self.core.register_forward_hook(lambda *args: args[-1] + output)
+
+        def forward(self, x: Tensor, given: Any) -> Tensor:
+            return self.core(x, **given)
+
+    model = Model()
+    with record(model, modules=["core"]) as recorder:
+        for start, given in enumerate(forwards):
+            with recorder.rows(Rows.packed([3], sequences=[start])):
+                model(torch.ones(1, 3, 2), given)
+    return recorder.recording()
+
+
+MASK = torch.ones(1, 1, 3, 3).tril()
+
+
+def test_inputs_that_are_not_by_token_are_equal_where_their_bits_are() -> None:
+    given = {"mask": MASK, "scale": 0.5, "settings": {"causal": True, "window": [4, None]}, "extra": None}
+    found = compare(masked(given), masked({**given, "mask": MASK.clone()}, output=1)).modules[0]
+    assert (found.inputs_equal, found.is_culprit) == (True, True)
+    assert (found.compared_inputs, found.uncompared_inputs) == (("x", "mask", "scale", "settings"), ())
+    # However often a forward has them, and in whichever order.
+    twice, other = {**given, "scale": 2.0}, {**given, "scale": 0.5}
+    assert compare(masked(given, twice), masked(other, twice, other, output=1)).modules[0].inputs_equal is True
+    # However they lie in memory.
+    turned = {**given, "mask": MASK.mT.contiguous().mT}
+    assert compare(masked(given), masked(turned, output=1)).modules[0].inputs_equal is True
+    # Bits, not values: -0.0 is another number.
+    assert compare(masked({"scale": 0.0}), masked({"scale": -0.0})).modules[0].uncompared_inputs == ("scale",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *[1 - MASK, MASK.bool(), torch.ones(1, 1, 3, 4), MASK.to_sparse(), MASK.to("meta")],
+        *[0.25, True, [1, 2], {"window": 4}, object(), nn.Parameter(MASK)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_was_not_compared_is_named_and_never_equal(value) -> None:
+    a, b = masked({"scale": 1, "other": MASK}), masked({"scale": 1, "other": value}, output=1)
+    for left, right in ((a, b), (b, a), (a, masked({"scale": 1}, output=1))):
+        found = compare(left, right).modules[0]
+        assert (found.inputs_equal, found.uncompared_inputs, found.compared_inputs) == (
+            None,
+            ("other",),
+            ("x", "scale"),
+        )
+        # By the inputs that were compared, it is still the one to blame.
+        assert found.is_culprit
+        assert "inputs equal but for other (not compared), output differs" in str(found)
+
+
+def test_objects_parameters_and_rows_of_changing_size_are_not_compared_with_themselves_either() -> None:
+    for value in (object(), nn.Parameter(MASK), [object(), 1]):
+        assert compare(masked({"other": value}), masked({"other": value})).modules[0].uncompared_inputs == ("other",)
+
+    sometimes = [masked({"other": 1}, {"other": object()}) for _ in range(2)]
+    assert compare(*sometimes).modules[0].uncompared_inputs == ("other",)
+
+    def decoded(output: float) -> Recording:
+        model = Masked()
+        model.register_forward_hook(lambda *args: args[-1] + output)
+        with record(model) as recorder:
+            for step in range(2):
+                with recorder.rows(Rows.packed([1], starts=[step])):
+                    # In decoding a mask has the shape of a token, and grows.
+                    model(torch.ones(1, 1, 2), mask=torch.ones(1, 1, 1, step + 1))
+        return recorder.recording()
+
+    found = compare(decoded(0), decoded(1)).modules[0]
+    assert (found.inputs_equal, found.is_culprit, found.uncompared_inputs) == (None, True, ("mask",))
+
+
+def test_a_module_without_inputs_by_token_is_judged_by_the_others() -> None:
+    """As Megatron's rotary embedding, which gets a length."""
+    other = made(x=(VALUES + 1, THREE)).outputs
+    for told, culprits in (("17", 1), (None, 0)):
+        others = {"x": {"length": told}}
+        result = compare(Recording(outputs=X.outputs, others=others), Recording(outputs=other, others=others))
+        assert len(result.culprits) == culprits
+        why = "no culprit: inputs of the first divergence were not compared: length"
+        assert (why in result.summary()) == (not culprits)
+
+
+def test_a_mask_that_is_changed_in_place_between_two_modules_is_another() -> None:
+    class Model(nn.Module):
+        def __init__(self, *, changed: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.changed = Masked(), Masked(), changed
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = MASK.clone()
+            x = self.first(x, mask=mask)
+            mask += self.changed
+            return self.second(x, mask=mask)
+
+    recordings = []
+    for changed in (False, True):
+        model = Model(changed=changed)
+        for guard in (torch.no_grad(), torch.inference_mode()):
+            with guard, record(model) as recorder, recorder.rows(Rows.packed([3])):
+                model(torch.ones(1, 3, 2))
+            recordings.append(recorder.recording())
+    for a, b in ((0, 2), (1, 3)):
+        first, second, _ = compare(recordings[a], recordings[b]).modules
+        assert (first.inputs_equal, second.uncompared_inputs) == (True, ("mask",))
 
 
 def test_the_culprit_row_is_found_among_many_sequences_that_came_in_any_order() -> None:

@@ -151,7 +151,17 @@ def test_megatron_and_transformers_are_compared_module_by_module(megatron) -> No
     # The kernels of a CPU without AVX2 add in the same order on both sides: then all is equal.
     assert result.verdict == ("DIFFERENT" if any(module.num_differing for module in result.modules) else "EXACT")
     # Every module that a mapped name could stand for is there, with inputs.
-    assert all(module.inputs_equal is not None or module.unpaired_inputs for module in result.modules)
+    assert all(module.compared_inputs for module in result.modules)
+    # Some are of one side only: its mask is not by token.
+    told = {module.name: module.uncompared_inputs for module in result.modules if module.uncompared_inputs}
+    assert told == {
+        "(model)": ("use_cache",),
+        **{
+            f"decoder.layers.{i}{part}": ("attention_mask", "use_cache")
+            for i in (0, 1)
+            for part in ("", ".self_attention")
+        },
+    }
     # Engines hand tables of positions to other modules.
     with_more = {module.name.rpartition(".")[2] for module in result.modules if module.unpaired_inputs}
     assert with_more == {"0", "1", "self_attention"}

@@ -23,7 +23,11 @@ def test_layouts_padding_and_packing_align_token_by_token() -> None:
         assert result.passed, (name, result.summary())
         assert result.num_rows == num_tokens * len(result.modules)
         assert len(result.modules) == len([*TinyDecoder().modules()]) - 1  # A ModuleList is never called.
-        assert all(module.inputs_equal for module in result.modules)
+        # Where the tokens lie is an input too, which is not by token and differs.
+        assert all(
+            module.inputs_equal or module.uncompared_inputs in (("tokens",), ("rows",)) for module in result.modules
+        )
+        assert not any(module.inputs_equal is False for module in result.modules)
 
 
 def test_chunked_prefill_and_decode_align_with_the_whole_forward() -> None:
@@ -134,6 +138,28 @@ def test_rows_survive_the_buffers_they_were_made_from() -> None:
     for buffer in (sequence, position, kept):
         buffer.zero_()
     assert [x.tolist() for x in (rows.sequence, rows.position, rows.kept)] == [[[0, 1, 1]], [[0, 1, 2]], [[0, 1]]]
+
+
+def test_what_holds_for_each_sequence_is_by_token() -> None:
+    """As tables of positions: [1, s, ...] beside [b, s, h], and [s, 1, ...] beside Megatron's [s, b, h]."""
+    table = torch.randn(4, 5)
+    left = Rows.padded(torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]))
+    columns = [1, 2, 3, 0, 1, 2, 3, 3]
+    for tensor, layout in ((table[None], "bsh"), (table[:, None], "sbh")):
+        for forced in (None, layout):
+            placed = place_rows(tensor, left, where="table", forced=forced)
+            assert placed is not None
+            assert torch.equal(placed.values, table[columns])
+            assert placed.sequence_N.tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
+            assert placed.position_N.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    # Of another layout it is none of this module's, and no error as its activations would be.
+    assert place_rows(table[None], left, where="table", forced="sbh") is None
+    assert place_rows(table, left, where="table") is None
+    # One token of each sequence: a number for all.
+    step = Rows(sequence=torch.arange(3)[:, None], position=torch.tensor([[7], [7], [5]]))
+    placed = place_rows(torch.tensor([[7]]), step, where="position ids")
+    assert placed is not None
+    assert (placed.values.tolist(), placed.position_N.tolist()) == ([7, 7, 7], [7, 7, 5])
 
 
 def test_only_chosen_modules_are_recorded_in_order_of_execution() -> None:

@@ -1,6 +1,7 @@
 """The recorder on the generation of transformers: caches and continuous batches."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def qwen3(attention: str = "sdpa"):
+def qwen3(attention: str = "sdpa", theta: float = 1e4):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2, "tie_word_embeddings": False},
         **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
     torch.manual_seed(0)
     return Qwen3ForCausalLM._from_config(config, attn_implementation=attention).eval()
@@ -59,6 +61,31 @@ def test_prefill_and_decode_of_transformers_with_a_cache_align_with_the_whole_fo
             with recorder.rows(Rows(sequence=sequence, position=torch.arange(start, stop))):
                 model(ids[:, start:stop], None, None, cache)
     assert_aligned(whole, recorder.recording(), num_rows=18)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+def test_another_rope_theta_is_found_where_the_angles_are_computed(batch) -> None:
+    """The usual call has no position_ids: the model makes tables [1, s, ...] for all sequences."""
+    ids, recordings = torch.randint(0, 32, (batch, 9)), []
+    for theta in (1e4, 2e4):
+        model = qwen3(theta=theta)
+        with record(model) as recorder, recorder.rows(Rows.padded(torch.ones_like(ids))):
+            model(ids, use_cache=False)
+        recordings.append(recorder.recording())
+    result = compare(*recordings)
+    assert {module.name for module in result.culprits} == {"model.rotary_emb[0]", "model.rotary_emb[1]"}
+    assert result.first_divergent is result.culprits[0]
+    assert result.skipped == ()
+    (attention,) = [module for module in result.modules if module.name == "model.layers.0.self_attn"]
+    assert attention.inputs_equal is False
+    tables = ("position_embeddings.0", "position_embeddings.1")
+    assert {"hidden_states", "position_ids", *tables} <= {*attention.compared_inputs}
+    # Without the module that makes them, the one around it is to blame.
+    without = [replace(x, outputs={k: v for k, v in x.outputs.items() if "rotary" not in k}) for x in recordings]
+    assert [module.name for module in compare(*without).culprits] == ["model"]
 
 
 @needs_transformers

@@ -21,6 +21,11 @@ def test_a_saved_recording_is_the_same_after_loading(tmp_path, dtype: torch.dtyp
     recording.save(tmp_path / "a.pt")
     loaded = Recording.load(tmp_path / "a.pt")
     assert loaded.skipped == recording.skipped != {}
+    assert loaded.others == recording.others == {"": {"input.1": recording.others[""]["input.1"]}}
+    content = torch.load(tmp_path / "a.pt")
+    del content["others"]
+    torch.save(content, tmp_path / "earlier.pt")
+    assert Recording.load(tmp_path / "earlier.pt").others == {}
     for kind in ("outputs", "inputs"):
         before, after = getattr(recording, kind), getattr(loaded, kind)
         assert [*before] == [*after]

@@ -103,8 +103,8 @@ def _table(comparison: onpolicy.Comparison) -> Table:
     for module in comparison.modules:
         names = module.name if module.name == module.other else f"{module.name}\n{module.other}"
         inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
-        if module.is_culprit and module.unpaired_inputs:
-            inputs = f"equal but for {', '.join(module.unpaired_inputs)}"
+        if module.is_culprit:
+            inputs = f"equal{module.inputs_besides()}"
         cells = [
             names,
             str(module.num_rows),

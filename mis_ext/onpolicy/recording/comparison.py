@@ -32,8 +32,9 @@ def compare(
     can stand for each other; so are inputs, with limits
     (:class:`mis_ext.onpolicy.recording.input_difference.InputDifference`). Equal inputs mean equal in the same sequence
     up to and including the row, which is all that a causal model may look at. An input that only one side has, as
-    engines hand tables of positions or a residual to other modules, is not compared: the inputs are not called equal
-    then, but the module can still be a culprit by those that both have, and the message names the others.
+    engines hand tables of positions or a residual to other modules, is not compared, nor is one that is not by token
+    and not the same bit for bit on both sides, such as a cache or a mask of another width: the inputs are not called
+    equal then, but the module can still be a culprit by those that were compared, and the message names the others.
 
     Args:
         a: One recording; its order of execution counts.
@@ -134,6 +135,8 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
     inputs = InputDifference(
         a.inputs.get(pair.module_a, {}),
         b.inputs.get(pair.module_b, {}),
+        a.others.get(pair.module_a, {}),
+        b.others.get(pair.module_b, {}),
         allow_dtype=findings.is_allowed("dtype", *modules),
     )
     differing_N = found.differs_N.nonzero()[:, 0]
@@ -151,8 +154,12 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
         max_ulp=found.max_ulp,
         num_nan=found.num_nan,
         first=_first(found, differing_N),
-        inputs_equal=_are_equal(state if len(differing_N) else inputs.all_rows(), inputs.unpaired),
+        inputs_equal=_are_equal(
+            state if len(differing_N) else inputs.all_rows(), (*inputs.unpaired, *inputs.uncompared)
+        ),
+        compared_inputs=inputs.compared,
         unpaired_inputs=inputs.unpaired,
+        uncompared_inputs=inputs.uncompared,
         culprit_row=_first(found, culprit_N),
     )
 
@@ -163,10 +170,10 @@ def _first(found: RowDifference, index_N: Tensor) -> Row | None:
     return Row(int(found.sequence_N[index_N[0]]), int(found.position_N[index_N[0]]))
 
 
-def _are_equal(state: InputState, unpaired: Sequence[str]) -> bool | None:
+def _are_equal(state: InputState, rest: Sequence[str]) -> bool | None:
     if state.differs_N[0]:
         return False
-    return True if state.is_there_N[0] and not unpaired else None
+    return True if state.is_there_N[0] and not rest else None
 
 
 def _paired_labels(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple[str, str]]:

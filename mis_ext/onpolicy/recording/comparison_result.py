@@ -27,11 +27,13 @@ class ModuleDifference:
         num_nan: Elements that are NaN on either side. The same NaN on both is no difference, but no number either: it
             makes the verdict INVALID, as in :func:`mis_ext.onpolicy.audit_logprobs`.
         first: The first differing row, by sequence, then position.
-        inputs_equal: Whether every recorded input of the module is equal up to the first differing row, in its
-            sequence; where no row differs, in all rows. None where none differs, but not all were compared: only one
-            side has an input, or that row of it.
-        unpaired_inputs: Labels of the inputs that only one side has.
-        culprit_row: The first row that differs although the inputs that both sides have are equal up to it; None where
+        inputs_equal: Whether every input of the module is equal up to the first differing row, in its sequence; where
+            no row differs, in all rows. None where none differs, but not all were compared: only one side has an input,
+            or that row of it, or it is not by token.
+        compared_inputs: Labels, in a, of the inputs that were compared.
+        unpaired_inputs: Labels of the inputs that only one side has by token.
+        uncompared_inputs: Labels of the inputs that are not by token, and not the same bit for bit on both sides.
+        culprit_row: The first row that differs although the inputs that were compared are equal up to it; None where
             there is none, and where a module inside this one has such a row.
     """
 
@@ -47,7 +49,9 @@ class ModuleDifference:
     num_nan: int
     first: Row | None
     inputs_equal: bool | None
+    compared_inputs: tuple[str, ...]
     unpaired_inputs: tuple[str, ...]
+    uncompared_inputs: tuple[str, ...]
     culprit_row: Row | None
 
     @property
@@ -62,11 +66,16 @@ class ModuleDifference:
         """The first row whose inputs are equal and whose output differs, as a sentence; else the first that differs."""
         return str(self) if self.culprit_row is None else self._at(self.culprit_row)
 
+    def inputs_besides(self) -> str:
+        """The inputs that are left out where those that were compared are equal, as the end of a sentence."""
+        rest = {"on one side only": self.unpaired_inputs, "not compared": self.uncompared_inputs}
+        told = [f"{', '.join(labels)} ({why})" for why, labels in rest.items() if labels]
+        return f" but for {' and '.join(told)}" if told else ""
+
     def _at(self, row: Row) -> str:
         inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[self.inputs_equal]
         if row == self.culprit_row:
-            besides = f" but for {', '.join(self.unpaired_inputs)} (on one side only)" if self.unpaired_inputs else ""
-            inputs = f"inputs equal{besides}"
+            inputs = f"inputs equal{self.inputs_besides()}"
         # Only integers, NaNs and floats of 8 bits differ by no ULP, besides signed zeros.
         by = f"abs {self.max_abs:.3g}" if not self.max_ulp and self.max_abs else f"{self.max_ulp} ULP"
         return f"{self.name} (sequence {row.sequence}, position {row.position}): {inputs}, output differs, max {by}"
@@ -139,6 +148,8 @@ class Comparison:
 
 
 def _no_culprit(first: ModuleDifference) -> str:
+    if first.inputs_equal is None and not first.compared_inputs and first.uncompared_inputs:
+        return f"no culprit: inputs of the first divergence were not compared: {', '.join(first.uncompared_inputs)}"
     if first.inputs_equal is None:
         return "no culprit: the inputs of the first divergence were not recorded on both sides"
     return "no culprit: the difference arises between the recorded modules, before its first place"

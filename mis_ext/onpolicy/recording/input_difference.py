@@ -26,24 +26,43 @@ class InputDifference:
     other names in other engines, and one labelled by a number (a positional argument without a name) with the next;
     in both cases only with one whose rows have the same size.
 
+    Inputs that are not by token are equal where their digests are. Where these differ nothing is said: a mask that is
+    padded otherwise may mean the same.
+
     Args:
         a: The inputs in one recording, by label.
         b: In the other.
+        others_a: The digests of a's inputs that are not by token, by label.
+        others_b: Likewise.
         allow_dtype: Whether their dtypes may differ.
 
     Attributes:
-        unpaired: Labels of the inputs that only one side has.
+        compared: Labels in a of the inputs that were compared.
+        unpaired: Labels of the inputs that only one side has by token.
+        uncompared: Labels of other inputs that were not compared.
     """
 
-    def __init__(self, a: Mapping[str, Entry], b: Mapping[str, Entry], *, allow_dtype: bool) -> None:
+    def __init__(
+        self,
+        a: Mapping[str, Entry],
+        b: Mapping[str, Entry],
+        others_a: Mapping[str, str | None],
+        others_b: Mapping[str, str | None],
+        *,
+        allow_dtype: bool,
+    ) -> None:
         pairs = _pairs(a, b)
         paired_a, paired_b = {label for label, _ in pairs}, {label for _, label in pairs}
         self.unpaired = (*(x for x in a if x not in paired_a), *(x for x in b if x not in paired_b))
+        equal = {label for label, told in others_a.items() if told is not None and told == others_b.get(label)}
+        self.compared = (*(label for label, _ in pairs), *(label for label in others_a if label in equal - paired_a))
+        rest = dict.fromkeys([*others_a, *others_b])
+        self.uncompared = tuple(label for label in rest if label not in {*self.unpaired, *equal})
         self._compared = [_compare(a[x], b[y], allow_dtype=allow_dtype) for x, y in pairs]
 
     def up_to(self, sequence_N: Tensor, position_N: Tensor) -> InputState:
         """The inputs in the sequence of each row, up to and including it."""
-        is_there_N = torch.full_like(position_N, bool(self._compared), dtype=torch.bool)
+        is_there_N = torch.full_like(position_N, bool(self.compared), dtype=torch.bool)
         differs_N = torch.zeros_like(is_there_N)
         for compared in self._compared:
             stride = 1 + int(torch.cat([compared.position_N, position_N, position_N.new_zeros(1)]).max())
@@ -61,7 +80,7 @@ class InputDifference:
     def all_rows(self) -> InputState:
         """Whether there are inputs, and whether any row of them differs, as one row."""
         differs = any(bool(compared.differs_N.any()) for compared in self._compared)
-        return InputState(torch.tensor([bool(self._compared)]), torch.tensor([differs]))
+        return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
 
 
 class _Compared(NamedTuple):

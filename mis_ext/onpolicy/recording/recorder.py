@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mis_ext.checks import check_choice, did_you_mean
 from mis_ext.onpolicy.backward import is_in_backward
-from mis_ext.onpolicy.recording.activations import positional_parameters, tensors_in
+from mis_ext.onpolicy.recording.activations import digest, others_in, positional_parameters, tensors_in
 from mis_ext.onpolicy.recording.recordings import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
 from mis_ext.onpolicy.recording.rows import LAYOUTS, Layout, Rows, place_rows
 
@@ -42,7 +42,8 @@ def record(
     what a compiled or captured graph does, and are left out of what is compiled meanwhile.
 
     Inputs are labelled by the parameters of the module's ``forward``, however they are passed. Tensors are found in
-    tuples, lists and mappings, and in dataclasses that a module returns.
+    tuples, lists and mappings, and in dataclasses that a module returns. Of inputs that are not by token, such as masks
+    and numbers, a digest is kept; caches, parameters and other objects are only named.
 
     Args:
         model: The module whose call is one forward.
@@ -80,6 +81,8 @@ class _Forward:
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self._calls: Counter[str] = Counter()
+        # Every layer gets the same mask. The tensor is kept, so that no other gets its id meanwhile.
+        self._digests: dict[tuple[int, int], tuple[Tensor, str | None]] = {}
         self._open: dict[str, list[str]] = {}
 
     def begin_call(self, name: str) -> str:
@@ -87,6 +90,13 @@ class _Forward:
         self._calls[name] += 1
         self._open.setdefault(name, []).append(call)
         return call
+
+    def digest(self, tensor: Tensor) -> str | None:
+        """Of a tensor that is not by token; computed once, until it is changed in place."""
+        key = id(tensor), 0 if tensor.is_inference() else tensor._version
+        if key not in self._digests or tensor.is_inference():
+            self._digests[key] = tensor, digest(tensor)
+        return self._digests[key][1]
 
     def end_call(self, name: str) -> str:
         return self._open[name].pop()
@@ -180,28 +190,36 @@ class Recorder:
         if forward is not None:
             call = forward.begin_call(name)
             labels = [*parameters[: len(args)], *map(str, range(len(parameters), len(args)))]
-            inputs = tensors_in({**dict(zip(labels, args, strict=True)), **kwargs})
-            self._add("inputs", name, call, inputs, forward.rows)
+            given = {**dict(zip(labels, args, strict=True)), **kwargs}
+            self._add("inputs", name, call, tensors_in(given), forward)
+            with self._lock:
+                for label, value in others_in(given):
+                    self._builder.note(call, label, digest(value))
 
     def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
             call, tensors = forward.end_call(name), [*tensors_in(output, of_dataclasses=True)]
-            self._add("outputs", name, call, tensors, forward.rows)
+            self._add("outputs", name, call, tensors, forward)
             # Functions and None hold nothing that could differ.
             if not tensors and output is not None and not callable(output):
                 with self._lock:
                     self._builder.skip("outputs", call, "", f"no activations in a {type(output).__name__}")
 
-    def _add(self, kind: Kind, name: str, call: str, tensors: Iterable[tuple[str, Tensor]], rows: Rows) -> None:
+    def _add(self, kind: Kind, name: str, call: str, tensors: Iterable[tuple[str, Tensor]], forward: _Forward) -> None:
         forced = next((order for pattern, order in self._layouts.items() if fnmatchcase(name, pattern)), None)
         for label, tensor in tensors:
             placed, reason = None, "its layout is 'none'"
             if forced != "none":
                 where = f"{describe(call, label)} {kind}"
-                placed = place_rows(tensor, rows, where=where, layout=self._layout, forced=forced)
+                placed = place_rows(tensor, forward.rows, where=where, layout=self._layout, forced=forced)
                 reason = f"no token dimensions in {[*tensor.shape]}"
+            # Where a module is left out, nothing of it is compared.
+            is_whole = placed is None and kind == "inputs" and forced != "none"
+            found = forward.digest(tensor) if is_whole else None
             with self._lock:
+                if is_whole:
+                    self._builder.note(call, label, found)
                 if placed is None:
                     self._builder.skip(kind, call, label, reason)
                 else:

@@ -61,11 +61,14 @@ class Recording:
             comes after what ran before it there.
         inputs: Likewise.
         skipped: Tensors that were seen and not recorded, with the reason.
+        others: Inputs that are not by token, such as masks and numbers, by module and label: a digest of all that they
+            were, or None where only their bits could tell and were not looked at, as in a cache.
     """
 
     outputs: Entries
     inputs: Entries = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    others: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``; an interrupted save leaves what was there before."""
@@ -76,6 +79,7 @@ class Recording:
             "outputs": _plain(self.outputs),
             "inputs": _plain(self.inputs),
             "skipped": dict(self.skipped),
+            "others": {module: dict(labels) for module, labels in self.others.items()},
         }
         try:
             torch.save(content, partial)
@@ -95,7 +99,9 @@ class Recording:
             raise ValueError(f"{os.fspath(path)} is not a recording of format {_FORMAT!r}")
         try:
             outputs, inputs = (_entries(content[kind]) for kind in ("outputs", "inputs"))
-            return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]))
+            # Files of earlier versions have no others.
+            others = {module: dict(labels) for module, labels in content.get("others", {}).items()}
+            return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]), others=others)
         # What a changed byte of a file can make of names and kinds of values.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} is a damaged recording: {type(error).__name__}: {error}") from None
@@ -109,6 +115,7 @@ class RecordingBuilder:
         self._order: dict[Kind, list[_Key]] = {"outputs": [], "inputs": []}
         self._last: dict[Kind, _Key] = {}
         self._skipped: dict[str, str] = {}
+        self._others: dict[_Key, set[str | None]] = {}
 
     def begin_forward(self) -> None:
         """Say that a forward begins, so that what is added next comes first in the order of execution."""
@@ -128,6 +135,10 @@ class RecordingBuilder:
         """Note a tensor that cannot be split by tokens, and why."""
         self._skipped[f"{describe(module, label)} {kind}"] = reason
 
+    def note(self, module: str, label: str, digest: str | None) -> None:
+        """Note an input that is not by token, with what tells it from another; None where nothing does."""
+        self._others.setdefault((module, label), set()).add(digest)
+
     def build(self, *, repeated: Repeated = "error") -> Recording:
         """The recording of everything added so far.
 
@@ -146,12 +157,18 @@ class RecordingBuilder:
                 pieces, where = self._pieces[kind][key], f"{describe(*key)} {kind}"
                 if len({piece.values[:1].numel() for piece in pieces if len(piece.values)}) > 1:
                     skipped[where] = "the size of a row changes between forwards"
+                    if kind == "inputs":
+                        self.note(*key, None)
                     continue
                 merged = _merge(pieces, where, repeated)
                 # Not both: large recordings fill the memory.
                 self._pieces[kind][key] = [merged]
                 built[kind].setdefault(key[0], {})[key[1]] = Entry(**merged._asdict(), order=order)
-        return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped)
+        others: dict[str, dict[str, str | None]] = {}
+        for (module, label), digests in self._others.items():
+            told = sorted(each for each in digests if each is not None)
+            others.setdefault(module, {})[label] = "; ".join(told) if len(told) == len(digests) else None
+        return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped, others=others)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:

@@ -135,6 +135,7 @@ class _Fit(NamedTuple):
     layout: Layout
     dimensions: int
     tokens: _Tokens
+    broadcast: torch.Size | None = None
 
 
 def place_rows(
@@ -142,8 +143,9 @@ def place_rows(
 ) -> PlacedRows | None:
     """The tensor's values by token, or None where its leading dimensions are no token dimensions.
 
-    Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. An integer tensor that has these
-    two dimensions and no others is taken for token ids, which every engine has as ``[b, s]``.
+    Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. What fits none of these and has a
+    ``b`` of 1, as tables of positions have, holds for each sequence. An integer tensor that has these two dimensions
+    and no others is taken for token ids, which every engine has as ``[b, s]``.
 
     Args:
         tensor: Any tensor of the forward.
@@ -157,7 +159,8 @@ def place_rows(
     """
     every = _fits(tensor, rows)
     fits = [fit for fit in every if forced in (None, fit.layout)]
-    if every and not fits:
+    # The position ids of a layer may be [1, s] although its activations are [s, b, h].
+    if every and not fits and every[0].broadcast is None:
         raise ValueError(f"{where}: {[*tensor.shape]} does not hold the tokens {_shapes(rows)} in layout {forced!r}")
     if not fits:
         return None
@@ -170,16 +173,23 @@ def place_rows(
             f"give layout, or layouts for this module ({' | '.join(LAYOUTS)})"
         )
     tokens = fits[0].tokens
-    values = tensor.detach().flatten(0, fits[0].dimensions - 1)
+    values = tensor.detach()
+    if fits[0].broadcast is not None:
+        values = values.expand(*fits[0].broadcast, *values.shape[2:])
+    values = values.flatten(0, fits[0].dimensions - 1)
     # Indexing copies.
     values = values[tokens.index_N.to(values.device)].cpu()
     return PlacedRows(values, tokens.sequence_N, tokens.position_N)
 
 
 def _fits(tensor: Tensor, rows: Rows) -> list[_Fit]:
-    """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1."""
+    """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1.
+
+    Rows of positions that hold for each sequence come last, for the same reason.
+    """
     grids: list[_Fit] = []
     flat: list[_Fit] = []
+    tables: list[_Fit] = []
     for reading in rows._readings:
         # Of the kept tokens only logits are computed, [K, V] where they are flattened.
         may_be_flat = reading.holds_all or tensor.dim() <= 2
@@ -187,7 +197,14 @@ def _fits(tensor: Tensor, rows: Rows) -> list[_Fit]:
             grids.append(_Fit(reading.layout, 2, reading.tokens))
         elif may_be_flat and tensor.shape[:1] == (reading.shape.numel(),):
             flat.append(_Fit(reading.layout, 1, reading.tokens))
-    return grids or flat
+        elif reading.holds_all and tensor.shape[:2] == _of_one_sequence(reading):
+            tables.append(_Fit(reading.layout, 2, reading.tokens, broadcast=reading.shape))
+    return grids or flat or tables
+
+
+def _of_one_sequence(reading: _Reading) -> torch.Size:
+    batch = 0 if reading.layout == "bsh" else 1
+    return torch.Size(1 if dimension == batch else size for dimension, size in enumerate(reading.shape))
 
 
 def _tokens(sequence: Tensor, position: Tensor) -> _Tokens:

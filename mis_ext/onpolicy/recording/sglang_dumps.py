@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.onpolicy.recording.activations import digest
 from mis_ext.onpolicy.recording.recordings import Kind, Recording, RecordingBuilder, Repeated, load_tensors
 from mis_ext.onpolicy.recording.rows import Rows, place_rows
 
@@ -145,6 +146,8 @@ def _add(builder: RecordingBuilder, dumps: list[_Dump], rows: Rows) -> None:
         placed = place_rows(value, rows, where=dump.path.name)
         if placed is None:
             builder.skip(kind, call, label, f"no token dimensions in {[*value.shape]}")
+            if kind == "inputs":
+                builder.note(call, label, digest(value))
         else:
             builder.add(kind, call, label, placed)
 
