@@ -1,13 +1,15 @@
 """Attention of packed sequences, whatever else is in the pack and however it is fed."""
 
 import math
+import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batch_invariant_support import DTYPES, equal_bits, exact_attention, packed, randn, tolerance
 from torch.autograd import forward_ad
 
-from mis_ext.onpolicy.batch_invariant import attention
+from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_mode
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,6 +143,98 @@ def test_gradients_of_attention_are_the_exact_ones(with_mask):
     exact = torch.autograd.grad((torch.cat([first, second]) * weights.double()).sum(), leaves)
     for mine, theirs in zip(ours, exact, strict=True):
         assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def fused(query, key, value, mask):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def eager(query, key, value, mask):
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return scores.softmax(-1) @ value
+
+
+SEEN = {
+    "causal": lambda i, j: j <= i,
+    "both ways": lambda i, j: j > -1,
+    "window": lambda i, j: (j <= i) & (j > i - 20),
+    "two in a pack": lambda i, j: (j <= i) & ((i < 30) == (j < 30)),
+}
+SEEN_BY_PADDING = {
+    "nothing": lambda is_own, i, j: j < 0,
+    "itself": lambda is_own, i, j: i == j,
+    "all": lambda is_own, i, j: j > -1,
+    "the sequence": lambda is_own, i, j: is_own[j] & (i > -1),
+}
+
+
+@pytest.mark.parametrize("attend", [fused, eager])
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_a_sequence_do_not_depend_on_padding(seed, seen, attend):
+    """Neither on where padding is, nor on what it sees, as long as the loss sees nothing of it."""
+    rng = random.Random(f"{seed} {seen}")
+    length, before, after = rng.choice([1, 4, 7, 33, 100]), *((0, 49), (49, 0), (7, 64), (20, 3))[seed]
+    heads, groups = rng.choice([(1, 1), (4, 2), (6, 6), (7, 1)])
+    dim, dtype, total = rng.choice([10, 16, 64]), rng.choice(DTYPES), before + length + after
+    query = randn(2, heads, total, dim, dtype=dtype)
+    key, value = (randn(2, groups, total, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    slope, place, own = torch.zeros_like(query), torch.arange(total), slice(before, before + length)
+    # Of a prompt no gradient comes either.
+    slope[:, :, before + length // 3 : own.stop] = randn(2, heads, length - length // 3, dim, dtype=dtype, seed=5)
+    is_own = (place >= before) & (place < own.stop)
+    padding = SEEN_BY_PADDING[rng.choice(list(SEEN_BY_PADDING))](is_own, place[:, None], place)
+    inside = is_own & SEEN[seen](place[:, None] - before, place - before)
+    mask = torch.where(is_own[:, None], inside, padding).expand(1, rng.choice([1, heads]), -1, -1)
+
+    def found(part):
+        tensors = [x[:, :, part].clone().requires_grad_() for x in (query, key, value)]
+        with batch_invariant_mode():
+            output = attend(*tensors, mask[..., part, part])
+            return output, *torch.autograd.grad(output, tensors, slope[:, :, part])
+
+    for padded, alone in zip(found(slice(None)), found(own), strict=True):
+        assert equal_bits(padded[:, :, own], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_sequences_in_a_pack_are_those_that_they_have_alone(dtype):
+    lengths = [3, 100, 40]
+    query, key, value, bounds = packed(lengths, lengths, heads=6, dtype=dtype)
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    mask = (sequence[:, None] == sequence).tril()[None, None]
+    whole = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 143]).int()) | {"max_seqlen_q": 143}
+
+    def found(part, **how):
+        tensors = [x[part].clone().requires_grad_() for x in (query, key, value)]
+        output = attention(*tensors, **how)
+        return torch.autograd.grad(output, tensors, randn(143, 6, 16, dtype=dtype, seed=7)[part])
+
+    by_bounds, by_mask = found(slice(None), **bounds), found(slice(None), **whole, mask=mask, is_causal=False)
+    for start, stop in ((0, 3), (3, 103), (103, 143)):
+        cu_seqlens = torch.tensor([0, stop - start]).int()
+        alone = found(slice(start, stop), cu_seqlens_q=cu_seqlens, max_seqlen_q=stop - start)
+        for one, other, expected in zip(by_bounds, by_mask, alone, strict=True):
+            assert equal_bits(one[start:stop], expected)
+            assert equal_bits(other[start:stop], expected)
+
+
+def test_a_mask_of_each_head_that_hides_nothing_changes_no_bit():
+    query, key, value, bounds = packed([40], [40])
+    expected = attention(query, key, value, is_causal=False, **bounds)
+    for heads in (1, 4):
+        mask = torch.ones(1, heads, 40, 40, dtype=torch.bool)
+        assert equal_bits(attention(query, key, value, is_causal=False, mask=mask, **bounds), expected)
+
+
+def test_queries_before_the_first_key_have_no_gradient():
+    query, key, value, bounds = packed([150], [5])
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    output = attention(*leaves, **bounds)
+    grads = torch.autograd.grad(output, leaves, torch.ones_like(output))
+    assert torch.equal(grads[0][:145], torch.zeros(145, 4, 16))
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
 # The rest was run once: nothing in it depended on the kernels.
 FILES = (
+    "batch_invariant_attention",
     "comparison_megatron",
     "definition_scoring",
     "evidence_engines",

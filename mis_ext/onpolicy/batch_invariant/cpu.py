@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mis_ext.onpolicy.batch_invariant import row_reductions
 from mis_ext.onpolicy.batch_invariant.packing import Packing, Runs, gather_keys, runs_of
 
 TILE_ROWS = 16
@@ -31,14 +32,15 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; zeros at the ends of a row of ``a`` change no bit.
+    """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; terms of 0 at the ends of a sum change no bit.
 
     So the attention of an eager model gives a query the same bits whether or not masked keys come before or after its
-    own: padding, other sequences of a pack, keys that have left a window. Its sums begin at the first that is not 0.
+    own: padding, other sequences of a pack, keys that have left a window. Sums begin at the first term where neither
+    the number of ``a`` nor the row of ``b`` is 0: padding that attends to a key has no gradient.
     """
-    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any()):
+    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any() | (b[:, 0] == 0).all(-1).any()):
         return _bmm(a, b)
-    first_BM = (a != 0).to(torch.uint8).argmax(-1)
+    first_BM = ((a != 0) & (b != 0).any(-1)[:, None]).to(torch.uint8).argmax(-1)
     output = a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
     for first in sorted(set(first_BM.flatten().tolist())):
         is_here_BM = first_BM == first
@@ -105,30 +107,23 @@ def attention_forward(
     sum and output. So neither what was cached before, nor what follows, matters.
     """
     key, value, packing = gather_keys(key, value, packing)
-    scale, is_causal, mask = packing.scale, packing.is_causal, packing.mask
     num_heads, dtype = query.shape[1], _compute_dtype(query)
     runs = runs_of(packing)
-    tiles = _make_tiles(runs, is_causal=is_causal)
+    tiles = _make_tiles(runs, is_causal=packing.is_causal)
     num_tiles, group = len(tiles.run_N), num_heads // key.shape[1]
-    query_NHQD = query[tiles.query_NQ].to(dtype).transpose(1, 2).contiguous()
+    query_NHQD = _tiles_of(_by_head(query, dtype), tiles.query_NQ)
     maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(maximum)
     # A BLAS has other functions for the columns that are left over, and takes them for one matrix, not for many.
     value_dim = value.shape[-1]
-    value = _padded(value, 2, VALUE_COLUMNS)
+    key, value = _by_head(key, dtype), _by_head(value, dtype, VALUE_COLUMNS)
     output = query_NHQD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
     for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
         live = int((tiles.num_blocks_N > block).sum())
         key_position_J = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
-        is_key_NJ = key_position_J < tiles.num_keys_N[:live, None]
-        key_NJ = torch.where(is_key_NJ, tiles.first_key_N[:live, None] + key_position_J, 0)
-        seen = is_key_NJ[:, None, None, :]
-        if is_causal:
-            seen = seen & (key_position_J <= tiles.position_NQ[:live, :, None])[:, None]
-        if mask is not None:
-            seen = seen & _mask_tile(mask, runs, tiles, live, key_position_J)
-        keys, values = (_key_block(x, key_NJ, is_key_NJ, group, dtype) for x in (key, value))
-        scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * scale
+        key_NJ, seen = _keys_of(tiles, slice(live), key_position_J, runs, packing)
+        keys, values = (_tiles_of(x, key_NJ, group) for x in (key, value))
+        scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * packing.scale
         scores = torch.where(seen, scores, -torch.inf)
         new_maximum = torch.maximum(maximum[:live], scores.amax(-1, keepdim=True))
         # A row that has seen nothing yet stays at -inf without computing -inf - -inf.
@@ -140,13 +135,8 @@ def attention_forward(
         maximum[:live] = new_maximum
     log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
     output = torch.where(total > 0, output / total, 0.0)
-    packed = query.new_zeros(*query.shape[:2], value_dim)
-    packed[tiles.query_NQ[tiles.is_query_NQ]] = (
-        output[..., :value_dim].transpose(1, 2)[tiles.is_query_NQ].to(query.dtype)
-    )
-    lse = query_NHQD.new_zeros(num_heads, query.shape[0])
-    lse[:, tiles.query_NQ[tiles.is_query_NQ]] = log_total.squeeze(-1).transpose(1, 2)[tiles.is_query_NQ].t()
-    return packed, lse
+    lse = _packed(log_total, tiles, query_NHQD.new_zeros(*query.shape[:2], 1))
+    return _packed(output, tiles, query.new_zeros(*query.shape[:2], value_dim)), lse.squeeze(-1).t().contiguous()
 
 
 def attention_backward(
@@ -158,45 +148,78 @@ def attention_backward(
     lse: Tensor,
     packing: Packing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention_forward`, one sequence after the other, from the exact weights of the forward."""
-    cu_seqlens_q, cu_seqlens_k, _, _, scale, is_causal, mask, _ = packing
-    dtype, group = _compute_dtype(query), query.shape[1] // key.shape[1]
-    grads = [x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value)]
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for index in range(len(bounds_q) - 1):
-        of_q, of_k = (slice(*bounds[index : index + 2]) for bounds in (bounds_q, bounds_k))
-        num_q, num_k = of_q.stop - of_q.start, of_k.stop - of_k.start
-        q, grad, out = (x[of_q].to(dtype).transpose(0, 1) for x in (query, grad_output, output))
-        k, v = (x[of_k].to(dtype).transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
-        seen = torch.ones(1, num_q, num_k, dtype=torch.bool)
-        if is_causal:
-            seen = seen.tril(num_k - num_q)
-        if mask is not None:
-            seen = seen & mask[index, :, :num_q, :num_k]
-        weights = torch.where(seen, torch.exp(q @ k.transpose(1, 2) * scale - lse[:, of_q, None]), 0.0)
-        inner = grad @ v.transpose(1, 2) - (grad * out).sum(-1, keepdim=True)
-        grad_scores = torch.where(seen, weights * inner, 0.0) * scale
-        grads[0][of_q] = (grad_scores @ k).transpose(0, 1)
-        for into, per_head in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            # Rounded as the gradient of a head of its own: models that mask repeat the heads, and then do not.
-            rounded = per_head.to(key.dtype).view(key.shape[1], group, *per_head.shape[1:])
-            into[of_k] = rounded.sum(1).transpose(0, 1)
-    grad_query, grad_key, grad_value = (grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
-    return grad_query, grad_key, grad_value
+    """Gradients of :func:`attention_forward`, in the same tiles and blocks, from its exact weights.
+
+    A key's gradients are sums over tiles, one after the other. The tiles of a run begin at its first query that has a
+    gradient, and queries without one add exact zeros. So no bit depends on padding, on either side.
+    """
+    (num_heads, head_dim), dtype, group = query.shape[1:], _compute_dtype(query), query.shape[1] // key.shape[1]
+    runs = runs_of(packing)
+    tiles = _make_tiles(runs, is_causal=packing.is_causal, skipped_R=_num_without_gradient(grad_output, runs))
+    # All are columns of a product, as the values are in the forward.
+    keys, values = (_by_head(x, dtype, VALUE_COLUMNS) for x in (key, value))
+    queries, grad, out, lse_NHQ1 = (
+        _tiles_of(_by_head(x, dtype, VALUE_COLUMNS), tiles.query_NQ)
+        for x in (query, grad_output, output, lse.t().unsqueeze(-1))
+    )
+    inner_NHQ1, lse_NHQ1 = (grad * out).sum(-1, keepdim=True), lse_NHQ1[..., :1]
+    grad_query = torch.zeros_like(queries)
+    grad_keys, grad_values = (x.new_zeros(num_heads, *x.shape[1:]) for x in (keys, values))
+    firsts, num_keys, num_blocks = (x.tolist() for x in (tiles.first_key_N, tiles.num_keys_N, tiles.num_blocks_N))
+    for tile in tiles.query_NQ.amax(1).argsort().tolist():
+        part, blocks = slice(tile, tile + 1), (num_blocks[tile], KEY_BLOCK)
+        key_NJ, seen = _keys_of(tiles, part, torch.arange(num_blocks[tile] * KEY_BLOCK), runs, packing)
+        seen = seen[0].view(*seen.shape[1:3], *blocks).transpose(1, 2)
+        k, v = (_tiles_of(x, key_NJ, group).view(num_heads, *blocks, x.shape[2]) for x in (keys, values))
+        # The product of the forward: the weights are the exact ones.
+        q, k_transposed = queries[tile, :, None, :, :head_dim], k[..., :head_dim].transpose(-1, -2)
+        scores = torch.matmul(q.contiguous(), k_transposed.contiguous())
+        weights = torch.where(seen, torch.exp(scores * packing.scale - lse_NHQ1[tile, :, None]), 0.0)
+        grad_weights = torch.matmul(grad[tile, :, None], v.transpose(-1, -2))
+        grad_scores = torch.where(seen, weights * (grad_weights - inner_NHQ1[tile, :, None]), 0.0) * packing.scale
+        for product in torch.matmul(grad_scores, k).unbind(1):
+            grad_query[tile] += product
+        of_tile = slice(firsts[tile], firsts[tile] + min(num_keys[tile], key_NJ.shape[1]))
+        for into, per_query, x in ((grad_keys, grad_scores, queries), (grad_values, weights, grad)):
+            product = torch.matmul(per_query.transpose(-1, -2), x[tile, :, None])
+            into[:, of_tile] += product.flatten(1, 2)[:, : of_tile.stop - of_tile.start]
+
+    def summed(per_head: Tensor, x: Tensor) -> Tensor:
+        # Rounded as the gradient of a head of its own: models that mask repeat the heads, and then do not.
+        rounded = per_head[:, : len(x), : x.shape[2]].to(x.dtype).reshape(x.shape[1], group, len(x), x.shape[2])
+        total: Tensor = row_reductions.reduce(torch.ops.aten.sum.dim_IntList, rounded, [1])
+        return total.transpose(0, 1).contiguous()
+
+    return (
+        _packed(grad_query, tiles, torch.zeros_like(query)),
+        summed(grad_keys, key),
+        summed(grad_values, value),
+    )
 
 
-def _make_tiles(runs: Runs, *, is_causal: bool) -> _Tiles:
+def _num_without_gradient(grad_output: Tensor, runs: Runs) -> Tensor:
+    """``[R]``: of how many queries at the beginning of each run the output has no gradient."""
+    row_T = torch.arange(len(grad_output) + 1)
+    has_gradient_T = F.pad((grad_output != 0).flatten(1).any(1), (0, 1), value=True)
+    next_T = torch.where(has_gradient_T, row_T, len(grad_output)).flip(0).cummin(0).values.flip(0)
+    starts_R, ends_R = runs.cu_seqlens_q[:-1].long(), runs.cu_seqlens_q[1:].long()
+    return next_T[starts_R].minimum(ends_R) - starts_R
+
+
+def _make_tiles(runs: Runs, *, is_causal: bool, skipped_R: Tensor | None = None) -> _Tiles:
+    """The tiles of all queries; the first of a tile of each run is the one after those skipped."""
     num_q_R, num_k_R = runs.cu_seqlens_q.diff().long(), (runs.key_end_R - runs.key_start_R).long()
-    tiles_R = (num_q_R + TILE_ROWS - 1) // TILE_ROWS
+    shift_R = torch.zeros_like(num_q_R) if skipped_R is None else -skipped_R % TILE_ROWS
+    tiles_R = (shift_R + num_q_R + TILE_ROWS - 1) // TILE_ROWS * (num_q_R > 0)
     run_N = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
     tile_of_run_N = torch.arange(len(run_N)) - (tiles_R.cumsum(0) - tiles_R)[run_N]
-    row_NQ = tile_of_run_N[:, None] * TILE_ROWS + torch.arange(TILE_ROWS)
-    is_query_NQ = row_NQ < num_q_R[run_N, None]
-    query_NQ = torch.where(is_query_NQ, runs.cu_seqlens_q.long()[run_N, None] + row_NQ, 0)
+    row_NQ = (tile_of_run_N * TILE_ROWS - shift_R[run_N])[:, None] + torch.arange(TILE_ROWS)
+    is_query_NQ = (row_NQ >= 0) & (row_NQ < num_q_R[run_N, None])
+    query_NQ = torch.where(is_query_NQ, runs.cu_seqlens_q.long()[run_N, None] + row_NQ, -1)
     position_NQ = row_NQ + (num_k_R - num_q_R)[run_N, None]
     last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(run_N) else run_N
     num_keys_N = num_k_R[run_N]
-    num_blocks_N = ((last_N if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
+    num_blocks_N = ((last_N.clamp(min=0) if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
     tiles = _Tiles(
         run_N=run_N,
         row_NQ=row_NQ,
@@ -211,18 +234,43 @@ def _make_tiles(runs: Runs, *, is_causal: bool) -> _Tiles:
     return _Tiles._make(part[order_N] for part in tiles)
 
 
-def _key_block(x: Tensor, key_NJ: Tensor, is_key_NJ: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """``[N, H, KEY_BLOCK, D]``; zeros beyond the end of a sequence, where another one may hold anything."""
-    block = torch.where(is_key_NJ[:, :, None, None], x[key_NJ].to(dtype), 0.0)
-    return block.transpose(1, 2).repeat_interleave(group, dim=1)
+def _by_head(x: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
+    """``[G, U + 1, D]`` of ``x [U, G, D]``, with zeros at the ends of rows, and a last row of zeros."""
+    return F.pad(x.to(dtype).transpose(0, 1), (0, -x.shape[2] % multiple, 0, 1)).contiguous()
 
 
-def _mask_tile(mask: Tensor, runs: Runs, tiles: _Tiles, live: int, key_position_J: Tensor) -> Tensor:
+def _tiles_of(x: Tensor, row_NJ: Tensor, group: int = 1) -> Tensor:
+    """``[N, H, J, D]``: rows of ``x [G, U + 1, D]``, -1 for that of zeros; each head ``group`` times."""
+    num_heads, num_rows, dim = x.shape
+    first_H = torch.arange(num_heads).repeat_interleave(group) * num_rows
+    index = (row_NJ % num_rows)[:, None] + first_H[:, None]
+    return x.view(-1, dim).index_select(0, index.flatten()).view(*index.shape, dim)
+
+
+def _packed(x_NHQD: Tensor, tiles: _Tiles, into: Tensor) -> Tensor:
+    """``into [T, H, D]`` with the rows of the tiles."""
+    rows = x_NHQD[..., : into.shape[2]].transpose(1, 2)[tiles.is_query_NQ]
+    into[tiles.query_NQ[tiles.is_query_NQ]] = rows.to(into.dtype)
+    return into
+
+
+def _keys_of(tiles: _Tiles, part: slice, key_position_J: Tensor, runs: Runs, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Of some tiles, ``[N, J]`` which keys stand there, -1 for none, and ``[N, 1 or H, Q, J]`` which a query sees."""
+    is_key_NJ = key_position_J < tiles.num_keys_N[part, None]
+    seen = is_key_NJ[:, None, None, :]
+    if packing.is_causal:
+        seen = seen & (key_position_J <= tiles.position_NQ[part, :, None])[:, None]
+    if packing.mask is not None:
+        seen = seen & _mask_tile(packing.mask, runs, tiles, part, key_position_J)
+    return torch.where(is_key_NJ, tiles.first_key_N[part, None] + key_position_J, -1), seen
+
+
+def _mask_tile(mask: Tensor, runs: Runs, tiles: _Tiles, part: slice, key_position_J: Tensor) -> Tensor:
     """``[N, 1 or H, TILE_ROWS, KEY_BLOCK]``; what lies beyond the mask's edges is no query and no key."""
-    run_N = tiles.run_N[:live]
-    row_NQ = (tiles.row_NQ[:live] + runs.row_R[run_N, None]).clamp(max=mask.shape[2] - 1)
+    run_N = tiles.run_N[part]
+    row_NQ = (tiles.row_NQ[part] + runs.row_R[run_N, None]).clamp(0, mask.shape[2] - 1)
     key_NJ = (key_position_J + runs.origin_R[run_N, None]).clamp(max=mask.shape[3] - 1)
-    return mask[runs.sequence_R[run_N, None, None], :, row_NQ[:, :, None], key_NJ[:, None]].movedim(-1, 1)
+    return mask[runs.sequence_R[run_N, None, None], :, row_NQ[:, :, None], key_NJ[:, None]].movedim(-1, 1).contiguous()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
