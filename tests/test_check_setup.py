@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import mis_ext
-from mis_ext.hosts.slime_miles.host import MILES
+from mis_ext.hosts.slime_miles.host import MILES, SLIME
 from mis_ext.hosts.slime_miles.sessions import run_of
 
 PATH = "mis_ext.check_setup"
@@ -293,6 +293,27 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
             start(switches | needs)
         start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED, {}], ids=["target", "scope", "nothing"])
+def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}
+
+    def warned(keys: dict[str, Any]) -> bool:
+        start(launch | keys)
+        _, *lines = capsys.readouterr().out.splitlines()
+        return any("slime skips the pass that scores the rollout" in line for line in lines)
+
+    assert not warned({})
+    monkeypatch.setitem(sys.modules, SLIME, types.ModuleType(SLIME))
+    assert warned({}) == bool(needs)
+    sizes = {"num_steps_per_rollout": None, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    assert warned(sizes | {"global_batch_size": 32}) == bool(needs)
+    assert not warned(sizes | {"global_batch_size": 16})
+    for scored in ({"num_steps_per_rollout": 2}, {"kl_coef": 0.1}, {"advantage_estimator": "gspo"}, LOSS):
+        assert not warned(scored)
+    assert not warned({"use_routing_replay": True})
+    assert warned({"use_routing_replay": True, "use_rollout_routing_replay": True}) == bool(needs)
 
 
 @pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])

@@ -27,12 +27,12 @@ from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, mis_weights_of
-from mis_ext.hosts.slime_miles.host import host_without_ranks, is_miles
+from mis_ext.hosts.slime_miles.host import SLIME, host_without_ranks, is_miles
 from mis_ext.hosts.slime_miles.micro_batch import layout_of
 from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
 from mis_ext.hosts.slime_miles.near_misses import near_miss
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss, policy_loss_of
-from mis_ext.hosts.slime_miles.run_config import ARGUMENTS, RunConfig
+from mis_ext.hosts.slime_miles.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.hosts.slime_miles.sessions import Run, run_of
 from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
 from mis_ext.loss.policy import refuse_graph_of_ranks
@@ -106,7 +106,12 @@ def check_setup(args: Any) -> None:
     config = run_of(args, whole_loss=entrance is _LOSS).config
     _refuse_missing_preparation(args, config)
     _refuse_wrong_paths(args)
-    said = [*_warnings(args), *_unread_keys(args), *_rehearse(args, entrance, config)]
+    said = [
+        *_warnings(args),
+        *_unscored_rollout(args, config),
+        *_unread_keys(args),
+        *_rehearse(args, entrance, config),
+    ]
     if read_argument(args, "rank") in (None, 0):
         print("\n".join([summary(config), *said]), flush=True)
 
@@ -261,12 +266,35 @@ def _not_called(args: Any, why: str) -> ValueError:
     return ValueError(f"mis_ext would not be called: {why}{misspelt}{idle}; {_LAUNCHES}")
 
 
+def _needs_of_rollout(config: RunConfig) -> list[str]:
+    """What looks at the whole rollout before its first micro-batch."""
+    needs = [f"a gate with target_accept ({name})" for name in config.correction.adapted_gates]
+    return needs + ["scope: rollout"] * (config.correction.scope == "rollout" and config.correction.is_scaled)
+
+
+def _unscored_rollout(args: Any, config: RunConfig) -> list[str]:
+    """What slime 624b824 would not have scored when the function at ``--rollout-data-postprocess-path`` looks at it."""
+    needs = _needs_of_rollout(config)
+    if not needs or config.whole_loss is not None or SLIME not in sys.modules:
+        return []
+    scored_for = ("kl_coef", "get_mismatch_metrics", "use_rollout_logprobs", "use_critic", "keep_old_actor", "use_opd")
+    replays, replays_rollout = (read_argument(args, f"use_{each}routing_replay") for each in ("", "rollout_"))
+    is_scored = any(read_argument(args, name) for name in scored_for) or (replays and not replays_rollout)
+    if is_scored or read_argument(args, "advantage_estimator") == "gspo" or steps_per_rollout(all_arguments(args)) != 1:
+        return []
+    return [
+        f"mis_ext: warning: {', '.join(needs)}: with one optimizer step per rollout slime skips the pass that scores "
+        "the rollout, and the first one will be refused: take several steps, or fixed bounds and tis_normalize_scope: "
+        "data_parallel"
+    ]
+
+
 def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
     """Without any function at that flag nobody can have seen the rollout; one of the user's may call ours.
 
     Miles calls that function with its arguments alone, so there nobody ever has.
     """
-    correction, path = config.correction, read_argument(args, "rollout_data_postprocess_path")
+    path = read_argument(args, "rollout_data_postprocess_path")
     if is_miles() and path is not None and path.startswith("mis_ext."):
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
@@ -275,9 +303,7 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
         return
     if path is not None and not is_miles():
         return
-    needs = [f"a gate with target_accept ({name})" for name in correction.adapted_gates]
-    if correction.scope == "rollout" and correction.is_scaled:
-        needs.append("scope: rollout")
+    needs = _needs_of_rollout(config)
     if needs and is_miles():
         raise ValueError(
             f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "

@@ -131,14 +131,20 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     )
 
 
-def _refuse_several_steps(given: Mapping[str, Any]) -> None:
-    """From the second step on the current policy is no longer the one before the update."""
+def steps_per_rollout(given: Mapping[str, Any]) -> int | None:
+    """The optimizer steps of a rollout, None where the arguments do not say."""
     steps = given.get("num_steps_per_rollout")
     sizes = [size for size in map(given.get, _BATCH_SIZES) if isinstance(size, int)]
     if steps is None and len(sizes) == len(_BATCH_SIZES) and not given.get("use_dynamic_global_batch_size"):
         prompts, samples, per_step = sizes
         steps = prompts * samples // max(per_step, 1)
-    if isinstance(steps, int) and steps > 1:
+    return steps if isinstance(steps, int) else None
+
+
+def _refuse_several_steps(given: Mapping[str, Any]) -> None:
+    """From the second step on the current policy is no longer the one before the update."""
+    steps = steps_per_rollout(given)
+    if steps is not None and steps > 1:
         raise ValueError(
             f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
             "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
