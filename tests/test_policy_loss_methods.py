@@ -323,6 +323,13 @@ REFUSED = [
     ({"name": "ppo", "low": 1.5}, "mis_loss_method: ppo: low must be in [0, 1], got 1.5"),
     ({"name": "ipo", "delta": 2.0}, "mis_loss_method: ipo: delta must be in (0, 1], got 2.0"),
     ({"name": "dispo", "positive": 2.0}, "mis_loss_method: dispo: positive must be a list, got 2.0"),
+    ({"name": "sapo", "positive": 0.0}, "mis_loss_method: sapo: positive must be in (0, inf), got 0.0"),
+    ({"name": "minirl", "cap": 0.0}, "mis_loss_method: minirl: cap must be in (0, inf), got 0.0"),
+    ({"name": "gmpo", "low": 2.0, "high": 1.0}, "mis_loss_method: gmpo: low must be in (0, 1], got 2.0"),
+    (
+        {"name": "clip_cov", "cov_low": 5.0, "cov_high": 1.0},
+        "cov_high (from cov_low: 5.0) must be in (5, inf), got 1.0",
+    ),
     ({"name": "maspo", "scale": 20.0}, "maspo: high (from scale: 20.0) must be in [20, inf), got 10.0"),
     (
         {"name": "icepop", "normalize_over": "token"},
