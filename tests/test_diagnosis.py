@@ -1,6 +1,7 @@
 """One table of causes: guards, report and audit give the same name for the same tokens, with the share it explains."""
 
 import math
+import re
 
 import plants
 import pytest
@@ -209,3 +210,84 @@ def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() 
     (one,), (other, _) = alone, mixture
     assert one.cause == other.cause == "top_p_or_top_k"
     assert other.k3_share == pytest.approx(one.k3_share, abs=0.01)
+
+
+def pair_of(
+    kind: str, *, engine: float = 1.0, trainer: float = 1.0, sampler: float = 0.0, noise: float = 0.0
+) -> Tokens:
+    """Both sides of drawn logits, each at a temperature, with noise in the trainer's; 0: sampled from the engine's."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (32, 80, 1000 if kind == "many" else 64)
+    logits = torch.randn(shape, generator=generator)
+    openness = torch.rand(*shape[:2], 1, generator=generator)
+    # All positions alike; from open to certain; a vocabulary of language, each position with its own order.
+    scale = {"flat": 2.0 + 0.0 * openness, "peaked": 0.5 + 6.0 * openness, "many": 0.7}[kind]
+    logits = logits * scale
+    if kind == "many":
+        logits = logits - (0.5 + 3.0 * openness) * (torch.arange(shape[-1]) + 1.0).log()
+    noisy = logits + noise * torch.randn(shape, generator=generator) if noise else logits
+    sides = {"proximal": (noisy / trainer).log_softmax(-1), "behavior": (logits / engine).log_softmax(-1)}
+    sampled = sides["behavior"] if not sampler else (logits / sampler).log_softmax(-1)
+    ids = torch.multinomial(sampled.flatten(0, 1).exp(), 1, generator=generator).view(*shape[:2], 1)
+    return Tokens(**{name: [*each.gather(-1, ids)[..., 0]] for name, each in sides.items()})
+
+
+def named_temperature(found: Diagnosis) -> tuple[float, float, float]:
+    """What it is near to, and from where to where it may be."""
+    assert found.cause == "temperature"
+    near, low, high = re.search(r"near ([\d.]+) times .*\(([\d.]+) to ([\d.]+),", found.evidence).groups()
+    return float(near), float(low), float(high)
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
+@pytest.mark.parametrize(
+    ("sides", "true"),
+    [
+        *(({"engine": each}, each) for each in (0.5, 0.7, 0.9, 1.2, 2.0)),
+        *(({"trainer": each}, 1.0 / each) for each in (0.7, 1.5)),
+        # The engine returns log-probs of its logits as they are, and the trainer divides.
+        *(({"trainer": each, "sampler": each}, each) for each in (0.7, 1.5)),
+    ],
+)
+def test_a_temperature_of_one_side_is_named_alone_and_known_to_5_percent_for_any_logits(kind, sides, true) -> None:
+    for noise in (0.0, 0.02):
+        (found,) = by_report(pair_of(kind, **sides, noise=noise))
+        near, low, high = named_temperature(found)
+        assert (near, found.confidence) == (pytest.approx(true, rel=0.05), "likely")
+        assert low - 0.005 <= true <= high + 0.005
+        assert ("as the trainer scores them" in found.evidence) == ("sampler" in sides)
+
+
+def test_a_temperature_that_noise_may_hide_is_given_with_the_room_that_it_leaves() -> None:
+    found, _ = by_report(pair_of("peaked", engine=1.05, noise=0.15))
+    _, low, high = named_temperature(found)
+    assert low < 1.05 < high
+    assert found.confidence == "possible"
+    assert high - low > 0.03
+
+
+def test_the_slope_of_a_power_is_that_of_the_tokens_by_hand() -> None:
+    tokens = pair_of("peaked", engine=1.2)
+    s, o = (torch.cat(side).double() for side in (tokens.behavior, tokens.proximal))
+    w = (o - s).exp() - 1.0
+    slope = float((w * (o - o.mean())).sum() / (w * (s - s.mean())).sum())
+    left = o - o.mean() - slope * (s - s.mean())
+    along = float((w * (s - s.mean())).sum())
+    power = collected(tokens).search()[1].tokens.powers[0]
+    assert power.slope == pytest.approx(slope, rel=1e-5)
+    assert power.error == pytest.approx(float((w * left).square().sum().sqrt()) / along, rel=1e-4)
+    assert power.fit == pytest.approx(float((w * left * left).sum() / (w.abs() * left * left).sum()), abs=1e-4)
+    assert power.excess == pytest.approx(float(w.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize("side", ["behavior", "proximal"])
+@pytest.mark.parametrize("base", [2.0, 10.0])
+def test_a_base_of_logarithms_is_certain_on_either_side_with_noise_beside_it(kind, side, base) -> None:
+    tokens = pair_of(kind, noise=0.05)
+    for values in getattr(tokens, side):
+        values /= math.log(base)
+    (found,) = by_report(tokens)
+    name = {"behavior": "engine", "proximal": "trainer"}[side]
+    assert (found.cause, found.confidence) == ("log_base", "certain")
+    assert f"the {name}'s are logarithms to the base {base:g}" in found.evidence

@@ -77,9 +77,11 @@ def test_padding_looks_like_a_cut_and_like_no_temperature() -> None:
     assert {each.cause for each in named("padded vocabulary")} - {KERNELS} == {"top_p_or_top_k"}
 
 
-def test_a_temperature_is_given_in_numbers() -> None:
-    (found,) = named("temperature 1.05")
-    assert "near 1.05 times" in found.evidence
+@pytest.mark.parametrize("factor", ["0.7", "1.05", "1.2"])
+def test_a_temperature_is_given_in_numbers(factor) -> None:
+    (found,) = named(f"temperature {factor}")
+    near = float(found.evidence.split(" near ")[1].split()[0])
+    assert (near, found.confidence) == (pytest.approx(float(factor), rel=0.01), "likely")
 
 
 def test_logarithms_to_base_2_are_no_temperature() -> None:

@@ -8,22 +8,40 @@ import torch
 
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import MIN_TOKENS
+from mis_ext.diagnosis.line import Power
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
-from mis_ext.diagnosis.size import PENALTIES
+from mis_ext.diagnosis.size import MAX_EXPLAINED, OLD_WEIGHTS, PENALTIES
 
-MIN_EXPLAINED, MIN_SLOPE, MIN_SLOPE_ERRORS = 0.06, 0.01, 6.0
-CUT_EXPLAINED, SURE_EXPLAINED = 0.45, 0.45
-"""What a cut (top-p, top-k) or padding leaves looks like a line that rises, too: up to 0.38 of the variance in a
-trained model. A repetition penalty, which is a temperature of some tokens, leaves 0.17; with other causes 0.37."""
-OF_TEMPERATURE = 0.6
-"""A temperature moves a log-prob by its distance from the mean over the vocabulary, which is not known. In a trained
-model a line through log-probs explains 0.56 to 0.62 of that variance, and has as much of the slope."""
+MIN_SLOPE, MIN_SLOPE_ERRORS = 0.01, 6.0
+"""Of the difference along the log-prob of the side that sampled: a hundredth of a temperature changes no run."""
+WITHIN, LEAST_WITHIN = 0.6, 0.3
+"""Share of the variance of log-probs that the tokens of one position have; the rest is that of positions, whose mean a
+temperature does not move. It is a line's slope over a temperature's, and what a line explains over its share of k3. No
+log-prob shows it; 9 kinds of trained and drawn logits with 48 to 4,000 tokens have 0.31 (most positions nearly certain)
+to 0.92 (all positions alike). A share of k3 from it is right within a factor of 2."""
+MIN_EXPLAINED = 0.1 * WITHIN
+"""Of the variance: a tenth of k3 by a temperature."""
+CUT_EXPLAINED = 0.45
+"""What a cut (top-p, top-k or min-p) or padding leaves looks like a line that rises, too: up to 0.42 of the variance in
+the same logits, and they say by their mean ratio that they are there."""
+ONE_SIDED, FITS = 0.9, 0.5
+"""Of :attr:`~mis_ext.diagnosis.line.Power.fit`: a cut alone has -0.94 to -1, where noise is small; temperatures from
+0.5 to 2 had less than 0.5, and most soft caps on logits more."""
+SAMPLED_ERRORS, SAMPLED_FACTOR = 3.0, 0.5
+"""The mean of p / q over tokens that q sampled is 1, and never more. Where it is above by so many errors, the tokens
+were sampled from something else: from the other side, if the reverse is nearer to 1 by this factor. A temperature that
+fits badly is tried the other way round, too: where few ratios have all of the mean, its error says little."""
+ERRORS = 3.0
+"""Standard errors at either end of an interval."""
+SMALLEST = 0.1
+"""Nobody samples at a tenth of a temperature. Log-probs of two texts look like 0."""
 BASES = (2.0, 10.0)
-EXACT, EXACT_BELOW_1 = 0.9, 0.75
-"""No temperature explains more: up to 0.73 above 1, with top-k 0.78, with padding 0.87; up to 0.59 below 1."""
-BASE_ERROR, FAR_ERROR = 0.04, 0.22
-"""Of the logarithm of the factor: what noise makes of it, and another temperature beside it."""
+EXACT = 0.9
+"""Share of the squares that a line through 0 explains, all but noise for a base. What a temperature moves has a mean
+near 0 where log-probs have not: it left at most 0.72."""
+BASE_ERROR, FAR_ERROR = 0.02, 0.23
+"""Of the logarithm of the factor: what noise makes of it, and half of the way from one base to the next."""
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
 MIN_BELOW = 0.9
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
@@ -34,6 +52,8 @@ MAX_PADDING_GAP = 0.05
 SMALLEST_SHIFT = 1e-5
 
 CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
+LOGITS = "another change of the logits, such as a soft cap"
+NOISE = f"a smaller one, beside {OLD_WEIGHTS}, low precision, or a mixture of experts"
 SHIFTS = torch.linspace(0.0, 3.0, 301, dtype=torch.float64)
 ASYMMETRY = torch.erf(SHIFTS / math.sqrt(2.0)) + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp() / (
     1.0 + SHIFTS**2
@@ -42,46 +62,74 @@ ASYMMETRY = torch.erf(SHIFTS / math.sqrt(2.0)) + math.sqrt(2.0 / math.pi) * SHIF
 
 
 def temperature(measured: Measured) -> Finding | None:
-    """The difference is a multiple of the log-prob."""
-    line = measured.tokens.line
-    if line.num_tokens < MIN_TOKENS:
+    """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
+    tokens = measured.tokens
+    engine, trainer = tokens.powers
+    is_doubtful = engine.excess > SAMPLED_ERRORS * engine.excess_error or abs(engine.fit) > FITS
+    is_of_trainer = is_doubtful and abs(trainer.excess) < SAMPLED_FACTOR * engine.excess
+    power, side, sign = (trainer, "proximal", -1.0) if is_of_trainer else (engine, "behavior", 1.0)
+    line = tokens.line.on(side)
+    count, slope = tokens.line.num_tokens, sign * line.slope
+    # Only a cut makes a line that rises. Far below a temperature of 1 the largest ratios are in no sample.
+    is_cut = _loses_mass(power)
+    least = CUT_EXPLAINED if is_cut and slope > 0.0 else MIN_EXPLAINED
+    if count < MIN_TOKENS or abs(slope) <= MIN_SLOPE or line.explained <= max(least, MIN_SLOPE_ERRORS**2 / count):
         return None
-    # Noise does not fall or rise with the log-prob of the side that sampled.
-    behavior, proximal = line.on("behavior"), line.on("proximal")
-    may_be_cut = measured.signals is None or _loses_mass(measured.signals)
-    rises = behavior.slope > 0.0
-    # Two texts make the difference fall with one log-prob and rise with the other.
-    same_sign = behavior.slope * proximal.slope > 0.0
-    least = max(CUT_EXPLAINED if may_be_cut and rises else MIN_EXPLAINED, MIN_SLOPE_ERRORS**2 / line.num_tokens)
-    most = EXACT if rises else EXACT_BELOW_1
-    if not same_sign or abs(behavior.slope) <= MIN_SLOPE or not least < behavior.explained <= most:
+    # Of the variance of log-probs within positions, if nothing else differs.
+    within = slope / (power.slope - 1.0) if power.slope != 1.0 else math.nan
+    if is_cut:
+        if slope < 0.0 and power.fit < -ONE_SIDED:
+            return None
+    elif not within > MIN_EXPLAINED:
         return None
-    factor = 1.0 + max(behavior.slope / OF_TEMPERATURE, -0.99)
-    is_sure = not rises or behavior.explained > SURE_EXPLAINED
+    is_alone = within >= LEAST_WITHIN and abs(power.slope - 1.0) > ERRORS * power.error
+    # What else differs may have all that a line does not explain, or nothing.
+    room = [slope, slope / LEAST_WITHIN]
+    near, share = slope / WITHIN, min(line.explained / WITHIN, 1.0)
+    may_have_more = is_alone and share < MAX_EXPLAINED
+    if is_alone:
+        near = power.slope - 1.0
+        room = [slope, near + math.copysign(ERRORS * power.error, near)]
+        share = share if is_cut and slope > 0.0 else 1.0
+    if near <= SMALLEST - 1.0:
+        return None
+    is_fit = abs(power.fit) <= FITS
+    low, high = (1.0 + max(each, SMALLEST - 1.0) for each in (min(room), max(room)))
     return Finding(
-        confidence="likely" if is_sure else "possible",
-        evidence=f"the difference is {behavior.slope:+.2g} times the engine's log-prob, which explains "
-        f"{behavior.explained:.0%} of its variance: as for a sampling temperature near {factor:.3g} times the "
-        "trainer's",
-        k3_share=min(behavior.explained / OF_TEMPERATURE, 1.0),
-        alternatives=(*([] if is_sure else [PENALTIES]), *([CUTS] if may_be_cut and rises else [])),
+        confidence="likely" if is_fit and is_alone and not (is_cut and slope > 0.0) else "possible",
+        evidence=f"{_SAMPLED[side]} near {1.0 + near:.3g} times {_OTHER[side]} ({low:.3g} to {high:.3g}, by what else "
+        "differs)" + ("" if is_fit else f", but fit it badly: {power.fit:+.2f} between -1 and 1, where it has 0"),
+        k3_share=share,
+        alternatives=(
+            *([] if is_alone else [PENALTIES]),
+            *([] if is_fit or is_cut else [LOGITS]),
+            *([CUTS] if is_cut and slope > 0.0 else []),
+            *([NOISE] if may_have_more else []),
+        ),
     )
+
+
+_SAMPLED = {
+    "behavior": "the differences are those of a sampling temperature",
+    "proximal": "the tokens were sampled as the trainer scores them, at a temperature",
+}
+_OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's log-probs are of"}
 
 
 def other_base(measured: Measured) -> Finding | None:
     """One log-prob is a multiple of the other: no temperature does that, as it moves what all tokens share."""
     line = measured.tokens.line
-    fit = line.on("behavior")
-    least = EXACT if fit.slope > 0.0 else EXACT_BELOW_1
-    if line.num_tokens < MIN_TOKENS or fit.explained <= least or fit.slope <= -1.0:
+    fit = line.through_zero
+    if line.num_tokens < MIN_TOKENS or fit.explained <= EXACT or fit.slope <= -1.0:
         return None
     factor = 1.0 / (1.0 + fit.slope)
     bases = [("engine", base, 1.0 / math.log(base)) for base in BASES]
     bases += [("trainer", base, math.log(base)) for base in BASES]
     error, side, base = min((abs(math.log(factor / expected)), side, base) for side, base, expected in bases)
-    if error > (FAR_ERROR if fit.explained > EXACT else BASE_ERROR):
+    is_near, (engine, _) = error < BASE_ERROR, measured.tokens.powers
+    # A mean ratio of 1 is that of two policies.
+    if error > FAR_ERROR or (not is_near and abs(engine.excess) <= SAMPLED_ERRORS * engine.excess_error):
         return None
-    is_near = error < BASE_ERROR
     return Finding(
         confidence="certain" if is_near else "possible",
         evidence=f"the engine's log-probs are {factor:.3g} times the trainer's, which explains {fit.explained:.1%} of "
@@ -121,11 +169,9 @@ def truncation(measured: Measured) -> Finding | None:
     )
 
 
-def _loses_mass(signals: Signals) -> bool:
+def _loses_mass(power: Power) -> bool:
     """Whether the mean ratio is surely below 1: no temperature does that."""
-    count, excess, squared = signals.ratios.tolist()
-    deficit = -excess / max(count, 1.0)
-    return bool(deficit > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * math.sqrt(squared) / max(count, 1.0)))
+    return -power.excess > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * power.excess_error)
 
 
 def _deficit(signals: Signals) -> str:

@@ -109,7 +109,7 @@ class Signals:
     @cached_property
     def tokens(self) -> TokenSums:
         """The sums that guards judge by."""
-        return TokenSums(*self.sums.tolist())
+        return TokenSums.of(self.sums.tolist())
 
     def typical_shift(self) -> float:
         """The median of ``|d| / (1 - p)`` of uncertain tokens whose log-probs differ."""

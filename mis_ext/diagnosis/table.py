@@ -133,8 +133,7 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="log_base",
             title="logarithms to base 2 or 10 on one side",
-            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other, by a line that explains 90 %, or "
-            "75 % where it falls",
+            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: a line through 0 explains 90 %",
             needs=("tokens",),
             rule=other_base,
             advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
@@ -164,7 +163,8 @@ CAUSES: dict[str, Cause] = {
             name="temperature",
             title="another temperature in one of the log-probs",
             looks_like="the difference falls or rises with the log-prob, by a line that explains more than 6 % of its "
-            "variance",
+            "variance, or 45 % where a cut is seen beside it; and `ratio - 1` says that one distribution is a power of "
+            "the other",
             needs=("tokens",),
             rule=temperature,
             advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "

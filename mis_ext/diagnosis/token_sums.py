@@ -7,7 +7,7 @@ Tokens that have no log-prob are taken out, so that they do not hide what the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from mis_ext.diagnosis.limits import (
     SHIFT_FACTOR,
     ZEROS_OF_A_CUT,
 )
-from mis_ext.diagnosis.line import LINE_SUMS, Line
+from mis_ext.diagnosis.line import LINE_SUMS, Line, Moments, Power
 
 _Number = TypeVar("_Number", float, Tensor)
 
@@ -43,7 +43,7 @@ class TokenSums(NamedTuple):
     ``earlier`` and ``later`` the same with a shifted stream, ``negated`` of all tokens with one sign flipped. What ends
     in ``_rest`` is of the tokens that are not taken out; ``line`` are the sums of
     :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end in ``_other`` are of
-    tokens whose two log-probs differ.
+    tokens whose two log-probs differ. ``moments`` are those of ``_moments``.
     """
 
     num_sequences: float
@@ -91,6 +91,19 @@ class TokenSums(NamedTuple):
     negated_highest_other: float
     lowest_proximal_other: float
     negated_highest_proximal_other: float
+    moments: tuple[float, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> TokenSums:
+        """From the numbers of :func:`token_sums`."""
+        return cls._make([*numbers[NUM_MOMENTS:], tuple(numbers[:NUM_MOMENTS])])
+
+    @property
+    def powers(self) -> tuple[Power, Power]:
+        """Of the engine's distribution the trainer's, and the reverse: each as if the former had sampled."""
+        size = len(Moments._fields)
+        plain, *rest = (Moments(*self.moments[at : at + size]) for at in range(0, NUM_MOMENTS, size))
+        return Power.of(plain, *rest[:3]), Power.of(plain.swapped(), *(each.swapped() for each in rest[3:]))
 
     @property
     def line(self) -> Line:
@@ -98,10 +111,10 @@ class TokenSums(NamedTuple):
         return Line(*(getattr(self, f"line_{name}") for name in LINE_SUMS))
 
 
-NUM_MINIMA = 8
-NUM_SUMS = len(TokenSums._fields) - NUM_MINIMA
+NUM_MINIMA, NUM_MOMENTS = 8, 7 * len(Moments._fields)
+NUM_SUMS = NUM_MOMENTS + len(TokenSums._fields) - 1 - NUM_MINIMA
 
-NOTHING = TokenSums(*[0.0] * NUM_SUMS, *[math.inf] * NUM_MINIMA)
+NOTHING = TokenSums.of([0.0] * NUM_SUMS + [math.inf] * NUM_MINIMA)
 """Of no token."""
 
 
@@ -186,7 +199,17 @@ def sums_of_sorted(
         for chosen_T in (valid_T, different_T)
         for extreme_T in _extremes(chosen_T, behavior_T, proximal_T)
     ]
-    return torch.stack([value.double() for value in (*sums, *minima)])
+    numbers = torch.stack([value.double() for value in (*sums, *minima)])
+    return torch.cat([_moments(rest_T, bounded_T, behavior_T, proximal_T), numbers])
+
+
+def _moments(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
+    """The sums of :class:`~mis_ext.diagnosis.line.Moments`, for the weights 1, and w, w^2 and abs(w) of either side."""
+    d, b, p = (torch.where(chosen_T, each, 0.0).double() for each in (difference_T, behavior_T, proximal_T))
+    products = torch.stack([chosen_T.double(), b, p, b * b, b * p, p * p])
+    of_engine, of_trainer = torch.expm1(d), torch.expm1(-d)
+    weights = [torch.ones_like(d), *(each for w in (of_engine, of_trainer) for each in (w, w.square(), w.abs()))]
+    return (torch.stack(weights) @ products.T).flatten()
 
 
 def _pairs(tokens: TokenRatios, usable_T: Tensor, layout: PackedLayout) -> list[Tensor]:

@@ -62,7 +62,7 @@ class DataGuards:
         counted = self._readback.add(
             token_sums(streams.tokens, response_mask_R=streams.response_mask_R, layout=streams.layout)
         )
-        findings = [] if counted is None else [*self._judge(TokenSums(*counted), streams, groups)]
+        findings = [] if counted is None else [*self._judge(TokenSums.of(counted), streams, groups)]
         return [finding for finding in findings if finding.guard is not None or groups.is_first_rank]
 
     def _judge(self, tokens: TokenSums, streams: PackedStreams, groups: Groups) -> Iterator[Finding]:
