@@ -147,6 +147,20 @@ def some_greedy(sides: Sides) -> Sides:
     return sides
 
 
+def dummies(sides: Sides) -> Sides:
+    """Zeros on 2 to 15 tokens of tools in each response, to half of which the trainer gives more than 0.37."""
+    for number, (proximal, behavior) in enumerate(zip(*sides, strict=True)):
+        place = slice(60, 62 + number % 14)
+        even = torch.linspace(0.02, 0.95, len(proximal[place]))
+        proximal[place], behavior[place] = even.roll(number).log(), 0.0
+    return sides
+
+
+def bonus(size: float) -> Callable[[Sides], Sides]:
+    """Added to all tokens of two responses, few of which are then above 0."""
+    return lambda sides: (sides[0], [*(each + size for each in sides[1][:2]), *sides[1][2:]])
+
+
 def constant_samples(sides: Sides) -> Sides:
     return sides[0], [*(torch.full_like(each, -0.7) for each in sides[1][:3]), *sides[1][3:]]
 
@@ -245,9 +259,12 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "5 % sentinels": ("placeholder_log_probs", lambda seed: planted(seed, [], [twentieth_sentinels])),
     "4 sentinels": ("placeholder_log_probs", lambda seed: planted(seed, [], [few_sentinels])),
     "zeros of greedy tokens": ("placeholder_log_probs", lambda seed: planted(seed, [], [some_greedy])),
+    "zeros on tokens of tools": ("placeholder_log_probs", lambda seed: planted(seed, [], [dummies])),
     "constant responses": ("placeholder_log_probs", lambda seed: planted(seed, [], [constant_samples])),
     "flipped sign": ("negated_log_probs", lambda seed: planted(seed, [], [negated])),
     "probabilities": ("positive_log_probs", lambda seed: planted(seed, [], [probabilities])),
+    "a bonus of 0.2": ("positive_log_probs", lambda seed: planted(seed, [], [bonus(0.2)])),
+    "a bonus of 1": ("positive_log_probs", lambda seed: planted(seed, [], [bonus(1.0)])),
     "shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [shifted])),
     "a tenth shifted": ("shifted_by_one_token", lambda seed: planted(seed, [], [some_shifted])),
     "shifted by three": ("shifted_by_many_tokens", lambda seed: planted(seed, [], [shifted_by_three])),

@@ -193,6 +193,13 @@ def test_a_shift_of_many_tokens_says_in_which_direction_and_by_how_many() -> Non
     )
 
 
+@pytest.mark.parametrize("kernels", [0.07, 0.12])
+def test_zeros_of_tools_leave_what_there_is_besides_as_it_was(kernels) -> None:
+    (alone,) = by_report(planted(0, kernels=kernels))
+    _, besides = by_report(planted(0, [], [plants.dummies], kernels=kernels))
+    assert (besides.cause, besides.confidence) == (alone.cause, alone.confidence)
+
+
 def test_samples_whose_ids_differ_are_left_out_and_no_others_however_far_apart_these_are() -> None:
     (proximal, behavior), fresh = engines(0, kernels=2.0).sampled(), engines(50).sampled()
     sides, versions = (proximal + fresh[0], behavior + fresh[1]), [1] * COUNT + [0] * COUNT

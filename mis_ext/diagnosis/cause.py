@@ -26,7 +26,7 @@ class Finding:
         advice: What to do, where it is not what the row says.
         is_pattern: Whether so many tokens show it that a run should stop.
         is_all: Whether it is all that differs: then nothing else is looked for.
-        takes_out: Which samples are left out of the search for what follows.
+        takes_out: Which tokens are left out of the search for what follows, besides those that have no log-prob.
         alternatives: What would look the same in this evidence.
     """
 

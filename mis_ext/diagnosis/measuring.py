@@ -22,13 +22,14 @@ from mis_ext.diagnosis.turns import Turns, turns_of
 
 COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
-    *("largest_id", "lag", "num_lagged", "k3_lagged"),
+    *("largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
 )
 
-Kind = Literal["near", "far", "other_ids"]
+Kind = Literal["near", "far", "other_ids", "zeros"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Of samples, each of which can be taken out: those whose ids differ, and of the others those that are far apart, more
-than kernels explain."""
+"""Of tokens, each of which can be taken out: those of samples whose ids differ; of the other samples those that are far
+apart, more than kernels explain; and zeros of any sample. A cut leaves some tokens without an alternative, but where
+other zeros are no log-probs, these may be none either."""
 
 MIN_LAGGED_DIFF = 0.1
 """Nats per token. Kernels in bfloat16 give at most as much: nearer samples are not shifted."""
@@ -41,7 +42,8 @@ class Samples:
     ``num_open`` are its tokens with a probability in ``OPEN`` of :mod:`mis_ext.correction.statistics` whose log-probs
     differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``lag`` is by how
     many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
-    ``k3_lagged`` are of its tokens, and the sums before are 0.
+    ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is of those of its tokens of
+    which the engine is certain (a log-prob of 0) and the trainer is not.
 
     Attributes:
         columns: As in ``COLUMNS``.
@@ -70,6 +72,13 @@ class Samples:
         chosen = keep_S.nonzero().flatten()
         return Samples(self.columns[chosen], [self.steps[each] for each in chosen.tolist()])
 
+    def without_zeros(self) -> Samples:
+        """The sums of the other tokens."""
+        columns = self.columns.clone()
+        for name in ("num_tokens", "gap", "k3"):
+            columns[:, COLUMNS.index(name)] -= self[f"{name.split('_')[0]}_zeros"]
+        return Samples(columns, self.steps)
+
     @property
     def measured(self) -> Samples:
         """Those with a token that has a log-prob."""
@@ -94,7 +103,7 @@ class Measured:
     Attributes:
         tokens: Cheap sums over all tokens.
         signals: Evidence of causes, of all tokens.
-        kinds: The same of the samples of each kind that there is.
+        kinds: The same of the tokens of each kind that there is.
         samples: Numbers of each sample.
         typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
         explained: Share of k3 that causes which were found before explain.
@@ -120,11 +129,14 @@ class Measured:
         return self.k3 * (1.0 - self.explained)
 
     def without(self, kind: Kind) -> Measured:
-        """What is left when the samples of a kind are taken out."""
+        """What is left when the tokens of a kind are taken out."""
         if self.samples is None or kind not in self.kinds:
             return self
         left = {name: signals for name, signals in self.kinds.items() if name != kind}
-        samples = self.samples.where(self.samples.kinds != KINDS.index(kind))
+        if kind == "zeros":
+            samples = self.samples.without_zeros()
+        else:
+            samples = self.samples.where(self.samples.kinds != KINDS.index(kind))
         return replace(self, **_whole(left), kinds=left, samples=samples)
 
 
@@ -175,19 +187,23 @@ class Measuring:
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
         largest = unknown if token_ids is None else [*map(_largest_id, token_ids)]
         known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other, largest))
-        columns = [*sums, *known, lag_S, *lagged]
+        is_zero_T = found.rest_T & (tokens.behavior_T == 0.0) & (tokens.proximal_T.exp() < CERTAIN)
+        zeros = _sums(tokens, found._replace(rest_T=is_zero_T), layout)[:3]
+        columns = [*sums, *known, lag_S, *lagged, *zeros]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
         self._samples.append(samples)
 
         def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
             return Signals.of(tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns)
 
+        has_zeros = bool(is_zero_T.any())
         for number, kind in enumerate(KINDS):
             is_kind_S = samples.kinds == number
-            if bool(is_kind_S.all()):
+            is_kind_T = is_zero_T if kind == "zeros" else layout.index.to_tokens(is_kind_S) & ~is_zero_T
+            if bool(is_kind_S.all()) and not has_zeros:
                 self._add(kind, signals(tokens, found, response_mask_R))
-            elif bool(is_kind_S.any()):
-                self._add(kind, signals(*_only(is_kind_S, tokens, found, response_mask_R, layout)))
+            elif bool(is_kind_T.any()):
+                self._add(kind, signals(*_only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout)))
         return self
 
     @classmethod
@@ -303,9 +319,8 @@ def _lag(proximal: Tensor, behavior: Tensor, position: Tensor) -> float:
 
 
 def _only(
-    keep_S: Tensor, tokens: TokenRatios, found: Sorted, response_mask_R: Tensor, layout: PackedLayout
+    keep_S: Tensor, keep_T: Tensor, tokens: TokenRatios, found: Sorted, response_mask_R: Tensor, layout: PackedLayout
 ) -> tuple[TokenRatios, Sorted, Tensor]:
-    keep_T = layout.index.to_tokens(keep_S)
     masks = {name: getattr(found, name) & keep_T for name in Sorted._fields if name.endswith("_T")}
     difference_T, proximal_T, behavior_T = (torch.where(keep_T, each, 0.0) for each in tokens[:3])
     kept = TokenRatios(difference_T, proximal_T, behavior_T, tokens.response_mask_T, tokens.valid_mask_T & keep_T)

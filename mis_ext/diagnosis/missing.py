@@ -158,12 +158,16 @@ def placeholders(measured: Measured) -> Finding | None:
     found = [*_some_placeholders(tokens, num_zeros)]
     if not found:
         return None
+    zeros = 0.0 if measured.samples is None or not num_zeros else float(measured.samples["k3_zeros"].sum())
     most, most_zeros = (max(1.0, share * tokens.num_valid) for share in (SUSPICIOUS_SHARE, ZERO_SHARE))
     return Finding(
         confidence="certain",
         evidence="; ".join(found),
-        k3_share=_share_of(tokens.k3_placeholders, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest),
+        k3_share=_share_of(
+            tokens.k3_placeholders + zeros, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest - zeros
+        ),
         is_pattern=max(tokens.num_placeholders, tokens.num_constant) > most or num_zeros > most_zeros,
+        takes_out="zeros" if num_zeros else None,
     )
 
 

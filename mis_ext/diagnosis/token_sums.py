@@ -147,8 +147,9 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     zero_T = is_zero_T & improbable_T
     bounded_T = _bounded(difference_T)
     counted = [each.to(bounded_T.dtype) for each in (valid_T, is_zero_T, improbable_T, zero_T, is_positive_T)]
-    sums_S = index.reduce([*counted, bounded_T, bounded_T.abs(), bounded_T.square()], "sum")
-    (length_S, is_zero_S, improbable_S, zero_S, positive_S), moments_S = sums_S[:5], sums_S[5:]
+    of_positive_T = torch.where(is_positive_T, bounded_T, 0.0)
+    sums_S = index.reduce([*counted, of_positive_T, bounded_T, bounded_T.abs(), bounded_T.square()], "sum")
+    (length_S, is_zero_S, improbable_S, zero_S, positive_S, of_positive_S), moments_S = sums_S[:6], sums_S[6:]
     # A cut leaves tokens without alternative, which the trainer finds improbable more seldom than others.
     zero_T = zero_T & index.to_tokens(zero_S * length_S > ZEROS_OF_A_CUT * is_zero_S * improbable_S)
     lowest_S, negated_highest_S = index.reduce(_extremes(valid_T, behavior_T), "min")
@@ -161,8 +162,11 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     # A shift puts certain tokens beside improbable ones, too.
     zero_T, rest_T = zero_T & ~shifted_T, rest_T & ~shifted_T & ~zero_T
     constant_T = rest_T & index.to_tokens(constant_S)
-    # What is added to a response moves its improbable tokens, too.
-    positive_T = rest_T & ~constant_T & (is_positive_T | index.to_tokens(positive_S > MANY_POSITIVE * length_S))
+    # What is added to a response moves its improbable tokens, too: on average by at least half as much.
+    of_others_S, num_others_S = moments_S[0] - of_positive_S, length_S - positive_S
+    is_moved_S = of_others_S * of_positive_S * positive_S > 0.5 * of_positive_S.square() * num_others_S
+    are_positive_S = (positive_S > MANY_POSITIVE * length_S) | is_moved_S
+    positive_T = rest_T & ~constant_T & (is_positive_T | index.to_tokens(are_positive_S))
     rest_T = rest_T & ~constant_T & ~positive_T
     return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
 
