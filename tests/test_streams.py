@@ -236,6 +236,11 @@ def chunks(name):
     return request, counted([json.loads(line[5:]) for line in lines if line.startswith("data: {")])
 
 
+def as_counted(name):
+    request, lines = recorded(name)
+    return request, [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
+
+
 STREAMS = {
     "sglang, cumulative": (read_sglang_generate, cumulative, "generate_length"),
     "sglang, incremental": (read_sglang_generate, incremental, "generate_length"),
@@ -246,6 +251,10 @@ STREAMS = {
     "vllm-chat": (read_vllm_chat, chunks, "vllm/processed/chat_stream"),
     "vllm-completions": (read_vllm_completions, chunks, "vllm/processed/completions_stream"),
     "vllm-completions, two": (read_vllm_completions, chunks, "vllm/processed/completions_two_stream"),
+    # With continuous_usage_stats, as vLLM itself counts.
+    "vllm, counted": (read_vllm_generate, as_counted, "vllm/processed/generate_counted_stream"),
+    "vllm-chat, counted": (read_vllm_chat, as_counted, "vllm/processed/chat_counted_stream"),
+    "vllm-completions, counted": (read_vllm_completions, as_counted, "vllm/processed/completions_counted_stream"),
 }
 
 

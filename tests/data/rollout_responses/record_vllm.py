@@ -38,6 +38,7 @@ SERVERS = {
 SAMPLING = {"temperature": 0.7, "top_k": 5, "seed": 3}
 OF_RAW = ("generate", "chat", "completions")
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+COUNTED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 CHAT = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
@@ -71,15 +72,21 @@ def cases(prompt: list[int]) -> dict[str, tuple[str, dict[str, Any]]]:
         "generate_text": (at_generate, {**generate(), "output_mode": "text"}),
         "generate_later_experts": (at_generate, generate(routed_experts_prompt_start=2)),
         "generate_stream": (at_generate, {**generate(), **STREAM}),
+        "generate_counted_stream": (at_generate, {**generate(n=2, max_tokens=4, logprobs=0), **COUNTED}),
         "chat": (at_chat, CHAT),
         "chat_as_token_ids": (at_chat, {**CHAT, "return_tokens_as_token_ids": True}),
         "chat_two": (at_chat, {**CHAT, "n": 2, "max_tokens": 3}),
         "chat_stop_string": (at_chat, {**CHAT, "max_tokens": 64, "stop": ["e", "a"]}),
         "chat_stream": (at_chat, {**CHAT, **STREAM}),
+        "chat_counted_stream": (at_chat, {**CHAT, **COUNTED, "n": 2, "max_tokens": 4}),
         "completions": (at_completions, completion),
         "completions_stop_token": (at_completions, {**completion, "max_tokens": 64, "stop_token_ids": stops}),
         "completions_stream": (at_completions, {**completion, **STREAM}),
         "completions_two_stream": (at_completions, {**completion, **STREAM, "n": 2}),
+        "completions_counted_stream": (
+            at_completions,
+            {**completion, **COUNTED, "n": 2, "max_tokens": 4, "logprobs": 0},
+        ),
         "completions_error": (at_completions, {**completion, "temperature": -1}),
     }
 
