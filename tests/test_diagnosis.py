@@ -156,6 +156,15 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     assert {*by_guards(tokens)} == {*expected}
 
 
+def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
+    tokens = planted(0)
+    for log_probs in (*tokens.proximal, *tokens.behavior):
+        log_probs[7:9] = -9999.0
+    assert [found.cause for found in by_report(tokens)] == ["bf16_kernels"]
+    assert [found.cause for found in by_audit(tokens)] == ["bf16_kernels"]
+    assert by_guards(tokens) == []
+
+
 def test_the_share_of_placeholders_is_that_of_their_tokens() -> None:
     tokens = SINGLE["zeros of greedy tokens"][1](0)
     d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()
