@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import replace
 
 import pytest
@@ -208,8 +210,17 @@ def test_a_turn_that_is_written_anew_twice_keeps_its_class() -> None:
     assert kinds_and_actions(calls) == [("reasoning_stripped", "split")] * 2
 
 
-@pytest.mark.parametrize("depth", [400, 990, 3000])
-def test_deep_json_is_compared_and_never_an_error(depth) -> None:
+@pytest.fixture
+def shallow_stack():
+    """Python refuses what is nested some 300 deep, whatever limit the tests run with, and however deep they are."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 300)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("depth", [100, *range(250, 310, 3), 3000])
+def test_deep_json_is_compared_and_never_an_error(depth, shallow_stack) -> None:
     text = "[" * depth + "]" * depth
     calls = [call("first", ids(HEAD), ids(text + " <|im_end|>")), call("second", ids(HEAD + text + "<|im_end|>"), [5])]
     assert kinds_and_actions(calls) == [("retemplated", "split")]
