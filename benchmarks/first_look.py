@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean
 
-ROWS = Path(__file__).parent / "evidence" / "results" / "first_look.jsonl"
+ROWS = Path(__file__).parent / "evidence" / "first_look.jsonl"
 """A line per step of each run: its engine, its method, and numbers of the rollout."""
 NUMBERS = {"reward": ".2f", "k3": ".1g", "grad_norm": ".2g", "length": ".0f"}
 STEPS = 8

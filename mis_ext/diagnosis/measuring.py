@@ -275,7 +275,8 @@ def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
 
 
 def _largest_id(token_ids: Any) -> float:
-    return math.nan if token_ids is None or not len(token_ids) else float(torch.as_tensor(token_ids).max())
+    # Unsigned integers of torch have no maximum of their own.
+    return math.nan if token_ids is None or not len(token_ids) else float(torch.as_tensor(token_ids).double().max())
 
 
 def _lags(tokens: TokenRatios, found: Sorted, layout: PackedLayout, position_T: Tensor, chosen_S: Tensor) -> Tensor:
