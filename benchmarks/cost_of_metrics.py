@@ -1,14 +1,19 @@
 """What the user pays per micro-batch: the hook, and the host's reduction of the metrics that it returns.
 
     python benchmarks/cost_of_metrics.py [--device cuda] [--samples 64] [--length 2048]
+    OMP_NUM_THREADS=1 python benchmarks/cost_of_metrics.py --samples 8 --length 512
 
 The reduction is that of slime and Miles: for each name a loop over samples (product with the mask, sum, clamped
 denominator, quotient, sum of samples), then one tensor of all values, which reads each of them. Prints a Markdown
-table: medians of repeated runs, all contenders interleaved in one process. The reference example is
-``host_baseline.py``, which returns all of its metrics.
+table: medians of repeated runs, all contenders interleaved in one process, and medians of the ratios within a run. On a
+CPU with one thread the times are those of the thread, so that other work on the machine does not count. The reference
+example is ``host_baseline.py``, which returns all of its metrics. *New lengths*: those of the samples were never seen,
+as in training; *first call*: the guards look at the data.
 """
 
 import argparse
+import functools
+import itertools
 import platform
 import statistics
 import subprocess
@@ -16,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import host_baseline
 import torch
@@ -43,38 +49,67 @@ def main() -> None:
 
     batch = _make_batch(device, samples=options.samples, mean_length=options.length)
     calls = _contenders(batch)
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     names: dict[str, int] = {}
     for run in range(CALL_RUNS + WARM_UP):
         for name, call in calls.items():
-            hook, metrics = _timed(call, device)
-            reduction, _ = _timed(lambda metrics=metrics: _host_reduction(metrics, batch["loss_masks"]), device)
+            work = call()
+            hook, metrics = _timed(work, device, clock)
+            reduction, _ = _timed(lambda metrics=metrics: _host_reduction(metrics, batch["loss_masks"]), device, clock)
             names[name] = len(metrics)
             if run >= WARM_UP:
                 seconds[name].append((hook, reduction))
 
     print(f"{options.samples} samples of {options.length} response tokens on average, {MASKED_SHARE:.0%} masked,")
-    print(f"yaml/gated_mis.yaml, median of {CALL_RUNS} calls in ms\n")
-    print("| | names | hook | host reduction | sum | reference / this |")
-    print("|---|---|---|---|---|---|")
+    print(f"yaml/gated_mis.yaml, median of {CALL_RUNS} calls in ms")
+    print(f"of {'the thread' if clock is time.thread_time else 'the clock'}\n")
+    print("| | names | hook | reference / hook | host reduction | sum | reference / sum |")
+    print("|---|---|---|---|---|---|---|")
     medians = {
         name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in seconds.items()
     }
-    reference = sum(medians["reference example"])
+    reference = seconds["reference example"]
     for name, (hook, reduction) in medians.items():
-        total = hook + reduction
-        cells = (name, names[name], *(f"{x * 1e3:.2f}" for x in (hook, reduction, total)), f"{reference / total:.1f}")
+        pairs = [*zip(reference, seconds[name], strict=True)]
+        of_hook = statistics.median(theirs[0] / ours[0] for theirs, ours in pairs)
+        of_sum = statistics.median(sum(theirs) / sum(ours) for theirs, ours in pairs)
+        times = [f"{x * 1e3:.2f}" for x in (hook, reduction, hook + reduction)]
+        cells = (name, names[name], times[0], f"{of_hook:.2f}", *times[1:], f"{of_sum:.1f}")
         print(f"| {' | '.join(map(str, cells))} |")
 
 
-def _contenders(batch: dict[str, object]) -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
+def _contenders(batch: dict[str, object]) -> dict[str, Callable[[], Callable[[], dict[str, torch.Tensor]]]]:
+    """By name what makes a call; what is in its making is not timed."""
     keys = yaml.safe_load(YAML.read_text(encoding="utf-8"))
-    host = argparse.Namespace(use_tis=True, **{key: value for key, value in keys.items() if key != "use_tis"})
-    calls = {"reference example": lambda: host_baseline.compute_mis_weights_with_cp(host, **batch)[2]}
-    for choice, value in CHOICES.items():
-        args = argparse.Namespace(**keys | {"mis_metrics": value})
-        calls[f"mis_metrics: {choice}"] = lambda args=args: mis_ext.compute_mis_weights_with_cp(args, **batch)[2]
-    return calls
+
+    def of_example() -> Callable[[], dict[str, torch.Tensor]]:
+        host = argparse.Namespace(**{"use_tis": True} | keys)
+        return lambda: host_baseline.compute_mis_weights_with_cp(host, **batch)[2]
+
+    def of_hook(args: argparse.Namespace, given: dict[str, object]) -> Callable[[], dict[str, torch.Tensor]]:
+        return lambda: mis_ext.compute_mis_weights_with_cp(args, **given)[2]
+
+    args = {choice: argparse.Namespace(**keys | {"mis_metrics": value}) for choice, value in CHOICES.items()}
+    calls = {f"mis_metrics: {choice}": functools.partial(of_hook, each, batch) for choice, each in args.items()}
+    turns = itertools.count(1)
+    return {
+        "reference example": of_example,
+        "mis_metrics: all, new lengths": lambda: of_hook(args["all"], _relaid(batch, next(turns))),
+        "mis_metrics: all, first call": lambda: of_hook(argparse.Namespace(**vars(args["all"])), batch),
+        **calls,
+    }
+
+
+def _relaid(batch: dict[str, Any], turn: int) -> dict[str, Any]:
+    """The same tokens, of samples with other lengths: the longest gives ``turn`` of its own to its neighbour."""
+    lengths = [*batch["response_lengths"]]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    lengths[longest] -= turn
+    lengths[longest - 1] += turn
+    columns = ("train_log_probs", "rollout_log_probs", "loss_masks")
+    relaid = {name: [*torch.cat(batch[name]).split(lengths)] for name in columns}
+    return batch | relaid | {"response_lengths": lengths, "total_lengths": [length + 100 for length in lengths]}
 
 
 def _import_seconds() -> float:
@@ -115,12 +150,12 @@ def _host_reduction(metrics: dict[str, torch.Tensor], loss_masks: list[torch.Ten
     return torch.tensor([len(loss_masks), *values], device=loss_masks[0].device)
 
 
-def _timed(function: Callable[[], object], device: torch.device) -> tuple[float, object]:
+def _timed(function: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> tuple[float, Any]:
     _synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     result = function()
     _synchronize(device)
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def _synchronize(device: torch.device) -> None:

@@ -34,7 +34,8 @@ def part_of(tokens: Tokens) -> Part:
 
 def by_guards(tokens: Tokens) -> list[str]:
     """What the first call of a run says of these tokens."""
-    found = DataGuards(mis_ext.preset("mis")).inspect(part_of(tokens).streams, ALONE)
+    streams = part_of(tokens).streams
+    found = DataGuards(mis_ext.preset("mis")).inspect(streams.tokens, streams, ALONE)
     return [each.cause for each in found if each.cause is not None]
 
 

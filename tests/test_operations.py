@@ -116,7 +116,7 @@ def test_a_bound_and_a_metric_with_such_an_operation_are_refused_by_name(monkeyp
         )
     ]
     monkeypatch.setattr("mis_ext.correction.config.mismatch_rows", lambda metric_max: rows)
-    with pytest.raises(ValueError, match=r"the formula value_of_spread\(sum_log_ratio, num_valid\).*'erf'"):
+    with pytest.raises(ValueError, match=r"the formula amount_of_spread\(sum_log_ratio\).*'erf'"):
         plan_of(mis_ext.CorrectionConfig())
 
 

@@ -42,7 +42,7 @@ class EagerBackend:
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
         self._band_scales = named_band_scales(plan, band_scales_N)
-        tokens = streams.token_ratios(layout)
+        self.tokens = tokens = streams.token_ratios(layout)
         given = {
             "log_ratio": tokens.log_ratio_T,
             "proximal": tokens.proximal_T,
@@ -52,7 +52,7 @@ class EagerBackend:
         }
         self._given = given | self._band_scales
         self._tokens = NamedValues(self._given, plan.token)
-        self._masks: dict[str, Tensor] = {}
+        self._masks: dict[int, Tensor] = {}
 
     def take_segments(self, segments_FT: Tensor) -> None:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -87,6 +87,8 @@ class EagerBackend:
             for column, row in zip(columns, rows[:-1], strict=True)
         }
         values = NamedValues(given | self._band_scales, self.plan.sequence)
+        for alike in self.plan.alike:
+            values.compute_alike(alike)
         return EagerSequences(values, self._totals(values, failed_S=rows[-1]))
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
@@ -146,9 +148,11 @@ class EagerBackend:
         return never_T - value_T if column.operation == "max" else never_T + value_T
 
     def _mask(self, name: str) -> Tensor:
-        if name not in self._masks:
-            self._masks[name] = mask_as_float(self._tokens[name])
-        return self._masks[name]
+        mask_T = self._tokens[name]
+        # Without a gate on tokens several names are of one mask.
+        if id(mask_T) not in self._masks:
+            self._masks[id(mask_T)] = mask_as_float(mask_T)
+        return self._masks[id(mask_T)]
 
     def _totals(self, values: NamedValues, *, failed_S: Tensor) -> Tensor:
         totals, num_sums = self.plan.totals, self.plan.num_sum_totals
@@ -165,19 +169,22 @@ class EagerBackend:
     def _token_metrics(self, sequences: Sequences, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
         plan = self.plan
         scales = scale_values(scale)
-        of_sequences = NamedValues(
-            total_values(plan, sequences.totals_A) | scales, plan.spread, others=sequences.values
-        )
-        of_group = NamedValues(total_values(plan, over_group_A) | scales | self._band_scales, {})
-        # One at a time: on a CPU a tensor of all of them would leave the cache.
-        spread = [
-            of_group.compute(row.formula)
+        totals = total_values(plan, sequences.totals_A)
+        of_sequences = NamedValues(totals | scales, plan.spread, others=sequences.values)
+        over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
+        of_group = NamedValues(over_group | scales | self._band_scales, {})
+        for alike in plan.spread_alike:
+            of_sequences.compute_alike(alike)
+        rows = [
+            of_group.compute(row.formula).expand(self.layout.num_sequences)
             if row.over == "group"
-            else self.layout.index.to_tokens(of_sequences[row.spread_name])
+            else of_sequences[row.spread_name]
             for row in plan.metrics
         ]
-        response_T = self._mask("response")
-        spread = [zero_outside(response_T, value) for value in spread]
+        if not rows:
+            return {}
+        table_MS = torch.stack(rows)
+        spread = self.layout.index.spread(table_MS, self._mask("response"))
         return {name: spread[index] for name, index in plan.metric_index.items()}
 
 

@@ -9,12 +9,14 @@ kernel's source. So whatever a formula says is said once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mis_ext.correction.log_ratio import mask_as_float
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as extreme as any larger one, and finite."""
@@ -73,7 +75,47 @@ class NamedValues:
 
     def compute(self, formula: Formula) -> Any:
         """The value of a formula, which is not remembered."""
-        return formula.function(*[self[name] for name in formula.needs])
+        known = self._known
+        return formula.function(*[known[name] if name in known else self[name] for name in formula.needs])
+
+    def compute_alike(self, alike: Alike) -> Tensor:
+        """``[N, S]``: values of sequences that one function makes, computed once and not for each name; remembered."""
+        values_NS = alike.function(*[self._together(column) for column in alike.needs])
+        self._known |= zip(alike.names, values_NS.unbind(), strict=True)
+        return values_NS
+
+    def _together(self, names: tuple[str, ...]) -> Tensor:
+        """The one value that all names are, or one below the other: ``[N, S]`` of sequences, ``[N, 1]`` of a call."""
+        known = self._known
+        values = [known[name] if name in known else self[name] for name in names]
+        if len(names) == 1:
+            shared: Tensor = values[0]
+            return shared
+        stacked_N = torch.stack(values)
+        return stacked_N.unsqueeze(-1) if stacked_N.dim() == 1 else stacked_N
+
+
+class Alike(NamedTuple):
+    """Values that one function makes, of ``needs``: for each argument the names of all, or the one that they share."""
+
+    function: Callable[..., Tensor]
+    names: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...]
+
+
+def alike(formulas: Mapping[str, Formula], names: Iterable[str]) -> tuple[Alike, ...]:
+    """Those of ``names`` that another one's function makes too, by function."""
+    groups: dict[tuple[Callable[..., Tensor], int], list[str]] = {}
+    for name in names:
+        if not formulas[name].is_name:
+            groups.setdefault((formulas[name].function, len(formulas[name].needs)), []).append(name)
+    found = []
+    for (function, _), group in groups.items():
+        columns = zip(*(formulas[name].needs for name in group), strict=True)
+        needs = tuple(column[:1] if len(set(column)) == 1 else column for column in columns)
+        if len(group) > 1:
+            found.append(Alike(function, tuple(group), needs))
+    return tuple(found)
 
 
 def needed_names(wanted: list[str], formulas: Mapping[str, Formula]) -> list[str]:
@@ -95,6 +137,8 @@ def needed_names(wanted: list[str], formulas: Mapping[str, Formula]) -> list[str
 def where(condition: Tensor, value: Tensor | float, otherwise: Tensor | float) -> Tensor:
     """``torch.where``, of symbols too."""
     choose = getattr(condition, "choose", None)
+    if choose is None and type(value) is type(otherwise) is float and (value, otherwise) == (1.0, 0.0):
+        return mask_as_float(condition)
     chosen: Tensor = torch.where(condition, value, otherwise) if choose is None else choose(value, otherwise)
     return chosen
 

@@ -51,12 +51,16 @@ def compute_log_ratio(
 
 def mask_as_float(mask: Tensor) -> Tensor:
     """A bool mask of any shape as float32: 1 where it is True, else 0."""
-    # On a CPU bytes become floats five times as fast as booleans.
-    return mask.to(torch.uint8).float()
+    # The same bytes, which on a CPU become floats five times as fast as booleans.
+    return mask.view(torch.uint8).float()
 
 
-def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
+def zero_outside(mask: Tensor, values: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``torch.where(mask > 0, values, 0)`` for a float ``mask``: any value, NaN too, is 0 where the mask is."""
     # The gradient of a relu, which is this; on a CPU four times as fast as torch.where.
-    kept: Tensor = torch.ops.aten.threshold_backward(values, mask, 0.0)
+    kept: Tensor
+    if out is None:
+        kept = torch.ops.aten.threshold_backward(values, mask, 0.0)
+    else:
+        kept = torch.ops.aten.threshold_backward(values, mask, 0.0, grad_input=out)
     return kept

@@ -95,22 +95,20 @@ class MetricRow:
             per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
         """
         total, is_mean = self.total_formula, self.over in ("valid_tokens", "response_tokens")
-
-        def value(*values: Tensor) -> Tensor:
-            *arguments, count = values
-            numerator = total.function(*arguments)
-            return where(count > 0.0, numerator / count.clamp_min(1.0) if is_mean else numerator, 0.0)
+        amount_name = total.needs[0] if total.is_name else f"amount_of_{self.name}"
+        value_name, share_name = f"value_of_{self.name}", f"share_by_{self.count_name}"
+        formulas = {value_name: Formula(_mean if is_mean else _own, (amount_name, self.count_name))}
+        if not total.is_name:
+            formulas[amount_name] = total
+        if not self.call_totals:
+            return formulas
 
         def share(count: Tensor, num_response: Tensor) -> Tensor:
             return where(count > 0.0, num_response if per_token_loss else 1.0, 0.0)
 
-        formulas = {f"value_of_{self.name}": Formula(value, (*total.needs, self.count_name))}
-        if not self.call_totals:
-            return formulas
-        value_name, share_name = f"value_of_{self.name}", f"share_by_{self.count_name}"
         return formulas | {
             share_name: Formula(share, (self.count_name, "num_response")),
-            f"term_of_{self.name}": Formula(lambda value, share: value * share, (value_name, share_name)),
+            f"term_of_{self.name}": Formula(_term, (value_name, share_name)),
         }
 
     @property
@@ -142,18 +140,34 @@ class MetricRow:
         scale = ("scale_factor",) if self.is_scaled else ()
         total, share = self.call_totals
 
-        def spread(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
-            known = where(count > 0.0, value, total * inverse)
-            return known * scale[0] if scale else known
-
         needs = (self.count_name, f"value_of_{self.name}", total, f"inverse_{share}", *scale)
         # One division for all rows; a share is 0, or 1 and more.
         inverse = Formula(lambda share: where(share > 0.0, 1.0 / share.clamp_min(1.0), math.nan), (share,))
-        return {f"inverse_{share}": inverse, self.spread_name: Formula(spread, needs)}
+        return {f"inverse_{share}": inverse, self.spread_name: Formula(_known_or_mean, needs)}
 
     def alias(self, name: str, text: str) -> MetricRow:
         """The same values under another name."""
         return replace(self, name=name, text=text, is_core=False, alias_of=self.name)
+
+
+# Of all rows the same functions, so that those of a batch of rows are computed at once (NamedValues.compute_alike).
+
+
+def _mean(amount: Tensor, count: Tensor) -> Tensor:
+    return where(count > 0.0, amount / count.clamp_min(1.0), 0.0)
+
+
+def _own(amount: Tensor, count: Tensor) -> Tensor:
+    return where(count > 0.0, amount, 0.0)
+
+
+def _term(value: Tensor, share: Tensor) -> Tensor:
+    return value * share
+
+
+def _known_or_mean(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
+    known = where(count > 0.0, value, total * inverse)
+    return known * scale[0] if scale else known
 
 
 def row(

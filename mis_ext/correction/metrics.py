@@ -196,11 +196,10 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         return compared(lambda value: value < bound)
 
     above = compared(lambda value: value > weight.log_high)
-    yield at_level(
-        "tis_weight_before_bound",
-        Formula(lambda *values: bounded_exp(log_ratio.function(*values)), log_ratio.needs),
-        "the ratio at `tis_level`",
-    )
+    before = Formula(lambda *values: bounded_exp(log_ratio.function(*values)), log_ratio.needs)
+    if weight.level == "token":
+        before = Formula.named("ratio")
+    yield at_level("tis_weight_before_bound", before, "the ratio at `tis_level`")
     if weight.bound.has_low:
         yield at_level(f"tis_{weight.mode}_fraction_low", below(weight.log_low), "weights below the lower bound")
         yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")

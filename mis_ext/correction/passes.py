@@ -62,6 +62,10 @@ class Backend(Protocol):
     plan: Plan
     band_scales_N: Tensor
 
+    @property
+    def tokens(self) -> TokenRatios:
+        """Log-ratios of the local tokens, computed once where the passes need them as tensors too."""
+
     def take_segments(self, segments_FT: Tensor) -> None:
         """The plan's ``segment_names`` of each local token; before any other pass, where there are some."""
 

@@ -224,7 +224,7 @@ def run_passes(
     """The passes of a call, and the collectives between them; arguments as of :func:`compute_correction`."""
     plan, layout = backend.plan, backend.layout
     if plan.segments:
-        backend.take_segments(segment_values(backend.streams, layout, plan, cp_group=cp_group))
+        backend.take_segments(segment_values(backend, cp_group=cp_group))
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)

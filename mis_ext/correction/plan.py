@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where
+from mis_ext.correction.formula import MAX_NATS, Alike, Formula, alike, bounded_exp, needed_names, where
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
@@ -125,6 +125,8 @@ class Plan:
         metrics: Rows whose values are computed, without aliases.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         spread: Formulas of what each token of a sequence is given of a metric, from its numbers and totals.
+        alike: Numbers of sequences that are computed together, in this order: of metrics, and of what they add.
+        spread_alike: The same of ``spread``.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
         band_scales: Names of the numbers that each rollout gives: the scales of the bands that have a target.
     """
@@ -140,6 +142,8 @@ class Plan:
     metrics: tuple[MetricRow, ...]
     metric_index: Mapping[str, int]
     spread: Mapping[str, Formula]
+    alike: tuple[Alike, ...]
+    spread_alike: tuple[Alike, ...]
     needs_group_totals: bool
     band_scales: tuple[str, ...]
 
@@ -186,7 +190,8 @@ def plan_of(config: CorrectionConfig) -> Plan:
     parts = dict.fromkeys(part for name in names for part in Total.of(name).parts)
     totals = _sums_first(map(Total.of, parts))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
-    wanted += [f"value_of_{row.name}" for row in metrics if row.over != "group"]
+    by_sequence = [row for row in metrics if row.over != "group"]
+    wanted += [f"value_of_{row.name}" for row in by_sequence]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
     columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(
@@ -201,6 +206,11 @@ def plan_of(config: CorrectionConfig) -> Plan:
         metrics=metrics,
         metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
         spread=spread,
+        alike=(
+            *alike(sequence, [f"value_of_{row.name}" for row in by_sequence]),
+            *alike(sequence, [f"term_of_{row.name}" for row in by_sequence if row.call_totals]),
+        ),
+        spread_alike=alike(spread, [row.spread_name for row in by_sequence]),
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
         band_scales=tuple(config.adapted_gates),
     )

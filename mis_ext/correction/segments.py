@@ -16,8 +16,7 @@ from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.passes import Streams
-from mis_ext.correction.plan import Plan
+from mis_ext.correction.passes import Backend
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
@@ -54,15 +53,15 @@ class Runs(NamedTuple):
         return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
-def segment_values(streams: Streams, layout: PackedLayout, plan: Plan, *, cp_group: Group | None) -> Tensor:
+def segment_values(backend: Backend, *, cp_group: Group | None) -> Tensor:
     """``[F, T]`` float32: the plan's ``segments`` of each local token.
 
     The first row is 1 where every token of the segment has a ratio, else 0; the others count those that have one.
     """
-    tokens = streams.token_ratios(layout)
+    tokens, layout, plan = backend.tokens, backend.layout, backend.plan
     leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
     of_token, valid_T = NamedValues(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
-    response_R = streams.response_mask_R.bool()
+    response_R = backend.streams.response_mask_R.bool()
     rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]
     rows_FR = whole_rows(torch.stack([valid_T.float(), *rows]), layout, cp_group=cp_group)
     segments = Runs.of(response_R, layout.sequence_R)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mis_ext.correction.log_ratio import zero_outside
+
 _BLOCK = 64
 _FAN_IN = 32
+_STACKED = 1 << 16
+"""How many numbers of several rows are copied into one tensor to be reduced together."""
+_TOGETHER = 1 << 20
+"""How many numbers are written at once where one of several rows is: on a CPU more would leave the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,22 +78,49 @@ class TokenIndex:
 
         First blocks of 64 tokens as they lie in memory, whatever their sequences, so that only the edges of sequences
         are gathered; then groups of at most 32 blocks and edges, level by level: accurate, and the same bits on every
-        run. Rows are taken one after the other, so that a row can be gone before the next is computed.
+        run. Long rows are taken one after the other, so that one can be gone before the next is computed.
         """
         identity = 0.0 if op == "sum" else torch.inf
         in_blocks = len(self.sequence_T) // _BLOCK * _BLOCK
         parts = [
-            (_fold(row_T[:in_blocks].view(-1, _BLOCK), op), row_T.index_select(0, self.edge_N)) for row_T in rows_T
+            (_fold(few_FT[:, :in_blocks].view(len(few_FT), -1, _BLOCK), op), few_FT.index_select(-1, self.edge_N))
+            for few_FT in self._few(rows_T)
         ]
-        values = torch.cat([torch.stack(column) for column in zip(*parts, strict=True)], dim=-1)
+        values = torch.cat([torch.cat(column) for column in zip(*parts, strict=True)], dim=-1)
         for index in self.tree:
             padded = torch.nn.functional.pad(values, (0, 1), value=identity)
             values = _fold(padded.index_select(-1, index).view(len(values), -1, _FAN_IN), op)
         return values
 
+    def _few(self, rows_T: Iterable[Tensor]) -> Iterator[Tensor]:
+        """``[F, T]``: as many rows at a time as are copied for less than the operations on each of them cost."""
+        rows = iter(rows_T)
+        num_rows = 1 if self.sequence_T.is_cuda else max(_STACKED // max(len(self.sequence_T), 1), 1)
+        while few := [*itertools.islice(rows, num_rows)]:
+            yield torch.stack(few) if len(few) > 1 else few[0].unsqueeze(0)
+
     def to_tokens(self, values_S: Tensor) -> Tensor:
         """Give every local token the value of its sequence."""
         return values_S.index_select(-1, self.sequence_T)
+
+    def spread(self, values_MS: Tensor, mask_T: Tensor) -> list[Tensor]:
+        """``[T]`` for each row: the value of a token's sequence, or 0 where the float ``mask_T`` is 0.
+
+        A block of 64 tokens of one sequence has one value, so that an index is read for each block and not for each
+        token. A few rows at a time: fewer operations, and still in the cache.
+        """
+        num_blocks = len(self.sequence_T) // _BLOCK
+        in_blocks = num_blocks * _BLOCK
+        of_block, of_edge = self.sequence_T[:in_blocks:_BLOCK], self.sequence_T.index_select(0, self.edge_N)
+        block_mask, edge_mask = mask_T[:in_blocks].view(-1, _BLOCK), mask_T.index_select(0, self.edge_N)
+        spread: list[Tensor] = []
+        for rows_MS in torch.split(values_MS, max(_TOGETHER // max(len(mask_T), 1), 1)):
+            out_MT = rows_MS.new_empty(len(rows_MS), len(mask_T))
+            blocks = rows_MS.index_select(-1, of_block).unsqueeze(-1)
+            zero_outside(block_mask, blocks, out=out_MT[:, :in_blocks].view(len(rows_MS), -1, _BLOCK))
+            out_MT.index_copy_(-1, self.edge_N, zero_outside(edge_mask, rows_MS.index_select(-1, of_edge)))
+            spread += out_MT.unbind()
+        return spread
 
     def to_whole(self, values_S: Tensor) -> Tensor:
         """Give every token of the whole responses the value of its sequence."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig, GuardName
+from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF, MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
@@ -55,13 +56,11 @@ class DataGuards:
         """Whether a check has not seen enough yet."""
         return bool(self._armed)
 
-    def inspect(self, streams: PackedStreams, groups: Groups) -> list[Finding]:
+    def inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> list[Finding]:
         """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
         if not self._armed or is_capturing(streams.response_mask_R):
             return []
-        counted = self._readback.add(
-            token_sums(streams.tokens, response_mask_R=streams.response_mask_R, layout=streams.layout)
-        )
+        counted = self._readback.add(token_sums(tokens, response_mask_R=streams.response_mask_R, layout=streams.layout))
         findings = [] if counted is None else [*self._judge(TokenSums.of(counted), streams, groups)]
         return [finding for finding in findings if finding.guard is not None or groups.is_first_rank]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.hosts.acceptance import AcceptanceLoop
@@ -75,7 +76,7 @@ class Session:
                 band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
             )
             if self._guards.are_armed:
-                self._inspect(streams, groups)
+                self._inspect(backend.tokens, streams, groups)
         correction = run_passes(
             backend,
             cp_group=groups.cp_group,
@@ -204,8 +205,8 @@ class Session:
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)
         return self.compute(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
 
-    def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
-        for found in self._guards.inspect(streams, groups):
+    def _inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> None:
+        for found in self._guards.inspect(tokens, streams, groups):
             if found.guard is None:
                 self.warn(found.message)
             else:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import Outputs, Sequences, Streams, named_band_scales
 from mis_ext.correction.plan import Plan
@@ -63,6 +64,11 @@ class TritonBackend:
         self._programs = programs_of(plan, is_whole=layout.is_whole)
         # Read by nobody without segments.
         self._segments_TF = band_scales_N
+
+    @property
+    def tokens(self) -> TokenRatios:
+        """See :class:`~mis_ext.correction.passes.Backend`."""
+        return self.streams.token_ratios(self.layout)
 
     def take_segments(self, segments_FT: Tensor) -> None:
         """See :class:`~mis_ext.correction.passes.Backend`."""
