@@ -284,6 +284,24 @@ def test_a_factor_counts_and_numbers_without_dimensions_are_added(device):
         assert torch.zeros(0, 2, device=device).index_add(0, empty, x[:0]).shape == (0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_every_form_of_a_sum_takes_numbers_without_dimensions(shape):
+    x, index, source = torch.ones(shape), torch.tensor(0), torch.tensor(2.0)
+    forms = (
+        lambda: x.scatter_reduce(0, index, source, "sum"),
+        lambda: torch.scatter_reduce(x, 0, index, source, reduce="sum"),
+        lambda: x.clone().scatter_reduce_(0, index, source, "sum"),
+        lambda: x.scatter(0, index, source, reduce="add"),
+        lambda: x.scatter_add(0, index, source),
+        lambda: x.scatter_reduce(0, index, source, "amax"),
+    )
+    for form in forms:
+        with batch_invariant_mode():
+            ours = form()
+        assert torch.equal(ours, form())
+
+
 def test_threads_add_in_one_order():
     tokens, topk, width = 256, 8, 512
     generator = torch.Generator().manual_seed(0)

@@ -68,7 +68,9 @@ def scatter_reduce(
     if reduce in ("amax", "amin"):
         return func(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
     if reduce in ("sum", "add") and include_self:
-        return scatter_add(func, x, dim, index, source)
+        return scatter_add(
+            aten.scatter_add_.default if func._schema.is_mutable else aten.scatter_add.default, x, dim, index, source
+        )
     raise NotImplementedError(f"{func} has no batch-invariant form here for {reduce=}, {include_self=}")
 
 
