@@ -39,6 +39,19 @@ def streams() -> list[torch.Tensor]:
     return [torch.randn(5, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.parametrize("num_positional", range(4))
+@pytest.mark.parametrize("queries", [False, True])
+def test_streams_may_be_passed_by_name(queries, num_positional) -> None:
+    found, given = model(), streams()
+    rounded = [values.to(DTYPES["fp8_e5m2"]).to(values.dtype) for values in given]
+    named = dict(list(zip(("query", "key", "value"), given, strict=True))[num_positional:])
+    core = found["decoder"][0].core_attention
+    with simulate_kv_cache(found, "fp8_e5m2", queries=queries):
+        core(*given[:num_positional], **named, attention_mask=None)
+    expected = [rounded[0] if queries else given[0], *rounded[1:]]
+    assert all(torch.equal(*pair) for pair in zip(core.given, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("queries", [False, True])
 def test_values_are_rounded_and_the_gradient_is_not(dtype, queries) -> None:

@@ -82,7 +82,9 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
         if any(isinstance(hook, _Rounding) for hook in layer.core_attention._forward_pre_hooks.values()):
             raise ValueError(f"{name}: the model simulates a cache already: remove that first")
     rounding = _Rounding(DTYPES[dtype], queries=queries)
-    return SimulatedKVCache([layer.core_attention.register_forward_pre_hook(rounding) for layer in layers.values()])
+    return SimulatedKVCache(
+        [layer.core_attention.register_forward_pre_hook(rounding, with_kwargs=True) for layer in layers.values()]
+    )
 
 
 class _Rounding:
@@ -91,9 +93,14 @@ class _Rounding:
     def __init__(self, dtype: torch.dtype, *, queries: bool) -> None:
         self._dtype, self._queries = dtype, queries
 
-    def __call__(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        query, key, value, *others = inputs
-        return self._rounded(query) if self._queries else query, self._rounded(key), self._rounded(value), *others
+    def __call__(
+        self, module: Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = ("query", "key", "value")
+        which = names if self._queries else names[1:]
+        rounded = [self._rounded(x) if name in which else x for name, x in zip(names, inputs, strict=False)]
+        named = {name: self._rounded(x) if name in which else x for name, x in named.items()}
+        return (*rounded, *inputs[len(names) :]), named
 
     def _rounded(self, values: Tensor) -> Tensor:
         rounded: Tensor = _StraightThrough.apply(values, self._dtype)  # type: ignore[no-untyped-call]
