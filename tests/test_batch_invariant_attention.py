@@ -235,12 +235,15 @@ def test_a_mask_of_each_head_that_hides_nothing_changes_no_bit():
         assert equal_bits(attention(query, key, value, is_causal=False, mask=mask, **bounds), expected)
 
 
-def test_queries_before_the_first_key_have_no_gradient():
-    query, key, value, bounds = packed([150], [5])
+@pytest.mark.parametrize("hidden", [(), (0, 2, 3, 4, 5, 9, 11, 13)])
+def test_queries_before_the_first_key_have_no_gradient(hidden):
+    num_q, num_k = (5, 3) if hidden else (150, 5)
+    query, key, value, bounds = packed([num_q], [num_k])
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    output = attention(*leaves, **bounds)
+    mask = torch.ones(num_q * num_k, dtype=torch.bool).index_fill(0, torch.tensor(hidden, dtype=torch.long), False)
+    output = attention(*leaves, **bounds, mask=mask.view(1, 1, num_q, num_k) if hidden else None)
     grads = torch.autograd.grad(output, leaves, torch.ones_like(output))
-    assert torch.equal(grads[0][:145], torch.zeros(145, 4, 16))
+    assert torch.equal(grads[0][: num_q - num_k], torch.zeros(num_q - num_k, 4, 16))
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
 
 

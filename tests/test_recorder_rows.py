@@ -155,6 +155,12 @@ def test_what_holds_for_each_sequence_is_by_token() -> None:
     # Of another layout it is none of this module's, and no error as its activations would be.
     assert place_rows(table[None], left, where="table", forced="sbh") is None
     assert place_rows(table, left, where="table") is None
+    # As many sequences as tokens: a mask [b, 1, s, keys] is no table, and [s, 1, ...] none of [b, s, h].
+    square = Rows.padded(torch.ones(3, 3))
+    for keys in (3, 5):
+        assert place_rows(torch.ones(3, 1, 3, keys), square, where="mask") is None
+    assert place_rows(torch.randn(3, 1, 8), square, where="table", layout="bsh") is None
+    assert place_rows(torch.randn(3, 1, 1, 8), square, where="table", layout="sbh") is not None
     # One token of each sequence: a number for all.
     step = Rows(sequence=torch.arange(3)[:, None], position=torch.tensor([[7], [7], [5]]))
     placed = place_rows(torch.tensor([[7]]), step, where="position ids")

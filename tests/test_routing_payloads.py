@@ -141,7 +141,9 @@ def test_with_one_expert_a_token_zeros_that_nobody_wrote_are_not_expert_0(read) 
         read(TOP_1, moe_layers=[0, 1, 2])
     for moe_layers in (None, [0, 1, 2, 3]):
         with pytest.raises(ValueError, match="layer 0 has expert 0 at every token, as a dense layer has"):
-            read(TOP_1, moe_layers=moe_layers)
+            read(TOP_1.repeat(4, 1, 1), moe_layers=moe_layers)
+        # A router may well send four tokens in a row to expert 0.
+        assert torch.equal(read(TOP_1, moe_layers=moe_layers).experts_TLK[:-1], TOP_1)
     rows = TOP_1.clone()
     rows[:2] = 0
     part = read(rows, moe_layers=[1, 2, 3])
@@ -185,7 +187,9 @@ def test_a_count_that_the_server_leaves_empty_is_as_if_it_were_not_there() -> No
     empty = dict.fromkeys(("num_retractions", "routed_experts_start_len", "weight_versions", "routed_experts_dtype"))
     sample = RoutedExperts.from_sglang({**empty, "routed_experts": payload(SGLANG)}, num_tokens=4, **SGLANG_MODEL)
     assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
-    for spans in ("7", [7], [{"start": 0}], [{"version": 7}]):
+    one = {"weight_versions": [{"version": 7}, {"version": 7}], "routed_experts": payload(SGLANG)}
+    assert RoutedExperts.from_sglang(one, num_tokens=4, **SGLANG_MODEL).experts_TLK.tolist() == SGLANG_EXPERTS
+    for spans in ("7", [7]):
         with pytest.raises(TypeError, match="weight_versions"):
             RoutedExperts.from_sglang(
                 {"weight_versions": spans, "routed_experts": payload(SGLANG)}, num_tokens=4, **SGLANG_MODEL

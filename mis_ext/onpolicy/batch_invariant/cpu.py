@@ -179,7 +179,8 @@ def attention_backward(
         grad_scores = torch.where(seen, weights * (grad_weights - inner_NHQ1[tile, :, None]), 0.0) * packing.scale
         for product in torch.matmul(grad_scores, k).unbind(1):
             grad_query[tile] += product
-        of_tile = slice(firsts[tile], firsts[tile] + min(num_keys[tile], key_NJ.shape[1]))
+        # A causal run of more queries than keys has tiles that end before its first key.
+        of_tile = slice(firsts[tile], firsts[tile] + max(0, min(num_keys[tile], key_NJ.shape[1])))
         for into, per_query, x in ((grad_keys, grad_scores, queries), (grad_values, weights, grad)):
             product = torch.matmul(per_query.transpose(-1, -2), x[tile, :, None])
             into[:, of_tile] += product.flatten(1, 2)[:, : of_tile.stop - of_tile.start]

@@ -144,8 +144,9 @@ def place_rows(
     """The tensor's values by token, or None where its leading dimensions are no token dimensions.
 
     Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. What fits none of these and has a
-    ``b`` of 1, as tables of positions have, holds for each sequence. An integer tensor that has these two dimensions
-    and no others is taken for token ids, which every engine has as ``[b, s]``.
+    ``b`` of 1, as tables of positions have, holds for each sequence, if it is not in another layout than that of the
+    forward. An integer tensor that has these two dimensions and no others is taken for token ids, which every engine
+    has as ``[b, s]``.
 
     Args:
         tensor: Any tensor of the forward.
@@ -157,7 +158,8 @@ def place_rows(
     Raises:
         ValueError: The shape fits both orders and nothing decides; or it fits an order, but not the forced one.
     """
-    every = _fits(tensor, rows)
+    is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
+    every = _fits(tensor, rows, table_layout="bsh" if is_ids else layout)
     fits = [fit for fit in every if forced in (None, fit.layout)]
     # The position ids of a layer may be [1, s] although its activations are [s, b, h].
     if every and not fits and every[0].broadcast is None:
@@ -165,8 +167,7 @@ def place_rows(
     if not fits:
         return None
     if not all(fit.tokens.same(fits[0].tokens) for fit in fits):
-        is_ids = tensor.dim() == 2 == fits[0].dimensions and not tensor.is_floating_point()
-        fits = [fit for fit in fits if fit.layout == ("bsh" if is_ids else layout)]
+        fits = [fit for fit in fits if fit.layout == ("bsh" if is_ids and fits[0].dimensions == 2 else layout)]
     if not fits or not all(fit.tokens.same(fits[0].tokens) for fit in fits):
         raise ValueError(
             f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {_shapes(rows)}; "
@@ -182,11 +183,14 @@ def place_rows(
     return PlacedRows(values, tokens.sequence_N, tokens.position_N)
 
 
-def _fits(tensor: Tensor, rows: Rows) -> list[_Fit]:
+def _fits(tensor: Tensor, rows: Rows, table_layout: Layout | None) -> list[_Fit]:
     """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1.
 
-    Rows of positions that hold for each sequence come last, for the same reason.
+    Rows of positions that hold for each sequence come last, for the same reason. Where there are as many sequences as
+    tokens, a mask ``[b, 1, s, keys]`` has the shape of such a table ``[s, 1, ...]``.
     """
+    num_sequences, num_tokens = rows.position.shape
+    is_mask = num_sequences == num_tokens > 1 and tensor.dim() == 4 and tensor.shape[1:3] == (1, num_tokens)
     grids: list[_Fit] = []
     flat: list[_Fit] = []
     tables: list[_Fit] = []
@@ -197,7 +201,12 @@ def _fits(tensor: Tensor, rows: Rows) -> list[_Fit]:
             grids.append(_Fit(reading.layout, 2, reading.tokens))
         elif may_be_flat and tensor.shape[:1] == (reading.shape.numel(),):
             flat.append(_Fit(reading.layout, 1, reading.tokens))
-        elif reading.holds_all and tensor.shape[:2] == _of_one_sequence(reading):
+        elif (
+            reading.holds_all
+            and tensor.shape[:2] == _of_one_sequence(reading)
+            and table_layout in (None, reading.layout)
+            and not is_mask
+        ):
             tables.append(_Fit(reading.layout, 2, reading.tokens, broadcast=reading.shape))
     return grids or flat or tables
 
