@@ -230,7 +230,7 @@ def test_tokens_that_are_taken_out_leave_the_evidence_of_the_others_as_it_was() 
 
 
 def pair_of(
-    kind: str, *, engine: float = 1.0, trainer: float = 1.0, sampler: float = 0.0, noise: float = 0.0
+    kind: str, *, engine: float = 1.0, trainer: float = 1.0, sampler: float = 0.0, noise: float = 0.0, cap: str = ""
 ) -> Tokens:
     """Both sides of drawn logits, each at a temperature, with noise in the trainer's; 0: sampled from the engine's."""
     generator = torch.Generator().manual_seed(0)
@@ -244,6 +244,9 @@ def pair_of(
         logits = logits - (0.5 + 3.0 * openness) * (torch.arange(shape[-1]) + 1.0).log()
     noisy = logits + noise * torch.randn(shape, generator=generator) if noise else logits
     sides = {"proximal": (noisy / trainer).log_softmax(-1), "behavior": (logits / engine).log_softmax(-1)}
+    if cap:
+        height = 2.0 * float(logits.std())
+        sides[cap] = (height * (logits / height).tanh()).log_softmax(-1)
     sampled = sides["behavior"] if not sampler else (logits / sampler).log_softmax(-1)
     ids = torch.multinomial(sampled.flatten(0, 1).exp(), 1, generator=generator).view(*shape[:2], 1)
     return Tokens(**{name: [*each.gather(-1, ids)[..., 0]] for name, each in sides.items()})
@@ -308,3 +311,56 @@ def test_a_base_of_logarithms_is_certain_on_either_side_with_noise_beside_it(kin
     name = {"behavior": "engine", "proximal": "trainer"}[side]
     assert (found.cause, found.confidence) == ("log_base", "certain")
     assert f"the {name}'s are logarithms to the base {base:g}" in found.evidence
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize("side", ["behavior", "proximal"])
+def test_a_soft_cap_on_logits_is_no_likely_temperature(kind, side) -> None:
+    found, *rest = by_report(pair_of(kind, cap=side))
+    assert {each.confidence for each in (found, *rest)} == {"possible"}
+    assert found.cause == "temperature"
+    assert "fit it badly" in found.evidence
+    assert "another change of the logits, such as a soft cap" in found.alternatives
+
+
+@pytest.mark.parametrize("side", ["behavior", "proximal"])
+def test_log_probs_that_are_clamped_are_no_cut(side) -> None:
+    tokens = pair_of("flat", noise=0.02)
+    for values in getattr(tokens, side):
+        values.clamp_min_(-3.0)
+    found, *rest = by_report(tokens)
+    assert (found.cause, found.confidence) == ("placeholder_log_probs", "certain")
+    assert "as of a clamp" in found.evidence
+    assert {each.cause for each in rest} <= {"bf16_kernels"}
+
+
+@pytest.mark.parametrize("side", ["behavior", "proximal"])
+def test_probabilities_of_an_open_model_are_all_wrong(side) -> None:
+    tokens = pair_of("flat", noise=0.02)
+    for values in getattr(tokens, side):
+        values.exp_()
+    assert 0.1 < float((torch.cat(getattr(tokens, side)) > 0.1).float().mean()) < 0.5
+    (found,) = by_report(tokens)
+    assert (found.cause, found.k3_share) == ("positive_log_probs", 1.0)
+
+
+def test_what_no_two_policies_give_is_said_to_fit_badly() -> None:
+    tokens = pair_of("flat")
+    noise = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
+    tokens.proximal = [side + 0.5 * each for side, each in zip(tokens.proximal, noise, strict=True)]
+    *_, found = by_report(tokens)
+    assert any("no two policies" in each for each in found.alternatives)
+    (found,) = by_report(pair_of("flat", noise=0.5))
+    assert not any("no two policies" in each for each in found.alternatives)
+
+
+def test_a_cut_has_at_least_the_share_that_its_lost_mass_needs() -> None:
+    """Of noise with a few large squares, which hide that the others fall."""
+    generator = torch.Generator().manual_seed(0)
+    behavior = -0.3 - 2.0 * torch.rand(100, 100, generator=generator)
+    far = torch.randn(100, 100, generator=generator) * (torch.rand(100, 100, generator=generator) < 0.01)
+    tokens = Tokens([*(behavior - 0.05 + 0.7 * far)], [*behavior])
+    d = torch.cat(tokens.proximal) - torch.cat(tokens.behavior)
+    truth = 0.05**2 / 2.0 / float((d.expm1() - d).mean())
+    (share,) = [each.k3_share for each in by_report(tokens) if each.cause == "top_p_or_top_k"]
+    assert share == pytest.approx(truth, rel=0.3)

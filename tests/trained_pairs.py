@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from trained_plants import EXPERTS, OF_ALL, PLANTS, collected
+from trained_plants import OF_ALL, PLANTS, collected
 
 from mis_ext.correction.tables import Table
 from mis_ext.diagnosis import CAUSES, Diagnosis
@@ -65,20 +65,22 @@ LIMITS: dict[str, tuple[tuple[str, str], ...]] = {
         *((_LATE, other) for other in ("another prompt", "another chat template", "temperature 0.7")),
         *((_LATE, other) for other in ("temperature 1.2", "top-k 8")),
     ),
-    "a line explains too little where a few tokens are much farther apart": (
-        *((prompt, "temperature 0.7") for prompt in ("another prompt", "another chat template")),
+    "a line explains too little where other tokens are much farther apart": (
         ("another prompt", "temperature 1.2"),
+        ("adapter on one side", "temperature 1.05"),
         *((other, "base 2") for other in ("another prompt", "another chat template", "top-k 8")),
-        ("3 samples of others", "base 2"),
+        *((other, "base 2") for other in ("3 samples of others", "weights 4 updates old", _LATE)),
     ),
     "a cut and a temperature below 1 move the same tokens against each other": (
-        *(("temperature 0.7", cut) for cut in ("top-k 8", "top-p 0.9", "min-p 0.05")),
+        *(("temperature 0.7", cut) for cut in ("top-p 0.9", "min-p 0.05")),
     ),
-    "the share of a temperature is known to a fifth of k3 only": (
-        *((other, "temperature 1.2") for other in ("fp8 weights", "fp8 cache (e5m2)", "repetition penalty")),
-        (_LATE, "repetition penalty"),
-        ("min-p 0.05", EXPERTS),
+    "a temperature that could be alone is given all of k3, and what is beside it is in its interval only": (
+        ("another chat template", "temperature 0.7"),
+        *((other, "temperature 1.2") for other in ("fp8 weights", "fp8 cache (e5m2)")),
+        *(("repetition penalty", f"temperature {each}") for each in ("0.7", "1.05", "1.2")),
+        *(("presence penalty", f"temperature {each}") for each in ("0.7", "1.2")),
     ),
+    "a penalty is a temperature of some tokens": ((_LATE, "repetition penalty"),),
 }
 """Which pairs are told wrong, by the reason."""
 

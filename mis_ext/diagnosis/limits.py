@@ -41,5 +41,9 @@ KERNEL_K3, PRETRAINED_K3, QUANTISED_K3 = 1e-3, 3e-3, 7e-2
 to 2.2e-3 in 135M weights), and by low precision (there 1.4e-2 to 7e-2 while a policy learns). Between the first two it
 may be either. Where differences are normal, a k3 of 7e-2 has a mean difference of ``MAX_MEAN_ABS_DIFF``."""
 
+SAMPLED_ERRORS = 3.0
+"""The mean of p / q over tokens that q sampled is 1, or less where few ratios have much of it, and never more: above by
+so many standard errors, they were sampled from something else."""
+
 MAX_CHANCE = 1e-3
 """What has a smaller chance is no coincidence."""

@@ -213,8 +213,8 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
         yield f"{num_zeros:.0f} {of_all} 0, where the proximal ones are below {IMPROBABLE:g}"
     if tokens.num_constant:
         yield (
-            f"{tokens.num_constant:.0f} {of_all} in responses where all are the same number, while the proximal ones "
-            "are not"
+            f"{tokens.num_constant:.0f} of {tokens.num_valid:.0f} log-probs on trainable tokens are in responses where "
+            "all are the same number, or all that are lowest, as of a clamp, while those of the other side are not"
         )
 
 

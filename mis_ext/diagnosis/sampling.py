@@ -7,7 +7,7 @@ import math
 import torch
 
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import MIN_TOKENS
+from mis_ext.diagnosis.limits import MIN_TOKENS, SAMPLED_ERRORS
 from mis_ext.diagnosis.line import Power
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
@@ -28,10 +28,10 @@ the same logits, and they say by their mean ratio that they are there."""
 ONE_SIDED, FITS = 0.9, 0.5
 """Of :attr:`~mis_ext.diagnosis.line.Power.fit`: a cut alone has -0.94 to -1, where noise is small; temperatures from
 0.5 to 2 had less than 0.5, and most soft caps on logits more."""
-SAMPLED_ERRORS, SAMPLED_FACTOR = 3.0, 0.5
-"""The mean of p / q over tokens that q sampled is 1, and never more. Where it is above by so many errors, the tokens
-were sampled from something else: from the other side, if the reverse is nearer to 1 by this factor. A temperature that
-fits badly is tried the other way round, too: where few ratios have all of the mean, its error says little."""
+SAMPLED_FACTOR = 0.5
+"""Where the tokens were not sampled from the engine's, they were from the trainer's if its mean ratio is nearer to 1 by
+this factor. A temperature that fits badly is tried so, too: where few ratios have all of the mean, its error says
+little."""
 ERRORS = 3.0
 """Standard errors at either end of an interval."""
 SMALLEST = 0.1
@@ -201,10 +201,15 @@ def _one_sided(signals: Signals) -> float:
 
     A shift of ``x`` deviations of a Gaussian noise has ``x^2 / (1 + x^2)`` of the squares. Then the squares of tokens
     that were moved down exceed those of the others by ``asymmetry(x)`` of all.
+    Other noise, whose few largest squares hide that, adds nothing to the mass that is lost: the k3 of tokens that all
+    lose the same is the least that a cut with this mass can have.
     """
     below, above = signals.shifts[:, 1].sum(-1).tolist()
+    count, excess, _ = signals.ratios.tolist()
     if not below + above:
         return 0.0
     index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above)))
     shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
-    return shift**2 / (1.0 + shift**2)
+    mean = min(excess / count, 0.0)
+    least = count * (mean - math.log1p(mean)) / signals.tokens.k3_rest if mean > -1.0 else 1.0
+    return min(max(shift**2 / (1.0 + shift**2), least), 1.0)

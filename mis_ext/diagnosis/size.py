@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.diagnosis.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
 from mis_ext.diagnosis.measuring import Measured
 
 MAX_EXPLAINED = 0.87
@@ -122,7 +122,18 @@ def _behind(old: tuple[str, ...], *others: str, more: tuple[str, ...]) -> tuple[
 
 
 def _more(measured: Measured) -> tuple[str, ...]:
-    return (MORE,) if measured.explained else ()
+    return (*unfit_words(measured), *((MORE,) if measured.explained else ()))
+
+
+def unfit_words(measured: Measured) -> tuple[str, ...]:
+    """That no cause of the table fits: of two policies the mean ratio is 1 where all is sampled, and never above."""
+    engine, trainer = measured.tokens.powers
+    if any(each.excess <= SAMPLED_ERRORS * each.excess_error for each in (engine, trainer)):
+        return ()
+    return (
+        f"none of these: it fits badly. The mean ratio is {1.0 + engine.excess:.3g}, that of the reverse "
+        f"{1.0 + trainer.excess:.3g}, and no two policies give more than 1 to what one of them has sampled",
+    )
 
 
 def stale_words(measured: Measured) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured, Samples
+from mis_ext.diagnosis.size import unfit_words
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
 RISE, TYPICAL_RISE = 10.0, 2.0
@@ -209,5 +210,6 @@ def _by_size(samples: Samples, measured: Measured) -> Finding | None:
             "another prompt, chat template or context",
             "penalties or a logits processor of the engine",
             "top-p or top-k that cut off much",
+            *unfit_words(measured),
         ),
     )

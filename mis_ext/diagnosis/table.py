@@ -46,7 +46,7 @@ CAUSES: dict[str, Cause] = {
             name="placeholder_log_probs",
             title="placeholders in place of log-probs",
             looks_like="log-probs below -1000; 0 where the trainer is below -1, unless few of a response's zeros are; "
-            "all equal, in a response or everywhere",
+            "all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
             needs=("tokens",),
             rule=placeholders,
             advice="Ask the inference engine for log-probs (return_logprob in SGLang, logprobs in vLLM), or set the "
@@ -92,7 +92,8 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="positive_log_probs",
             title="numbers above 0, which are no log-probs",
-            looks_like="log-probs above 0.1: they are probabilities, or something was added to them",
+            looks_like="log-probs above 0.1: they are probabilities, or something was added to them; all of a response "
+            "where none is below 0",
             needs=("tokens",),
             rule=positive,
             advice="Store logarithms of probabilities, without a reward or a bonus in them.",

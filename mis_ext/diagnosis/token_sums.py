@@ -147,13 +147,24 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     zero_T = is_zero_T & improbable_T
     bounded_T = _bounded(difference_T)
     counted = [each.to(bounded_T.dtype) for each in (valid_T, is_zero_T, improbable_T, zero_T, is_positive_T)]
-    of_positive_T = torch.where(is_positive_T, bounded_T, 0.0)
-    sums_S = index.reduce([*counted, of_positive_T, bounded_T, bounded_T.abs(), bounded_T.square()], "sum")
-    (length_S, is_zero_S, improbable_S, zero_S, positive_S, of_positive_S), moments_S = sums_S[:6], sums_S[6:]
+    sums_S = index.reduce([*counted, torch.where(is_positive_T, bounded_T, 0.0), bounded_T], "sum")
+    length_S, is_zero_S, improbable_S, zero_S, positive_S, of_positive_S, of_all_S = sums_S
     # A cut leaves tokens without alternative, which the trainer finds improbable more seldom than others.
     zero_T = zero_T & index.to_tokens(zero_S * length_S > ZEROS_OF_A_CUT * is_zero_S * improbable_S)
-    lowest_S, negated_highest_S = index.reduce(_extremes(valid_T, behavior_T), "min")
-    constant_S = (lowest_S == -negated_highest_S) & (length_S >= MIN_CONSTANT_TOKENS) & vary(length_S, *moments_S)
+    lowest_S, lowest_proximal_S = index.reduce(
+        [torch.where(valid_T, x, torch.inf) for x in (behavior_T, proximal_T)], "min"
+    )
+    # A constant, or what log-probs are clamped to.
+    at_lowest = [valid_T & (behavior_T == index.to_tokens(lowest_S))]
+    at_lowest.append(valid_T & (proximal_T == index.to_tokens(lowest_proximal_S)))
+    is_constant_T = torch.zeros_like(valid_T)
+    for at_lowest_T in at_lowest:
+        rows = (torch.ones_like(bounded_T), bounded_T, bounded_T.abs(), bounded_T.square())
+        count_S, *moments_S = index.reduce([torch.where(at_lowest_T, row, 0.0) for row in rows], "sum")
+        is_clamped_S = moments_S[1] > MAX_MEAN_ABS_DIFF * count_S
+        differ_S = torch.where(count_S == length_S, vary(count_S, *moments_S), is_clamped_S)
+        constant_S = (count_S >= MIN_CONSTANT_TOKENS) & differ_S
+        is_constant_T = is_constant_T | (at_lowest_T & index.to_tokens(constant_S))
     pairs_S = index.reduce(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout), "sum")
     num_pairs_S, first_S, second_S, earlier_S, later_S = pairs_S
     is_shifted_S = earlier_S.minimum(later_S) < SHIFT_FACTOR * first_S.minimum(second_S)
@@ -161,11 +172,13 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     shifted_T = rest_T & index.to_tokens(is_shifted_S & (num_pairs_S >= MIN_TOKENS))
     # A shift puts certain tokens beside improbable ones, too.
     zero_T, rest_T = zero_T & ~shifted_T, rest_T & ~shifted_T & ~zero_T
-    constant_T = rest_T & index.to_tokens(constant_S)
-    # What is added to a response moves its improbable tokens, too: on average by at least half as much.
-    of_others_S, num_others_S = moments_S[0] - of_positive_S, length_S - positive_S
+    constant_T = rest_T & is_constant_T
+    # What is added to a response moves its improbable tokens, too: on average by at least half as much. Probabilities
+    # are nowhere below 0.
+    of_others_S, num_others_S = of_all_S - of_positive_S, length_S - positive_S
     is_moved_S = of_others_S * of_positive_S * positive_S > 0.5 * of_positive_S.square() * num_others_S
-    are_positive_S = (positive_S > MANY_POSITIVE * length_S) | is_moved_S
+    are_probabilities_S = (positive_S > 0.0) & (lowest_S.maximum(lowest_proximal_S) >= 0.0)
+    are_positive_S = (positive_S > MANY_POSITIVE * length_S) | is_moved_S | are_probabilities_S
     positive_T = rest_T & ~constant_T & (is_positive_T | index.to_tokens(are_positive_S))
     rest_T = rest_T & ~constant_T & ~positive_T
     return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
