@@ -288,8 +288,8 @@ CAUSES: dict[str, Cause] = {
             rule=kernels_or_low_precision,
             advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
             "both k3 was a 65th, and training learned in about half the steps (docs/metrics.md). In small models an "
-            "fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and no study of "
-            "mis_ext found it significantly worse than no correction.",
+            "fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
+            "difference there (docs/presets.md).",
         ),
         Cause(
             name="low_precision",
@@ -297,8 +297,9 @@ CAUSES: dict[str, Cause] = {
             looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
             needs=("signals",),
             rule=low_precision,
-            advice="Use token TIS (yaml/mis.yaml): no study of mis_ext found it significantly worse than no "
-            "correction.",
+            advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
+            "correction, and 8 of 105 steps later with it (docs/presets.md). A k3 far above that of the same engine in "
+            "bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
         ),
         Cause(
             name="large_mismatch",

@@ -187,7 +187,8 @@ def _in_words(
         )
     else:
         reasons.append(
-            f"No study of mis_ext found token TIS significantly worse than no correction; {COST_OF_GATES} ({EVIDENCE})."
+            "With fresh weights token TIS ended as no correction did; at a k3 of 0.06 it learned 8 of 105 steps later. "
+            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]} ({EVIDENCE})."
         )
         if overall.k3 >= PRETRAINED_K3:
             reasons.append(
