@@ -17,6 +17,7 @@ import mis_ext
 from mis_ext.cli import main
 from mis_ext.dumps import Dumps
 from mis_ext.explain.traps import traps_of
+from mis_ext.report.page import page_of
 from mis_ext.report.recommendation import circumstances_of
 from mis_ext.report.whole_report import file_candidate, preset_candidates, report_of
 
@@ -170,6 +171,16 @@ def test_kernels_alone_need_no_correction(tmp_path) -> None:
     dumps = write_dumps(tmp_path / "dumps", kernels=0.01, steps=1)
     found = report_of(Dumps([dumps / "0.pt"]), preset_candidates(["mis"])).recommendation
     assert (found.headline, found.name, found.yaml) == ("No correction is needed.", "none", "")
+
+
+def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None:
+    proximal = [-0.5 - (number % 7) / 4 for number in range(100)]
+    rows = [{"log_probs": proximal, "rollout_log_probs": [0.0] * 100, "response_length": 100}] * 2
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
+    assert report.recommendation.headline.startswith("Repair this first: placeholders")
+    assert report.recommendation.yaml == ""
+    assert "To paste:" not in page_of(report)
 
 
 @pytest.fixture(scope="module")

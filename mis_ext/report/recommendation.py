@@ -66,7 +66,7 @@ class Recommendation:
         headline: In one sentence.
         reasons: In plain words.
         name: The configuration to take, ``none`` for no correction.
-        yaml: To paste; empty for no correction.
+        yaml: To paste; empty for no correction, and where something has to be repaired first.
         ranking: All candidates, the best first.
     """
 
@@ -113,7 +113,7 @@ def recommend(
     ranked.sort(key=lambda each: (len(each[1].warnings), each[0], _or_infinity(each[1].outcome.residual)))
     ranking = tuple(each for _, each in ranked)
     best = ranking[0].name if ranking else NONE
-    yaml = next((candidate.yaml for candidate in candidates if candidate.name == best), "")
+    yaml = next((candidate.yaml for candidate in candidates if candidate.name == best and not faults), "")
     headline, reasons = _in_words(best, summary, faults, is_stale=is_stale, is_needed=is_needed)
     return Recommendation(headline, reasons, best, yaml, ranking)
 
