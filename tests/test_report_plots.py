@@ -16,6 +16,7 @@ from mis_ext.report.summary import Summary
 from mis_ext.report.whole_report import Report, preset_candidates
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from mis_ext.report.drawing import Picture, drawn
@@ -214,6 +215,18 @@ def test_steps_shows_both_means_of_each_step(report) -> None:
     assert lines["mean |log ratio|"] == ([0, 1], pytest.approx(sizes, rel=1e-3))
     assert [text.get_text() for text in axes.get_xticklabels()] == ["3", "4"]
     assert axes.get_yscale() == "log"
+
+
+def test_a_quantity_has_one_colour_in_all_pictures(report) -> None:
+    colours: dict[str, set] = {}
+    for name in ("probability", "position", "steps"):
+        for axes in axes_of(report[0], name):
+            for line in axes.get_lines():
+                colours.setdefault(line.get_label(), set()).add(line.get_color())
+            for bar in axes.patches:
+                colours.setdefault("k3", set()).add(to_hex(bar.get_edgecolor()).upper())
+    assert {label: len(colour) for label, colour in colours.items()} == {"k3": 1, "mean |log ratio|": 1}
+    assert colours["k3"] != colours["mean |log ratio|"]
 
 
 @pytest.mark.parametrize(

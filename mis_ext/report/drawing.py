@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from mis_ext.report.summary import Group, Mismatch
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
+K3, LOG_RATIO = BLUE, ORANGE
+"""The same in all pictures; of a comparison A and B have these colours, and it shows k3 only."""
 SIZE = 5.2, 3.4
 FEWEST_STEPS = 2
 """Of a picture over steps."""

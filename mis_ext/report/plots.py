@@ -9,7 +9,7 @@ from typing import Any
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.comparison_plot import comparison_pictures
-from mis_ext.report.drawing import BLUE, FEWEST_STEPS, GREEN, GREY, ORANGE, Picture, drawn, logarithmic
+from mis_ext.report.drawing import BLUE, FEWEST_STEPS, GREEN, GREY, K3, LOG_RATIO, ORANGE, Picture, drawn, logarithmic
 from mis_ext.report.sequences import BANDS
 from mis_ext.report.whole_report import Report
 
@@ -111,11 +111,11 @@ def _probability(axes: Any, report: Report) -> None:
     rows = report.summary.by_probability
     places = [row.low + 0.05 for row in rows]
     axes.bar(
-        places, [row.k3_share for row in rows], width=0.085, color="#9ecae1", label="share of k3", hatch="//", ec=BLUE
+        places, [row.k3_share for row in rows], width=0.085, color="#9ecae1", label="share of k3", hatch="//", ec=K3
     )
     axes.set(xlabel="probability of the engine", ylabel="share of k3", ylim=(0, None))
     other = axes.twinx()
-    other.plot(places, [row.mean_abs_difference for row in rows], color=ORANGE, marker="o", label="mean |log ratio|")
+    other.plot(places, [row.mean_abs_difference for row in rows], color=LOG_RATIO, marker="s", label="mean |log ratio|")
     other.set(ylabel="mean |log ratio| (nats)", ylim=(0, None))
     other.grid(visible=False)
     other.spines.right.set_visible(True)
@@ -126,10 +126,9 @@ def _probability(axes: Any, report: Report) -> None:
 def _position(axes: Any, report: Report) -> None:
     rows = report.summary.by_position
     places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
-    axes.plot(
-        places, [row.mean_abs_difference or math.nan for row in rows], color=BLUE, marker="o", label="mean |log ratio|"
-    )
-    axes.plot(places, [row.k3 or math.nan for row in rows], color=ORANGE, marker="s", linestyle="--", label="k3")
+    gaps = [row.mean_abs_difference or math.nan for row in rows]
+    axes.plot(places, gaps, color=LOG_RATIO, marker="s", linestyle="--", label="mean |log ratio|")
+    axes.plot(places, [row.k3 or math.nan for row in rows], color=K3, marker="o", label="k3")
     axes.set(xscale="log", xlabel="position in the response", ylabel="nats")
     logarithmic(axes, rows)
     axes.legend(frameon=False)
@@ -167,15 +166,9 @@ def _what_if(axes: Any, report: Report) -> None:
 def _steps(axes: Any, report: Report) -> None:
     steps = report.summary.steps
     places = range(len(steps))
-    axes.plot(places, [step.k3 or math.nan for step in steps.values()], color=BLUE, marker="o", label="k3")
-    axes.plot(
-        places,
-        [step.abs_mean or math.nan for step in steps.values()],
-        color=ORANGE,
-        marker="s",
-        ls="--",
-        label="mean |log ratio|",
-    )
+    axes.plot(places, [step.k3 or math.nan for step in steps.values()], color=K3, marker="o", label="k3")
+    gaps = [step.abs_mean or math.nan for step in steps.values()]
+    axes.plot(places, gaps, color=LOG_RATIO, marker="s", linestyle="--", label="mean |log ratio|")
     stride = max(1, len(steps) // 10)
     axes.set_xticks([*places][::stride], [*steps][::stride])
     axes.set(xlabel="step", ylabel="nats")
