@@ -52,6 +52,14 @@ def json_lines(folder: Path) -> list[dict]:
     return [content(sample) for sample in Dumps([path])]
 
 
+def test_a_step_is_a_rollout(tmp_path) -> None:
+    rows, path = [row | {"step": number + 3} for number, row in enumerate(ROWS)], tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [sample.rollout_id for sample in Dumps([path])] == [3, 4]
+    path.write_text("".join(json.dumps(row | {"rollout_id": 7}) + "\n" for row in rows))
+    assert [sample.rollout_id for sample in Dumps([path])] == [7, 7]
+
+
 def test_parquet_holds_what_json_lines_do(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -67,6 +75,8 @@ def test_parquet_holds_what_json_lines_do(tmp_path) -> None:
     assert [sample.rollout_id for sample in samples] == [11, 11]
     parquet.write_table(table.set_column(table.schema.get_field_index("rollout_id"), "rollout_id", [[1, 2]]), path)
     assert [sample.rollout_id for sample in Dumps([path])] == [1, 2]
+    parquet.write_table(table.drop_columns("rollout_id").append_column("step", [[5, 6]]), path)
+    assert [sample.rollout_id for sample in Dumps([path])] == [5, 6]
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ValueError, match=r"run.parquet"):
         [*Dumps([path])]

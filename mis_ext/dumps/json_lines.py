@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_ext.dumps.keys import ROLLOUT_ID, columns_of
+from mis_ext.dumps.keys import columns_of, rollout_of
 from mis_ext.dumps.torch_files import TorchFile
 
 _MAX_LINE = 1 << 28
@@ -37,4 +37,4 @@ def read_json_lines(path: Path) -> TorchFile:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
-    return TorchFile(columns_of(rows), [row.get(ROLLOUT_ID) for row in rows])
+    return TorchFile(columns_of(rows), [rollout_of(row) for row in rows])

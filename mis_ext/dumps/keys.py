@@ -27,8 +27,13 @@ VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""
 
 
-ROLLOUT_ID = "rollout_id"
-"""Of a row, or of the whole file."""
+ROLLOUT_IDS = ("rollout_id", "step")
+"""Names of the rollout of a row, or of the whole file; the first that is there counts."""
+
+
+def rollout_of(said: Mapping[str, Any]) -> Any:
+    """The rollout that a row, or a file, says; None where it says none."""
+    return next((said[name] for name in ROLLOUT_IDS if said.get(name) is not None), None)
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.dumps.keys import KEYS, ROLLOUT_ID, VERSION_OF_FILE
+from mis_ext.dumps.keys import KEYS, ROLLOUT_IDS, VERSION_OF_FILE, rollout_of
 from mis_ext.dumps.torch_files import TorchFile
 
 _PER_TOKEN = ("log_probs", "rollout_log_probs", "loss_masks", "tokens", "rollout_token_ids", "advantages")
@@ -28,9 +28,10 @@ def read_parquet(path: Path) -> TorchFile:
     with path.open("rb") as file:
         found = parquet.ParquetFile(file)
         given = found.schema_arrow.names
-        table = found.read(columns=[name for name in given if name in names or name == ROLLOUT_ID])
+        table = found.read(columns=[name for name in given if name in names or name in ROLLOUT_IDS])
     columns = {names[name]: _entries(table[name].combine_chunks()) for name in given if name in names}
-    return TorchFile(columns, table[ROLLOUT_ID].to_pylist() if ROLLOUT_ID in given else None)
+    rollouts = table.select([name for name in given if name in ROLLOUT_IDS]).to_pylist()
+    return TorchFile(columns, [*map(rollout_of, rollouts)] or None)
 
 
 def read_safetensors(path: Path) -> TorchFile:
@@ -53,7 +54,7 @@ def read_safetensors(path: Path) -> TorchFile:
     if "response_lengths" not in tensors:
         raise ValueError("has no response_lengths, by which its tokens are told apart")
     lengths = tensors["response_lengths"].tolist()
-    rollout_id = metadata.get(ROLLOUT_ID)
+    rollout_id = rollout_of(metadata)
     return TorchFile(
         {key: _cut(key, values, lengths) for key, values in tensors.items()},
         None if rollout_id is None else int(rollout_id),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mis_ext.dumps.keys import columns_of
+from mis_ext.dumps.keys import columns_of, rollout_of
 
 
 class TorchFile(NamedTuple):
@@ -40,7 +40,7 @@ def read_torch(path: Path, *, trust_pickle: bool) -> TorchFile:
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
-    version, rollout_id = content.get("format_version"), content.get("rollout_id")
+    version, rollout_id = content.get("format_version"), rollout_of(content)
     if version not in (None, 2):
         raise ValueError(f"format_version is {version!r}; known are 2 and files without one")
     if version == 2 or ("samples" in content and "rollout_data" not in content):
