@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     size = regular_file(path).stat().st_size
     if size > _MAX_YAML_BYTES:
         raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
-    return yaml_mapping(Path(path).read_bytes(), path=path)
-
-
-def yaml_mapping(text: bytes, *, path: str | Path) -> dict[str, Any]:
-    """The mapping that the content of a file spells; ``path`` is for messages.
-
-    Raises:
-        ValueError: As of :func:`read_yaml`.
-    """
     try:
-        content: Any = yaml.load(text.decode("utf-8"), _Loader)
+        content: Any = yaml.load(Path(path).read_bytes().decode("utf-8"), _Loader)
         num_nodes = _num_nodes(content, {})
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
@@ -75,6 +67,30 @@ def yaml_mapping(text: bytes, *, path: str | Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ValueError(f"{path}: expected names as keys, got {key!r} of type {type(key).__name__}")
     return content
+
+
+def names_in_yaml(text: bytes, *, once: Collection[str]) -> list[str]:
+    """The names at the top of a file that somebody else reads, who may take what :func:`read_yaml` does not.
+
+    Args:
+        text: The content of the file.
+        once: Names that may be there once, as every name below them.
+
+    Raises:
+        ValueError: One of them is there twice.
+        yaml.YAMLError: It is no YAML.
+    """
+    loader = _Loader(text)
+    root = loader.get_single_node()
+    if not isinstance(root, yaml.MappingNode):
+        return []
+    try:
+        mine = [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode) and key.value in once]
+        loader.construct_document(yaml.MappingNode(root.tag, mine, root.start_mark))
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    loader.flatten_mapping(root)
+    return list(dict.fromkeys(str(key.value) for key, _ in root.value))
 
 
 def _num_nodes(value: Any, known: dict[int, int]) -> int:

@@ -388,14 +388,88 @@ def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, inline, t
     assert lines == [f"mis_ext: warning: {about} function of yours reads them: {', '.join(named)}"] * bool(named)
 
 
+# As a reward or generate function of the user's reads them. Both hosts put every key of the file on ``args``.
+OF_OTHERS = {"weights": {"acc": 0.7, "fmt": 0.3}, "metric": "accuracy", "scopes": ["math"], "guards": ["length"]}
+OF_OTHERS |= {"low": 1, "high": 0.9, "after": 100, "gate": "linear", "statistic": "x", "reduce": "mean", "name": "x"}
+OF_OTHERS |= {"action": "zero", "normalize": True, "warn_only": True, "per_token_loss": True, "only_outside": [0.5]}
+OF_OTHERS |= {"bypass": True, "ppo": True, "veto": 1, "reinforce": True, "decoupled": True, "icepop": True}
+OF_OTHERS |= {"metrics_only": ["reward"], "gated_mis": "on"}
+ADVISED = {
+    "normalize": "write tis_batch_normalize: true",
+    "gate": "write rs_gates",
+    "ppo": "write mis_loss_method: ppo",
+}
+ADVISED |= {"high": "indent it under the weight or a gate of mis:", "statistic": "indent it under a gate of mis:"}
+ADVISED |= {"after": ADVISED["statistic"], "metrics_only": "write use_tis: false, and give --get-mismatch-metrics"}
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
+def test_keys_that_may_be_somebody_elses_stop_nothing_and_are_named_with_advice(inline, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text := yaml.safe_dump(OF_OTHERS))
+    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
+    mis_ext.check_setup(args := with_file(given, OF_OTHERS))
+    assert mis_ext.session_for(args).config == mis_ext.CorrectionConfig()
+    _, line = capsys.readouterr().out.splitlines()
+    assert [key for key in OF_OTHERS if f"{key!r}" not in line] == []
+    assert [key for key, hint in ADVISED.items() if f"{key!r} (if it is meant for mis_ext: {hint})" not in line] == []
+
+
+@pytest.mark.parametrize("value", [True, "tokens", {"low": 0.5}, 1], ids=str)
+def test_words_of_ours_are_named_whatever_their_value(value, capsys) -> None:
+    for key in ("normalize", "statistic", "gate", "high", "after"):
+        start(HOOK | {key: value})
+        _, line = capsys.readouterr().out.splitlines()
+        assert f"{key!r} (if it is meant for mis_ext: " in line
+
+
+def test_own_flags_and_what_slime_sets_behind_the_file_are_read_by_somebody(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    text = "{debug_train_only: true, load_debug_rollout_data: x, padded_vocab_size: 8, train_backend: megatron}"
+    path.write_text(text)
+    mis_ext.check_setup(with_file(str(path), yaml.safe_load(text) | {"debug_rollout_only": False}))
+    mis_ext.check_setup(argparse.Namespace(high=2.0, **OF_HOSTS | HOOK))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+FOREIGN = {
+    "twice": b"lr: 1.0\nlr: 2.0\n",
+    "twice below": b"reward: {a: 1, a: 2}\n",
+    "many numbers": f"table: {[0] * 100_001}\n".encode(),
+    "UTF-16": "lr: 1.0\n".encode("utf-16"),
+    "merged": b"base: &base {tis_upper_bound: 3.0}\n<<: *base\ntis_upper_bound: 2.0\n",
+    "no YAML": b"lr: [",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(text)
+    mis_ext.check_setup(with_file(str(path), {}))
+    _, line = capsys.readouterr().out.splitlines()
+    named = (
+        "cannot be read here"
+        if text == b"lr: ["
+        else repr(text.decode("utf-16" if text[0] > 127 else "ascii").split(":")[0])
+    )
+    assert named in line
+
+
+@pytest.mark.parametrize("text", ["mis: {weight: {low: 0.5, low: 0.6}}", "rs_gates: [{high: 2.0, high: 3.0}]"])
+def test_a_key_below_one_of_ours_is_there_once(text, tmp_path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"lr: 1\nlr: 2\n{text}\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'(low|high)' is there twice"):
+        mis_ext.check_setup(with_file(str(path), {}))
+
+
 def test_a_file_that_is_not_here_is_said_and_a_key_twice_refused(tmp_path, capsys) -> None:
     path = tmp_path / "my.yaml"
     mis_ext.check_setup(with_file(str(path), {"max_turns": 3}))
     _, said = capsys.readouterr().out.splitlines()
-    assert (
-        said
-        == f"mis_ext: {path} cannot be read here (No such file or directory): no key in it that nobody reads is named"
-    )
+    why = "(No such file or directory): not every key in it that nobody reads is named"
+    assert said == f"mis_ext: {path} cannot be read here {why}"
     path.write_text("tis_upper_bound: 2.0\ntis_upper_bound: 5.0\n")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'tis_upper_bound' is there twice"):
         mis_ext.check_setup(with_file(str(path), {"tis_upper_bound": 5.0}))

@@ -19,13 +19,13 @@ from torch import Tensor
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.explain.words import steps_of
-from mis_ext.files import yaml_mapping
+from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
-from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS
+from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS, STRAY_KEYS
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, mis_weights_of
 from mis_ext.hosts.slime_miles.host import SLIME, host_without_ranks, is_miles
 from mis_ext.hosts.slime_miles.micro_batch import layout_of
@@ -58,6 +58,14 @@ _HOOK = _Entrance(
 _LOSS = _Entrance("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
 _INLINE = "base64:"
 """Begins a file's content in place of its path, in Miles."""
+_SET_LATER = (
+    "debug_rollout_only",
+    "debug_train_only",
+    "load_debug_rollout_data",
+    "padded_vocab_size",
+    "train_backend",
+)
+"""Flags behind the one of that file in slime's parser, and what it sets later."""
 _VOCABULARY = 16
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _LAUNCHES = (
@@ -158,29 +166,46 @@ def _unread_keys(args: Any) -> list[str]:
     flags, of which this path is nearly the last in both parsers.
 
     Raises:
-        ValueError: The file has a key twice, of which the hosts take the last.
+        ValueError: The file has a key of ours twice, of which the hosts take the last.
     """
-    path = read_argument(args, "custom_config_path")
-    if not path:
-        return []
-    name = f"{_INLINE}..." if path.startswith(_INLINE) else path
-    try:
-        text = base64.b64decode(path.removeprefix(_INLINE)) if name != path else Path(path).read_bytes()
-    except OSError as error:
-        return [f"mis_ext: {name} cannot be read here ({error.strerror}): no key in it that nobody reads is named"]
+    path = read_argument(args, "custom_config_path") or ""
+    is_inline = path.startswith(_INLINE)
+    name = f"{_INLINE}..." if is_inline else path
     names = [*(args if isinstance(args, Mapping) else getattr(args, "__dict__", ()))]
     flags = names[: names.index("custom_config_path")] if "custom_config_path" in names else []
-    known = {*flags, *ARGUMENTS, ON_POLICY_TOKENS}
-    # As the hosts have it, a file may be empty.
-    keys = yaml_mapping(text, path=name) if yaml.safe_load(text) else ()
-    unread = {key: near_miss(key, keys=flags) for key in keys if key not in known and not key.startswith("sglang_")}
-    if not unread:
-        return []
-    listed = ", ".join(f"{key!a} (did you mean {meant!r}?)" if meant else ascii(key) for key, meant in unread.items())
-    return [
-        f"mis_ext: warning: keys of {name} that neither mis_ext nor the host has, without effect unless a function of "
-        f"yours reads them: {listed}"
+    # Some are left where the file is not here.
+    keys = [
+        key
+        for key in names
+        if key in STRAY_KEYS and read_argument(args, key) is not None and read_argument(args, key) is not False
     ]
+    said = []
+    try:
+        if path:
+            text = base64.b64decode(path.removeprefix(_INLINE)) if is_inline else Path(path).read_bytes()
+            keys = [*dict.fromkeys([*names_in_yaml(text, once=(*FLAT_KEYS, NATIVE_KEY)), *keys])]
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        said = [f"mis_ext: {name} cannot be read here ({why}): not every key in it that nobody reads is named"]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    known = {*flags, *ARGUMENTS, *_SET_LATER, ON_POLICY_TOKENS}
+    unread = [key for key in keys if key not in known and not key.startswith("sglang_")]
+    if not unread:
+        return said
+    listed = ", ".join(f"{key!a}{_advice(key, flags)}" for key in unread)
+    return [
+        *said,
+        f"mis_ext: warning: keys{f' of {name}' * bool(name)} that neither mis_ext nor the host has, without effect "
+        f"unless a function of yours reads them: {listed}",
+    ]
+
+
+def _advice(key: str, flags: list[str]) -> str:
+    if key in STRAY_KEYS:
+        return f" (if it is meant for mis_ext: {STRAY_KEYS[key]})"
+    meant = near_miss(key, keys=flags)
+    return f" (did you mean {meant!r}?)" if meant else ""
 
 
 def _entrance_of(args: Any) -> _Entrance:

@@ -15,10 +15,7 @@ from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
 from mis_ext.hosts.slime_miles.doubtful_bands import warn_inherited_band
 from mis_ext.hosts.slime_miles.native_keys import (
-    KEYS_OF_GATE,
-    KEYS_OF_WEIGHT,
     NATIVE_KEY,
-    NATIVE_KEYS,
     checked_config,
     config_from_native_keys,
     native_gates,
@@ -46,13 +43,7 @@ FLAT_KEYS = (*CORRECTION_KEYS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 """Every key that is read; the names of all others are only compared with ours."""
-STRAY_KEYS = advice_on_strays(
-    FLAT_KEYS,
-    native_keys=NATIVE_KEYS,
-    weight_keys=KEYS_OF_WEIGHT,
-    gate_keys=KEYS_OF_GATE,
-    root=NATIVE_KEY,
-)
+STRAY_KEYS = advice_on_strays(FLAT_KEYS)
 """What to do about names that nobody reads at the top level."""
 
 _INSTEAD_OF_NULL = {

@@ -6,33 +6,36 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from mis_ext.correction.bounds import BOUNDS
-from mis_ext.correction.gates import Action
-from mis_ext.correction.normalization import NormalizeOver
-from mis_ext.correction.statistics import Reduce
 from mis_ext.correction.weights import Level
+from mis_ext.hosts.slime_miles.native_keys import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
 from mis_ext.methods.catalogue import METHODS
 from mis_ext.preset_files import list_presets
 
 PREFIXES = ("tis_", "rs_", "mis_")
-_ADVICE_ON_NAMES = {
-    name: text
-    for name, text in (
-        *((name, f"the name of a preset: write what mis-ext presets {name} prints") for name in list_presets()),
-        *((name, f"write mis_loss_method: {name}") for name in METHODS),
-    )
+_ADVICE_ON_PRESETS = {
+    name: f"the name of a preset: write what mis-ext presets {name} prints"
+    for name in list_presets()
     # Those with a prefix are unknown keys anyway.
-    if not f"{name}_".startswith(PREFIXES)
+    if name not in METHODS and not f"{name}_".startswith(PREFIXES)
 }
+_ADVICE_ON_METHODS = {name: f"write mis_loss_method: {name}" for name in METHODS if not name.startswith(PREFIXES)}
+_OF_CONFIG = {
+    "metrics_only": "write use_tis: false, and give --get-mismatch-metrics",
+    "warn_only": "write mis_guard",
+    "per_token_loss": "give --calculate-per-token-loss",
+    "normalize": "write tis_batch_normalize: true",
+    "gate": "write rs_gates",
+}
+"""Fields of a configuration in Python, a preset's name among them, and words of several keys."""
+
+_OURS_ALONE = {"target_accept", "target_gain"}
 PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_ADVICE_ON_NAMES, (True,)),
+    **dict.fromkeys(({*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - _OURS_ALONE) | {*_OF_CONFIG, *_ADVICE_ON_METHODS}, ()),
+    **dict.fromkeys(_ADVICE_ON_PRESETS, (True,)),
     "level": get_args(Level),
     "mode": tuple(BOUNDS),
-    "reduce": get_args(Reduce),
-    "action": get_args(Action),
-    "normalize": ("tokens", "sequences", *get_args(NormalizeOver)),
 }
-"""Names that may well be somebody else's; with one of these values they are not."""
-
+"""Names that may well be those of a reward function or another tool; with one of these values they are not."""
 _OF_PEERS = {
     "use_mis": "use_tis: true, and use_rs: true for a gate",
     # verl
@@ -50,66 +53,48 @@ _OF_PEERS = {
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
 
-_OF_CONFIG = {
-    "metrics_only": "write use_tis: false, and give --get-mismatch-metrics",
-    "warn_only": "write mis_guard",
-    "per_token_loss": "give --calculate-per-token-loss",
-    "normalize": "write tis_batch_normalize: true",
-}
-"""Fields of a configuration in Python, a preset's name among them, and a word of several keys."""
-
 HOST_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 """The bounds of the hosts' built-in correction and their defaults: present on every ``args``, and not ours."""
 
 
-def advice_on_strays(
-    flat_keys: Collection[str],
-    *,
-    native_keys: Collection[str],
-    weight_keys: Collection[str],
-    gate_keys: Collection[str],
-    root: str,
-) -> dict[str, str]:
-    """What to do about each name that would have no effect at the top level.
+def advice_on_strays(flat_keys: Collection[str]) -> dict[str, str]:
+    """What to do about each name that would have no effect at the top level; ``flat_keys`` are ours there.
 
     No flag of slime, Miles or Megatron-LM has one of these names.
-
-    Args:
-        flat_keys: Our keys, with their prefixes.
-        native_keys: The keys that belong under ``root``.
-        weight_keys: Those of its weight.
-        gate_keys: Those of each of its gates.
-        root: The key of the native form.
     """
     meant: dict[str, list[str]] = {}
     for key in flat_keys:
         for prefix in PREFIXES:
             if key.startswith(prefix):
                 meant.setdefault(key.removeprefix(prefix), []).append(key)
-    advice = dict(_ADVICE_ON_NAMES)
-    for key in {*weight_keys, *gate_keys} - {"name"}:  # Everybody has a name.
-        places = ["the weight"] * (key in weight_keys) + ["a gate"] * (key in gate_keys)
-        advice[key] = f"indent it under {' or '.join(places)} of {root}:"
+    advice = _ADVICE_ON_PRESETS | _ADVICE_ON_METHODS
+    for key in {*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - {"name"}:  # Everybody has a name.
+        places = ["the weight"] * (key in KEYS_OF_WEIGHT) + ["a gate"] * (key in KEYS_OF_GATE)
+        advice[key] = f"indent it under {' or '.join(places)} of {NATIVE_KEY}:"
     advice |= {name: f"write {key}" for name, key in _OF_PEERS.items()} | _OF_CONFIG
     advice |= {name: f"write {' or '.join(keys)}" for name, keys in meant.items()}
-    for name in native_keys:
-        advice[name] = f"indent it under {root}:" + (f", or {advice[name]}" if name in advice else "")
-        other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
-        advice.setdefault(other, f"write {name}, and {advice[name]}")
+    for name in NATIVE_KEYS:
+        advice[name] = f"indent it under {NATIVE_KEY}:" + (f", or {advice[name]}" if name in advice else "")
     return advice
 
 
 def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> None:
-    """Refuse names that would do nothing; null and false do what they say.
+    """Refuse names that would do nothing, and can only be meant for us; null and false do what they say.
 
     Raises:
         ValueError: A name of ``advice`` is set.
     """
-    found = [name for name, value in given.items() if name in advice and value is not None and value is not False]
-    stray = [name for name in found if name not in PLAIN_WORDS or given[name] in PLAIN_WORDS[name]]
-    if stray:
-        hints = "; ".join(f"{name!r} ({advice[name]})" for name in stray)
+    hints = "; ".join(
+        f"{name!r} ({advice[name]})" for name, value in given.items() if name in advice and _is_ours(name, value)
+    )
+    if hints:
         raise ValueError(f"keys without effect: {hints}")
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    if name in PLAIN_WORDS:
+        return isinstance(value, (str, bool)) and value in PLAIN_WORDS[name]
+    return value is not None and value is not False
 
 
 def refuse_host_clips(given: Mapping[str, Any]) -> None:
