@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
 from typing import Any, TypeVar
 
 _Choice = TypeVar("_Choice", bound=str)
@@ -17,15 +18,16 @@ def check_number(
 ) -> float:
     """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
     legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(f"{key} must be in {legal}, got an integer beyond {sys.float_info.max:.1e}")
-    is_above = low < value or (low == value and not open_low)
-    is_below = value < high or (high == value and not open_high)
+    number = float(value)
+    is_above = low < number or (low == number and not open_low)
+    is_below = number < high or (high == number and not open_high)
     if not (is_above and is_below):
         raise ValueError(f"{key} must be in {legal}, got {value!r}")
-    return float(value)
+    return number
 
 
 def check_integer(key: str, value: Any, *, low: int | None = None) -> int:

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.chosen import choose_method
+from mis_ext.methods.published import published
 from mis_ext.presets import method_yaml
 
 # Wide enough that some sequences of random data pass.
@@ -220,12 +222,12 @@ def put(name: str, key: str, i: int, value: object) -> object:
 
 
 def outside(legal: str, low: float, high: float, choose: random.Random) -> Iterator[object]:
-    yield from (math.nan, math.inf, -math.inf, True, "0.5")
+    yield from (math.nan, -math.inf, True, "0.5")
     if low > -math.inf:
-        yield from (low - 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
+        yield from (low - max(1.0, abs(low)) * 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
         yield from [low] * legal.startswith("(")
     if high < math.inf:
-        yield from (high + 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
+        yield from (high + max(1.0, abs(high)) * 10.0 ** choose.uniform(-6.0, 6.0) for _ in range(4))
         yield from [high] * legal.endswith(")")
 
 
@@ -272,3 +274,65 @@ def test_each_value_of_the_range_gives_finite_numbers(name, key) -> None:
         found = apply(METHODS[name](**{key: put(name, key, i, value)}), data, mask, layout)
         assert found.loss_T.isfinite().all(), value
         assert found.coefficient_T.isfinite().all(), value
+
+
+UNBOUNDED = {"high", "cap", "bound", "dual", "high_max", "high_mean", "high_sequence", "beta", "phi", "delta"}
+
+
+@each_parameter
+def test_no_bound_is_infinity_in_python_and_a_number_in_a_file(name, key) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"mis_loss_method: {name}: {key}")):
+        choose_method("mis_loss_method", {"name": name, key: put(name, key, 0, math.inf)})
+    try:
+        method = METHODS[name](**{key: put(name, key, 0, math.inf)})
+    except (ValueError, TypeError):
+        return
+    assert key in UNBOUNDED or (name, key) == ("prime_rl", "low")
+    found = apply(method, *make_data(num_sequences=8))
+    assert found.loss_T.isfinite().all()
+    assert found.coefficient_T.isfinite().all()
+
+
+def test_values_at_the_end_of_their_meaning_train() -> None:
+    for name, given in {
+        "cispo": {"high": 1.0},
+        "decoupled_token_clip": {"low": 0.1, "high": 1.0},
+        "kimi_k2_5": {"high": 1.0},
+        "gmpo": {"high": 1.0},
+        "geometric_rs": {"low": 0.9, "high": 1.0},
+        "mis_po": {"high": 1.0, "low_sequence": 0.9, "high_sequence": 1.1},
+        "ppo": {"high": 0},
+        "prime_rl": {"low": 0.0},
+        "dppo_tv": {"delta": 1.5},
+        "ipo": {"delta": 1.5},
+        "clip_cov": {"share": 0.0, "seed": 4294967295},
+        "kl_cov": {"share": 0.0},
+    }.items():
+        method = choose_method("mis_loss_method", {"name": name, **given}).method
+        found = apply(method, *make_data())
+        assert found.coefficient_T.isfinite().all()
+        assert found.coefficient_T.any(), name
+    for name in ("cispo", "icepop", "token_mis", "intellect_3"):
+        for make in (METHODS[name], lambda name=name, **given: choose_method("key", {"name": name, **given})):
+            with pytest.raises(ValueError, match=f"{name}: low must be below high, got 1.0 and 1.0"):
+                make(low=1.0, high=1.0)
+
+
+def test_python_takes_numbers_of_numpy() -> None:
+    assert METHODS["ppo"](low=np.float32(0.25), high=np.int64(1)) == METHODS["ppo"](low=0.25, high=1.0)
+    for wrong in (np.float32(1.5), np.float64("nan"), np.bool_(True)):
+        with pytest.raises((ValueError, TypeError), match="ppo: low must be"):
+            METHODS["ppo"](low=wrong)
+    assert METHODS["decoupled_token_tis"](high=np.float64("inf")) == METHODS["decoupled_token_tis"](high=math.inf)
+
+
+def test_a_parameter_without_a_range_is_refused_where_the_method_is_written() -> None:
+    for hint in (float, "float", tuple[float, float]):
+
+        def mine(*, low=0.2) -> Method:
+            """Mine."""
+            return Method(surrogate=Ratio(low=low))
+
+        mine.__annotations__["low"] = hint
+        with pytest.raises(TypeError, match=r"^mine: low: annotate it with a Range"):
+            published(formula="w A", paper="none")(mine)

@@ -81,34 +81,35 @@ RANGES = {
         "decoupled_tempered power; decoupled_mixed mix; icepop low; glm_5_reasoning low; token_mis low; "
         "sequence_mis low; geometric_rs low; segment_rs low; geometric_rs_token_tis low; sequence_mask_tis low; "
         "veto low; cispo low; minirl low; aspo low; ctpo power; intellect_3 low veto; mis_po low low_sequence; "
-        "glm_5 low; mimo_mopd low; gspo low; gspo_token low; luspo low"
+        "glm_5 low; mimo_mopd low; gspo low; gspo_token low; luspo low; clip_cov share; kl_cov share"
     ),
     "(0, inf)": (
-        "ppo high; dapo high; dual_clip high; bypass high; dcpo high; decoupled_token_tis high; "
-        "decoupled_sequence_tis high; glm_5_reasoning high; geometric_rs_token_tis bound; trm high_max high_mean; "
-        "aipo high; reinforce_sequence_tis high; reinforce_sequence_psis high; minirl high cap; topr high; aspo "
-        "high cap; ctpo high dual; kpop phi; dppo_tv cap; dppo_kl delta cap; glm_5 high; gspo high; gspo_token "
-        "high; luspo high; sapo positive negative; maspo scale; clip_cov high"
+        "dcpo high; decoupled_token_tis high; decoupled_sequence_tis high; geometric_rs_token_tis bound; "
+        "trm high_max high_mean; aipo high; reinforce_sequence_tis high; reinforce_sequence_psis high; minirl cap; "
+        "topr high; aspo cap; ctpo high dual; kpop phi; dppo_tv cap; dppo_kl delta cap; ipo delta; "
+        "sapo positive negative; maspo scale"
     ),
-    "(1, inf)": (
-        "dual_clip dual; kimi_k2_5 high; dcpo cap; decoupled_token_clip high; icepop high; glm_5_reasoning beta; "
-        "token_mis high; sequence_mis high; geometric_rs high; segment_rs high; geometric_rs_token_tis high; "
-        "sequence_mask_tis high; sequence_error high; cispo high; intellect_3 high; mis_po high high_sequence; "
-        "mimo_mopd high; gmpo high"
+    "[1, inf)": (
+        "dual_clip dual; kimi_k2_5 high; dcpo cap; decoupled_token_clip high; icepop high; token_mis high; "
+        "sequence_mis high; geometric_rs high; segment_rs high; geometric_rs_token_tis high; sequence_mask_tis high; "
+        "cispo high; intellect_3 high; mis_po high high_sequence; mimo_mopd high; gmpo high"
     ),
+    "(1, inf)": "glm_5_reasoning beta; sequence_error high",
     "[0, inf)": (
+        "ppo high; dapo high; dual_clip high; bypass high; glm_5_reasoning high; minirl high; aspo high; "
+        "dppo_tv delta; prime_rl low high; glm_5 high; gspo high; gspo_token high; luspo high; clip_cov high; "
         "kimi_k2_5 tau; dcpo low; dro beta; ctpo low; prime_rl tau; ipo tau; opsm delta; maspo power positive "
         "negative; m2po budget; vaco delta; kl_cov scale; grpo_k3 beta; grpo_k2 beta; grpo_unbiased_kl beta"
     ),
     "tokens | all_tokens | sequences": "icepop normalize_over",
     "[0, inf) x (first, inf)": "dispo positive negative",
-    "(0, 1]": "dppo_tv delta; prime_rl low high; ipo delta; gmpo low; clip_cov share; kl_cov share",
+    "(0, 1]": "gmpo low",
     "[0, inf) x (0, inf)": "vespo positive negative",
     "[scale, inf)": "maspo high",
     "[0, 1)": "clip_cov low",
     "(-inf, inf)": "clip_cov cov_low",
     "(cov_low, inf)": "clip_cov cov_high",
-    "[-1e+09, 1e+09]": "clip_cov seed",
+    "[-1e+15, 1e+15]": "clip_cov seed",
 }
 """What is legal, and of whom."""
 

@@ -13,7 +13,7 @@ from mis_ext.correction.gates import Action
 from mis_ext.methods.batch import STALENESS, Batch, Pair
 from mis_ext.methods.kl_terms import Penalty
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import NotNegative, Positive, Range, Share, published
+from mis_ext.methods.published import ExcessBound, NotNegative, Range, UpToOne, published
 from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.rejection_control import token_uniforms
 from mis_ext.methods.surrogates import Ratio
@@ -135,11 +135,11 @@ def _fewest(batch: Batch, values_T: Tensor, mask_T: Tensor, *, share: float, num
 def clip_cov(
     *,
     low: Annotated[float, Range(high=1.0, open_high=True)] = 0.2,
-    high: Positive = 0.2,
+    high: ExcessBound = 0.2,
     cov_low: Annotated[float, Range(low=-math.inf)] = 1.0,
     cov_high: Annotated[float, Range(low="cov_low", open_low=True)] = 5.0,
-    share: Share = 2e-4,
-    seed: Annotated[int, Range(low=-1e9, high=1e9)] = 0,
+    share: UpToOne = 2e-4,
+    seed: Annotated[int, Range(low=-1e15, high=1e15)] = 0,
 ) -> Method:
     """Few tokens of high covariance, drawn at random, have no gradient.
 
@@ -158,7 +158,7 @@ def clip_cov(
     formula=f"r A - scale abs(log r) at the share of tokens with the largest cov; {_COVARIANCE}",
     paper=f"{_PAPER} (KL-Cov); verl: kl_cov (code)",
 )
-def kl_cov(*, share: Share = 2e-4, scale: NotNegative = 1.0) -> Method:
+def kl_cov(*, share: UpToOne = 2e-4, scale: NotNegative = 1.0) -> Method:
     """The tokens of largest covariance are pulled back to the proximal policy; no other bound.
 
     When: as ``clip_cov``, but without random choice.

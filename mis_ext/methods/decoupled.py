@@ -5,7 +5,7 @@ from __future__ import annotations
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.factors import Factor, RatioWeight
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import AboveOne, Positive, UpToOne, published
+from mis_ext.methods.published import Bound, FromOne, UpToOne, published
 from mis_ext.methods.smooth import Mixture
 from mis_ext.methods.surrogates import Ratio
 
@@ -36,7 +36,7 @@ def decoupled() -> Method:
 
 
 @published(formula=f"sg(min(rho, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
-def decoupled_token_tis(*, high: Positive = 2.0) -> Method:
+def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     """Token ratios, truncated.
 
     When: the default against a mismatch of trainer and engine: low variance at every length.
@@ -48,7 +48,7 @@ def decoupled_token_tis(*, high: Positive = 2.0) -> Method:
 
 
 @published(formula=f"sg(min(rho_1..T, high)) {PPO_TEXT}", paper=COLLAPSE_REPORT)
-def decoupled_sequence_tis(*, high: Positive = 2.0) -> Method:
+def decoupled_sequence_tis(*, high: Bound = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
     When: short responses, ``T`` well below ``1 / (2 k3)``.
@@ -59,7 +59,7 @@ def decoupled_sequence_tis(*, high: Positive = 2.0) -> Method:
 
 
 @published(formula=f"sg(clip(rho, low, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
-def decoupled_token_clip(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
+def decoupled_token_clip(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """Token ratios, clamped on both sides.
 
     When: the effective sample size matters more than bias: tokens that the trainer finds unlikely keep some weight.

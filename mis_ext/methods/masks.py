@@ -8,7 +8,7 @@ from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.decoupled import COLLAPSE_REPORT, PPO_TEXT, with_ppo
 from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.method import Method, NormalizeOver
-from mis_ext.methods.published import AboveOne, Positive, UpToOne, published
+from mis_ext.methods.published import AboveOne, Bound, ExcessBound, FromOne, UpToOne, published
 from mis_ext.methods.surrogates import Ratio
 
 
@@ -16,7 +16,7 @@ from mis_ext.methods.surrogates import Ratio
     formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}",
     paper="Ling Team, Every Step Evolves (IcePop), arXiv:2510.18855",
 )
-def icepop(*, low: UpToOne = 0.5, high: AboveOne = 5.0, normalize_over: NormalizeOver | None = None) -> Method:
+def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: NormalizeOver | None = None) -> Method:
     """Tokens outside the band lose their gradient and stay in the denominator.
 
     With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, those outside as 0
@@ -34,7 +34,7 @@ def icepop(*, low: UpToOne = 0.5, high: AboveOne = 5.0, normalize_over: Normaliz
     formula="sg(rho 1[1 / beta <= rho <= beta]) min(r A, clip(r, 1 - low, 1 + high) A)",
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equation 1",
 )
-def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: Positive = 0.28) -> Method:
+def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """IcePop with a band that is symmetric in the log, and PPO with a higher upper bound.
 
     When: synchronous training for reasoning, with the recomputed log-probs at hand; for agents see ``glm_5``.
@@ -48,7 +48,7 @@ def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: Positive 
 @published(
     formula=f"sg(rho 1[low <= rho <= high]) {PPO_TEXT}, rejected tokens leave the denominator", paper=COLLAPSE_REPORT
 )
-def token_mis(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
+def token_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """Tokens outside the band are rejected.
 
     When: single broken tokens in good responses.
@@ -59,7 +59,7 @@ def token_mis(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
 
 
 @published(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
-def sequence_mis(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
+def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """Sequences whose product of ratios lies outside the band are rejected; the others have it as weight.
 
     When: short responses with a moderate mismatch.
@@ -71,7 +71,7 @@ def sequence_mis(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
 
 
 @published(formula=f"1[low <= exp(mean log rho) <= high] {PPO_TEXT}", paper="Liu, Li et al., RL Collapse Part 3, 2025")
-def geometric_rs(*, low: UpToOne = 0.999, high: AboveOne = 1.001) -> Method:
+def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
     """Sequences whose geometric mean of ratios lies outside the band are rejected; no weight.
 
     When: long responses, where every product is outside of every band.
@@ -86,7 +86,7 @@ def geometric_rs(*, low: UpToOne = 0.999, high: AboveOne = 1.001) -> Method:
     formula=f"1[low <= exp(mean over the segment of log rho) <= high] {PPO_TEXT}",
     paper="ROLL: train_infer_corrections, granularity segment (code)",
 )
-def segment_rs(*, low: UpToOne = 0.8, high: AboveOne = 1.2) -> Method:
+def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
     """As ``geometric_rs``, for each run of generated tokens, such as one turn of an agent, by itself.
 
     When: many turns, of which one was sampled by a broken engine or an old version.
@@ -100,7 +100,7 @@ def segment_rs(*, low: UpToOne = 0.8, high: AboveOne = 1.2) -> Method:
     formula=f"sg(min(rho, bound)) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}",
     paper="Liu, Li et al., RL Collapse Part 3, 2025",
 )
-def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: AboveOne = 1.001, bound: Positive = 2.0) -> Method:
+def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound: Bound = 2.0) -> Method:
     """Geometric rejection of sequences, truncated token ratios for the others.
 
     When: long responses with heavy-tailed tokens.
@@ -114,7 +114,7 @@ def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: AboveOne = 1.001, boun
     formula=f"sg(rho) 1[low <= exp(mean log rho) <= high] {PPO_TEXT}, zeroed sequences stay in the denominator",
     paper="NeMo RL, seq-mask-tis (code)",
 )
-def sequence_mask_tis(*, low: UpToOne = 0.999, high: AboveOne = 1.002) -> Method:
+def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
     """The gate looks at the sequence, the weight is the plain ratio of the token.
 
     When: as ``geometric_rs``, with denominators that do not change.
@@ -139,7 +139,7 @@ def veto(*, low: UpToOne = 1e-4) -> Method:
     formula=f"1[max (log rho)^2 / 2 <= high_max] 1[mean (rho - 1 - log rho) <= high_mean] {PPO_TEXT}",
     paper="Li et al., Trust Region Masking for Long-Horizon LLM Reinforcement Learning, arXiv:2512.23075",
 )
-def trm(*, high_max: Positive = 0.05, high_mean: Positive = 1e-3) -> Method:
+def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
     """Sequences with one extreme token, or a large mean divergence, are rejected.
 
     When: long responses for which a bound of the surrogate's error is wanted.

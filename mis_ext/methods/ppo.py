@@ -6,7 +6,7 @@ from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.bounds import ProbabilityBound
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import AboveOne, NotNegative, Positive, UpToOne, published
+from mis_ext.methods.published import ExcessBound, FromOne, NotNegative, Positive, UpToOne, published
 from mis_ext.methods.surrogates import Ratio
 
 
@@ -14,7 +14,7 @@ from mis_ext.methods.surrogates import Ratio
     formula="min(r A, clip(r, 1 - low, 1 + high) A)",
     paper="Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 )
-def ppo(*, low: UpToOne = 0.2, high: Positive = 0.2) -> Method:
+def ppo(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     """Several updates on one rollout, each token's ratio kept near 1.
 
     When: trainer and engine agree, or a weight corrects the mismatch: ``r`` does not contain it.
@@ -28,7 +28,7 @@ def ppo(*, low: UpToOne = 0.2, high: Positive = 0.2) -> Method:
     formula="min(r A, clip(r, 1 - low, 1 + high) A), high above low",
     paper="Yu et al., DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv:2503.14476",
 )
-def dapo(*, low: UpToOne = 0.2, high: Positive = 0.28) -> Method:
+def dapo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """PPO with a higher upper bound; divide by the tokens of the batch.
 
     When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier.
@@ -42,7 +42,7 @@ def dapo(*, low: UpToOne = 0.2, high: Positive = 0.28) -> Method:
     formula="A > 0: as ppo; A < 0: max(as ppo, dual A)",
     paper="Ye et al., Mastering Complex Control in MOBA Games with Deep Reinforcement Learning, arXiv:1912.09729",
 )
-def dual_clip(*, low: UpToOne = 0.2, high: Positive = 0.2, dual: AboveOne = 3.0) -> Method:
+def dual_clip(*, low: UpToOne = 0.2, high: ExcessBound = 0.2, dual: FromOne = 3.0) -> Method:
     """PPO that also ignores a token of negative advantage whose ratio has become huge.
 
     When: stale or mismatched rollouts: without it such a token has an unbounded gradient.
@@ -56,7 +56,7 @@ def dual_clip(*, low: UpToOne = 0.2, high: Positive = 0.2, dual: AboveOne = 3.0)
     formula="min(w A, clip(w, 1 - low, 1 + high) A)",
     paper="Liu, Li et al., When Speed Kills Stability, 2025",
 )
-def bypass(*, low: UpToOne = 0.2, high: Positive = 0.2) -> Method:
+def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     """PPO against the behavior policy itself: no recomputation of log-probs before the update.
 
     When: the mismatch is small, and the extra forward pass is expensive.
@@ -71,7 +71,7 @@ def bypass(*, low: UpToOne = 0.2, high: Positive = 0.2) -> Method:
     formula="clip(w, low, high) A - tau (log w)^2",
     paper="Kimi Team, Kimi K2.5, arXiv:2602.02276",
 )
-def kimi_k2_5(*, low: UpToOne = 0.5, high: AboveOne = 2.0, tau: NotNegative = 1e-3) -> Method:
+def kimi_k2_5(*, low: UpToOne = 0.5, high: FromOne = 2.0, tau: NotNegative = 1e-3) -> Method:
     """A clip on both sides: a token outside the band has no policy gradient, for any advantage.
 
     When: agentic training with a mismatch: the band bounds the drift, not the update.
@@ -89,7 +89,7 @@ def kimi_k2_5(*, low: UpToOne = 0.5, high: AboveOne = 2.0, tau: NotNegative = 1e
     formula="min(r A, clip(r, b(-low), b(high)) A), b(e) = (1 + sqrt(max(1 + 4 e / proximal, 0))) / 2, at most cap",
     paper="Yang et al., DCPO: Dynamic Clipping Policy Optimization, arXiv:2509.02333",
 )
-def dcpo(*, low: NotNegative = 0.1, high: Positive = 0.2, cap: AboveOne = 10.0) -> Method:
+def dcpo(*, low: NotNegative = 0.1, high: Positive = 0.2, cap: FromOne = 10.0) -> Method:
     """PPO whose bounds widen where the token was unlikely: they solve ``proximal * r * (r - 1) = e``.
 
     When: the policy should learn rare tokens.

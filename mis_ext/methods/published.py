@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.checks import check_choice, check_known, check_list, check_number
@@ -22,12 +23,22 @@ SYMBOLS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """The numbers that a parameter may be, infinity never. ``low`` may name another parameter that stands before it."""
+    """The numbers that a parameter may be.
+
+    Args:
+        low: Smallest number, or the name of another parameter that stands before it.
+        high: Largest number. Infinity itself is outside.
+        open_low: Whether ``low`` itself is outside too.
+        open_high: Whether ``high`` is.
+        is_bound: Whether it is an upper bound, for which infinity means none: in Python it may be that. In a file a
+            number stands for what was meant.
+    """
 
     low: float | str = 0.0
     high: float = math.inf
     open_low: bool = False
     open_high: bool = False
+    is_bound: bool = False
 
     def __str__(self) -> str:
         low = self.low if isinstance(self.low, str) else f"{self.low:g}"
@@ -38,7 +49,7 @@ class Range:
         return self.open_low or self.low == -math.inf, self.open_high or self.high == math.inf
 
     def checked(self, key: str, value: Any, others: Mapping[str, Any]) -> float:
-        """``value`` as a float, if it is legal beside the ``others``."""
+        """``value`` as a float, if it is legal in a file beside the ``others``."""
         low, (open_low, open_high) = self.low, self._opens
         if isinstance(low, str):
             key, low = f"{key} (from {low}: {others[low]!r})", others[low]
@@ -48,8 +59,10 @@ class Range:
 NotNegative = Annotated[float, Range()]
 Positive = Annotated[float, Range(open_low=True)]
 UpToOne = Annotated[float, Range(high=1.0)]
-Share = Annotated[float, Range(high=1.0, open_low=True)]
-AboveOne = Annotated[float, Range(low=1.0, open_low=True)]
+Bound = Annotated[float, Range(open_low=True, is_bound=True)]
+ExcessBound = Annotated[float, Range(is_bound=True)]
+FromOne = Annotated[float, Range(low=1.0, is_bound=True)]
+AboveOne = Annotated[float, Range(low=1.0, open_low=True, is_bound=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +89,19 @@ class PublishedMethod:
     text: str
 
     def __call__(self, **parameters: Any) -> Method:
-        """The method with other parameters than the defaults, where None is the default.
+        """The method with other parameters than the defaults, where None is the default, infinity no bound.
 
         Raises:
             ValueError: It has no such parameter, or a value is not legal.
             TypeError: A value has the wrong type.
         """
-        return self.make(**self.checked(self.name, parameters))
+        unbounded = {
+            name
+            for name, value in parameters.items()
+            if name in self.defaults and _is_bound(self._hints[name]) and isinstance(value, Real) and value == math.inf
+        }
+        rest = {name: value for name, value in parameters.items() if name not in unbounded}
+        return self.make(**self.checked(self.name, rest), **dict.fromkeys(unbounded, math.inf))
 
     def checked(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """The ``given`` parameters as the method takes them, without those that are None; ``where`` is for messages."""
@@ -92,6 +111,11 @@ class PublishedMethod:
             value = default if given.get(name) is None else given[name]
             if value is not None:
                 values[name] = _checked(f"{where}: {name}", value, hints[name], values)
+        for name, high in values.items():
+            low = name.replace("high", "low")
+            # Bounds of a ratio: both at 1 leave only tokens that agree exactly.
+            if name != low and hints[name] == FromOne and high == values.get(low):
+                raise ValueError(f"{where}: {low} must be below {name}, got {values[low]!r} and {high!r}")
         return {name: values[name] for name, value in given.items() if value is not None}
 
     @property
@@ -120,12 +144,22 @@ def _words(hint: Any) -> tuple[str, ...]:
     return tuple(chain.from_iterable(map(get_args, literals)))
 
 
+def _is_bound(hint: Any) -> bool:
+    return any(isinstance(each, Range) and each.is_bound for each in getattr(hint, "__metadata__", ()))
+
+
 def _legal(hint: Any) -> str:
     if words := _words(hint):
         return " | ".join(words)
     if get_origin(hint) is tuple:
         return " x ".join(map(_legal, get_args(hint)))
     return str(hint.__metadata__[0])
+
+
+def _is_declared(hint: Any) -> bool:
+    if get_origin(hint) is tuple:
+        return all(map(_is_declared, get_args(hint)))
+    return bool(_words(hint)) or any(isinstance(each, Range) for each in getattr(hint, "__metadata__", ()))
 
 
 def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
@@ -147,12 +181,20 @@ def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
 
 
 def published(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], PublishedMethod]:
-    """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text."""
+    """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text.
+
+    Raises:
+        TypeError: A parameter of the function does not say what is legal.
+    """
 
     def decorate(make: Callable[..., Method]) -> PublishedMethod:
         text = inspect.getdoc(make)
         assert text is not None
         family = make.__module__.rpartition(".")[2]
-        return PublishedMethod(make.__name__, family, formula, paper, make, text)
+        row = PublishedMethod(make.__name__, family, formula, paper, make, text)
+        for name in row.defaults:
+            if not _is_declared(row._hints.get(name)):
+                raise TypeError(f"{row.name}: {name}: annotate it with a Range, or a Literal of its words")
+        return row
 
     return decorate

@@ -10,7 +10,7 @@ from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.pareto import ParetoWeight
-from mis_ext.methods.published import AboveOne, NotNegative, Positive, Range, UpToOne, published
+from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 from mis_ext.methods.surrogates import Ratio, Score
 
 _INVERSE: Pair = ("proximal", "current")
@@ -65,7 +65,7 @@ def dro(*, beta: NotNegative = 0.05) -> Method:
     formula="sg(min(w, high)) A log pi",
     paper="Wu et al., LlamaRL (AIPO), arXiv:2505.24034",
 )
-def aipo(*, high: Positive = 4.0) -> Method:
+def aipo(*, high: Bound = 4.0) -> Method:
     """Token ratios to the behavior policy, truncated; the paper suggests bounds from 2 to 10.
 
     When: asynchronous training: staleness and mismatch in one ratio, no recomputation.
@@ -79,7 +79,7 @@ def aipo(*, high: Positive = 4.0) -> Method:
     formula="sg(min(w_1..T, high)) A log pi",
     paper="Liu, Li et al., When Speed Kills Stability, 2025",
 )
-def reinforce_sequence_tis(*, high: Positive = 2.0) -> Method:
+def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
     When: short responses.
@@ -108,7 +108,7 @@ def reinforce_sequence_snis() -> Method:
     formula="sg(min(smoothed w_1..T, high)) A log pi, the largest replaced by quantiles of a fitted Pareto tail",
     paper="Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646",
 )
-def reinforce_sequence_psis(*, high: Positive = 10.0) -> Method:
+def reinforce_sequence_psis(*, high: Bound = 10.0) -> Method:
     """Sequence weights whose tail is fitted: no bound to tune, and k-hat of the fit says when they are unreliable.
 
     When: at least 25 responses a call, better hundreds; look at ``smooth_weights(...).k_hat``, at most 0.7.
@@ -122,7 +122,7 @@ def reinforce_sequence_psis(*, high: Positive = 10.0) -> Method:
     formula="sg(clip(r, low, high)) A log pi",
     paper="MiniMax, MiniMax-M1, arXiv:2506.13585; bound of Khatri et al., ScaleRL, arXiv:2510.13786",
 )
-def cispo(*, low: UpToOne = 0.0, high: AboveOne = 5.0) -> Method:
+def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     """PPO's ratio, clipped without gradient: a clipped token still learns.
 
     When: rare tokens that start a reflection are clipped away by PPO.
@@ -158,7 +158,7 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
     formula="sg(min(w, cap)) 1[not (A > 0, r > 1 + high or A < 0, r < 1 - low)] A log pi",
     paper="Zheng et al., Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv:2512.01374",
 )
-def minirl(*, low: UpToOne = 0.2, high: Positive = 0.27, cap: Positive = 5.0) -> Method:
+def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) -> Method:
     """Token importance weights with PPO's mask: the first-order approximation of the sequence objective.
 
     When: mixture-of-experts models, together with routing replay once updates are off-policy.
@@ -173,7 +173,7 @@ def minirl(*, low: UpToOne = 0.2, high: Positive = 0.27, cap: Positive = 5.0) ->
     formula="A > 0: A log pi; A < 0: sg(min(w_1..T, high)) A log pi",
     paper="Le Roux et al., Tapered Off-Policy REINFORCE, arXiv:2503.14286",
 )
-def topr(*, high: Positive = 1.0) -> Method:
+def topr(*, high: Bound = 1.0) -> Method:
     """Good sequences are learnt fully, bad ones only as far as the policy would still produce them.
 
     When: very off-policy data.
@@ -187,7 +187,7 @@ def topr(*, high: Positive = 1.0) -> Method:
     formula="A > 0: sg(min(1 / r, cap)) A log pi; A < 0: sg(r) A log pi; both 0 where ppo clips",
     paper="Wang et al., ASPO: Asymmetric Importance Sampling Policy Optimization, arXiv:2510.06062",
 )
-def aspo(*, low: UpToOne = 0.2, high: Positive = 0.28, cap: Positive = 3.0) -> Method:
+def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> Method:
     """Positive tokens are weighted by the inverse of their ratio, which raises tokens that became less likely.
 
     When: entropy collapses because likely tokens get ever more weight.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.methods.batch import STALENESS, Batch, Pair
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import AboveOne, Positive, Share, UpToOne, published
+from mis_ext.methods.published import ExcessBound, FromOne, Range, UpToOne, published
 from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Ratio, Slope, Spread
 
@@ -55,7 +56,7 @@ class ClippedMean:
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), mean over tokens, then over sequences",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
-def gspo(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
+def gspo(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
 
     When: mixture-of-experts models: single tokens change experts, but their mean stays.
@@ -69,7 +70,7 @@ def gspo(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
     formula="s = sg(exp(mean log r)) pi / sg(pi): min(s A, clip(s, 1 - low, 1 + high) A)",
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
-def gspo_token(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
+def gspo_token(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     """GSPO whose tokens have advantages of their own; with one per sequence it is GSPO.
 
     When: several turns with a reward each.
@@ -83,7 +84,7 @@ def gspo_token(*, low: UpToOne = 3e-4, high: Positive = 4e-4) -> Method:
     formula="exp(mean of log r, each clipped to [log low, log high] where ppo would) A",
     paper="Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673",
 )
-def gmpo(*, low: Share = _GMPO_LOW, high: AboveOne = _GMPO_HIGH) -> Method:
+def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, high: FromOne = _GMPO_HIGH) -> Method:
     """The geometric mean of ratios that were clipped one by one.
 
     When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse.
@@ -97,7 +98,7 @@ def gmpo(*, low: Share = _GMPO_LOW, high: AboveOne = _GMPO_HIGH) -> Method:
     formula="s = exp(mean log r): min(s A, clip(s, 1 - low, 1 + high) A), sum over tokens, then mean over sequences",
     paper="Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261 (formula of TRL's luspo loss)",
 )
-def luspo(*, low: UpToOne = 2e-3, high: Positive = 2.5e-3) -> Method:
+def luspo(*, low: UpToOne = 2e-3, high: ExcessBound = 2.5e-3) -> Method:
     """GSPO whose sequences count with their length: sum over tokens, not their mean, then the mean over sequences.
 
     When: responses become shorter and shorter under GSPO.

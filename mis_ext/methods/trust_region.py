@@ -6,7 +6,7 @@ from mis_ext.methods.batch import STALENESS, TOTAL
 from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import AboveOne, NotNegative, Positive, Share, UpToOne, published
+from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, UpToOne, published
 from mis_ext.methods.surrogates import Ratio, Score
 
 _W = Ratio(pair=TOTAL)
@@ -24,7 +24,7 @@ def _region(*, low: float, high: float) -> tuple[Keep, Keep]:
     formula="w A 1[KL(p, q) <= phi] 1[KL(q, p) <= phi], KL of this token against all others",
     paper="Ling Team, KPop (report), 2026",
 )
-def kpop(*, phi: Positive = 0.1) -> Method:
+def kpop(*, phi: Bound = 0.1) -> Method:
     """A band in binary KL: tight where the token was likely, wide where it was rare.
 
     When: a band of ratios masks rare tokens and lets confident ones drift.
@@ -39,7 +39,7 @@ def kpop(*, phi: Positive = 0.1) -> Method:
     formula="w A 1[low <= w <= high] 1[min over the sequence of w >= veto]",
     paper="Prime Intellect, INTELLECT-3, arXiv:2512.16144",
 )
-def intellect_3(*, low: UpToOne = 0.5, high: AboveOne = 5.0, veto: UpToOne = 1e-5) -> Method:
+def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5) -> Method:
     """IcePop's band on the total ratio, and a veto.
 
     When: asynchronous training of mixture-of-experts models.
@@ -56,7 +56,7 @@ def intellect_3(*, low: UpToOne = 0.5, high: AboveOne = 5.0, veto: UpToOne = 1e-
     paper="StepFun, Step-3.5-Flash (MIS-PO), arXiv:2602.10604",
 )
 def mis_po(
-    *, low: UpToOne = 0.5, high: AboveOne = 2.0, low_sequence: UpToOne = 0.996, high_sequence: AboveOne = 1.001
+    *, low: UpToOne = 0.5, high: FromOne = 2.0, low_sequence: UpToOne = 0.996, high_sequence: FromOne = 1.001
 ) -> Method:
     """Filters of tokens and of sequences, and no weight: kept tokens count as on-policy.
 
@@ -73,7 +73,7 @@ def mis_po(
     formula="sg(min(w, cap)) A log pi, 0 where A > 0, p - q > delta or A < 0, p - q < -delta",
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
-def dppo_tv(*, delta: Share = 0.15, cap: Positive = 20.0) -> Method:
+def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
     """A trust region of probabilities: it stops only updates that move further outside.
 
     When: instead of PPO's clip, with the behavior policy as centre.
@@ -87,7 +87,7 @@ def dppo_tv(*, delta: Share = 0.15, cap: Positive = 20.0) -> Method:
     formula="sg(min(w, cap)) A log pi, 0 where KL(q, p) > delta and the update moves w away from 1",
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
-def dppo_kl(*, delta: Positive = 0.05, cap: Positive = 20.0) -> Method:
+def dppo_kl(*, delta: Bound = 0.05, cap: Bound = 20.0) -> Method:
     """As ``dppo_tv``, with the binary KL from behavior to current policy.
 
     When: tokens that have become very unlikely should be protected: KL grows there, total variation does not.
@@ -102,7 +102,7 @@ def dppo_kl(*, delta: Positive = 0.05, cap: Positive = 20.0) -> Method:
     formula="w A, 0 where A > 0, p - q > high or A < 0, p - q < -low; - tau (log w)^2 on all valid tokens",
     paper="Prime Intellect, prime-rl: default loss (code)",
 )
-def prime_rl(*, low: Share = 0.2, high: Share = 0.2, tau: NotNegative = 1e-3) -> Method:
+def prime_rl(*, low: ExcessBound = 0.2, high: ExcessBound = 0.2, tau: NotNegative = 1e-3) -> Method:
     """DPPO's region with one bound for each sign, a plain ratio and a squared log-ratio as penalty.
 
     When: asynchronous training with that framework's defaults.
@@ -117,7 +117,7 @@ def prime_rl(*, low: Share = 0.2, high: Share = 0.2, tau: NotNegative = 1e-3) ->
     formula="w A 1[abs(p - q) <= delta] - tau (log w)^2",
     paper="Prime Intellect, prime-rl: ipo loss (code)",
 )
-def ipo(*, delta: Share = 0.1, tau: NotNegative = 1e-3) -> Method:
+def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
     """A band of probability differences, for both signs of the advantage.
 
     When: the drift itself should stop the gradient, as with ``kimi_k2_5``.
@@ -132,7 +132,7 @@ def ipo(*, delta: Share = 0.1, tau: NotNegative = 1e-3) -> Method:
     formula="sg(w 1[1 - low < w < 1 + high]) A log pi",
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equations 3 to 5",
 )
-def glm_5(*, low: UpToOne = 0.2, high: Positive = 0.28) -> Method:
+def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """Direct double-sided importance sampling: no proximal policy, a token outside the band is masked.
 
     When: rollouts that span several versions of the weights, whose exact proximal policy is not known.
@@ -148,7 +148,7 @@ def glm_5(*, low: UpToOne = 0.2, high: Positive = 0.28) -> Method:
     formula="sg(w 1[low <= w <= high]) A log pi, A = sg(log(teacher / current)) (+ the outcome's advantage)",
     paper="Xiaomi, MiMo-V2-Flash (MOPD), arXiv:2601.02780, equations 7 and 8",
 )
-def mimo_mopd(*, low: UpToOne = 0.5, high: AboveOne = 2.0) -> Method:
+def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """On-policy distillation: pass the teacher's log-ratio as advantage.
 
     When: teachers of several domains become one student.
