@@ -280,6 +280,8 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
     # The host's own process of rollouts loads that of the user, and may have what a training rank has not.
     start(HOOK | {"custom_config_path": "mis_ext.yaml", "custom_rm_path": "no_such_package.reward"})
     start(HOOK | {"custom_generate_function_path": "no_such_package.generate", SCORING: "os.path.join"})
+    # No function is loaded there, whatever the file is called.
+    start(HOOK | {"save_path": "mis_ext.compute_mis_weights_with_cp"})
 
 
 TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}

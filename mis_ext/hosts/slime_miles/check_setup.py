@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ _SET_LATER = (
 """Flags behind the one of that file in slime's parser, and what it sets later."""
 _VOCABULARY = 16
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
+_OF_HOSTS = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
 _LAUNCHES = (
     f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
     f"{_LOSS.flag} {_LOSS.name}. slime ignores a misspelt flag without a message: compare yours letter by letter"
@@ -110,8 +112,14 @@ def check_setup(args: Any) -> None:
         ImportError: A path names no module.
         AttributeError: A module has no such function.
     """
-    entrance = _entrance_of(args)
+    entrance = None if _only_dithers(args) else _entrance_of(args)
     config = run_of(args, whole_loss=entrance is _LOSS).config
+    if entrance is None:
+        _refuse_wrong_paths(args)
+        if read_argument(args, "rank") in (None, 0):
+            alone = "mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"
+            print("\n".join([alone, *_warnings(args), *_unread_keys(args)]), flush=True)
+        return
     _refuse_missing_preparation(args, config)
     _refuse_wrong_paths(args)
     said = [
@@ -244,7 +252,15 @@ def _leads_to(path: str, entrance: _Entrance) -> bool:
 def _found_at(path: str) -> Any:
     """What a dotted path leads to, found as the hosts find it, without its wrappers."""
     module, _, name = path.rpartition(".")
-    return inspect.unwrap(getattr(import_module(module), name))
+    found = getattr(import_module(module), name)
+    while (inner := inspect.unwrap(found.func if isinstance(found, partial) else found)) is not found:
+        found = inner
+    return found
+
+
+@cache
+def _taken() -> dict[str, list[Any]]:
+    return {flag: [_found_at(name) for name in names] for flag, names in _TAKEN.items()}
 
 
 def _refuse_wrong_paths(args: Any) -> None:
@@ -259,7 +275,7 @@ def _refuse_wrong_paths(args: Any) -> None:
         path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
         if not argument.endswith("_path") or not isinstance(path, str) or not path:
             continue
-        if flag not in _CALLED_HERE and not path.startswith("mis_ext."):
+        if flag not in _CALLED_HERE and not (path.startswith("mis_ext.") and _takes_function(argument)):
             continue
         try:
             found = _found_at(path)
@@ -271,23 +287,49 @@ def _refuse_wrong_paths(args: Any) -> None:
         if found is dither_weights and flag == STEP_FLAG:
             refuse_dithering(args, path)
         owner = str(getattr(found, "__module__", None) or getattr(found, "__name__", ""))
-        takes = _TAKEN.get(flag, ())
-        if owner.startswith("mis_ext.") and all(found is not _found_at(name) for name in takes):
-            own = [other for other, names in _TAKEN.items() if any(found is _found_at(name) for name in names)]
+        if not owner.startswith("mis_ext."):
+            continue
+        own = [other for other, functions in _taken().items() if any(found is each for each in functions)]
+        if flag not in own:
+            takes = _TAKEN.get(flag, ())
             raise ValueError(
                 f"{flag} {path}: the flag takes {' or '.join(takes) or 'no function of mis_ext'}"
                 + "".join(f"; this one is for {other}" for other in own)
             )
 
 
-def _not_called(args: Any, why: str) -> ValueError:
-    ours = [key for key in (*FLAT_KEYS, NATIVE_KEY) if key not in _SWITCHES and read_argument(args, key) is not None]
-    idle = f"; these keys would do nothing: {', '.join(ours)}" if ours else ""
-    of_hosts = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
+def _only_dithers(args: Any) -> bool:
+    """Whether dithering is all that is asked of us: it needs neither a correction nor a loss."""
+    path = read_argument(args, STEP_FLAG.removeprefix("--").replace("-", "_"))
+    if not path or _idle_keys(args) or _misspelt(args) or any(read_argument(args, name) for name in _OF_HOSTS):
+        return False
+    try:
+        return _found_at(path) is dither_weights
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def _idle_keys(args: Any) -> list[str]:
+    return [key for key in (*FLAT_KEYS, NATIVE_KEY) if key not in _SWITCHES and read_argument(args, key) is not None]
+
+
+def _misspelt(args: Any) -> str:
     meant = {
-        name: near_miss(name, keys=of_hosts) for name in all_arguments(args) if name not in (*of_hosts, *FLAT_KEYS)
+        name: near_miss(name, keys=_OF_HOSTS) for name in all_arguments(args) if name not in (*_OF_HOSTS, *FLAT_KEYS)
     }
-    misspelt = "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
+    return "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
+
+
+def _takes_function(argument: str) -> bool:
+    """Whether a flag's name says so: the hosts' other paths are of files and folders."""
+    return argument.startswith("custom_") or argument.endswith(
+        ("_function_path", "_hook_path", "_postprocess_path", "_filter_path")
+    )
+
+
+def _not_called(args: Any, why: str) -> ValueError:
+    ours, misspelt = _idle_keys(args), _misspelt(args)
+    idle = f"; these keys would do nothing: {', '.join(ours)}" if ours else ""
     return ValueError(f"mis_ext would not be called: {why}{misspelt}{idle}; {_LAUNCHES}")
 
 
