@@ -144,6 +144,8 @@ def mixture_of(model):
 @cases(("batched_mm", torch.float32), ("grouped_mm", torch.bfloat16))
 @each_model
 def test_a_token_and_its_gradient_have_their_bits_in_any_batch(name, experts, dtype, device):
+    if experts == "grouped_mm" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("without it transformers multiplies into tensors of its own, which the mode refuses by name")
     generator = random.Random(f"{name} {experts} {dtype} mixture")
     mixture, forward = mixture_of(build(name, experts, dtype=dtype, device=device))
     tokens = generator.randint(14, 24)

@@ -60,7 +60,10 @@ def test_of_an_update_however_small_all_is_seen_on_average() -> None:
 
 # Megatron-Core warns of its own choices.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore:full scope is deprecated", "ignore:WARNING. there is no optimizer on RANK"
+    "ignore::DeprecationWarning",
+    "ignore:full scope is deprecated",
+    "ignore:WARNING. there is no optimizer on RANK",
+    "ignore:.* is experimental:UserWarning",
 )
 MEGATRON = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core not installed (requirements/example.txt)"
