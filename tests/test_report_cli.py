@@ -175,11 +175,12 @@ def test_kernels_alone_need_no_correction(tmp_path) -> None:
 
 def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None:
     proximal = [-0.5 - (number % 7) / 4 for number in range(100)]
-    rows = [{"log_probs": proximal, "rollout_log_probs": [0.0] * 100, "response_length": 100}] * 2
+    behavior = [-9999.0] * 10 + proximal[10:]
+    rows = [{"log_probs": proximal, "rollout_log_probs": behavior, "response_length": 100}] * 2
     (tmp_path / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = report_of(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
     assert report.recommendation.headline.startswith("Repair this first: placeholders")
-    assert report.recommendation.yaml == ""
+    assert (report.recommendation.name, report.recommendation.yaml) == ("mis", "")
     assert "To paste:" not in page_of(report)
 
 
