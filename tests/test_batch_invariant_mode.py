@@ -208,6 +208,21 @@ def test_inference_mode_does_not_hide_products_from_the_mode():
             assert equal_bits(torch.cat([F.linear(row, w, bias) for row in x.split(1)]), expected)
 
 
+@pytest.mark.parametrize("how", ["bilinear", "bicubic", "nearest", "nearest-exact"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_picture_is_interpolated_alike_or_refused_alike_in_inference_mode(dtype, how):
+    """torch has kernels in Python too, which it would prefer there, and which round in another way."""
+    x = (100 + 50 * randn(2, 3, 4, 4)).to(dtype)
+    plain = F.interpolate(x, (3, 3), mode=how)
+    for grad in (torch.no_grad, torch.inference_mode):
+        with grad(), batch_invariant_mode():
+            if dtype == torch.uint8 or how.startswith("nearest"):
+                assert torch.equal(F.interpolate(x, (3, 3), mode=how), plain)
+            else:
+                with pytest.raises(NotImplementedError, match=rf"upsample_{how}2d\S* has no batch-invariant"):
+                    F.interpolate(x, (3, 3), mode=how)
+
+
 def test_another_thread_is_not_in_the_mode():
     states = []
     with batch_invariant_mode():

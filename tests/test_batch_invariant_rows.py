@@ -397,6 +397,39 @@ def test_the_gradient_of_a_row_has_its_bits_in_any_batch(name, dtype):
         torch.testing.assert_close(expected, plain, rtol=2e-2 if dtype in FLOATS[1:] else 1e-4, atol=2e-2)
 
 
+def of_statistics(norm):
+    """A batch norm that is not in training, of weight, bias, mean and variance."""
+    return lambda x: norm(x, *(randn(33, dtype=x.dtype, seed=seed).abs() for seed in range(4)), 0.1, 1e-5)[0]
+
+
+OF_CHANNELS = {
+    "group norm": lambda x: F.group_norm(x, 3),
+    "instance norm": F.instance_norm,
+    "batch norm": of_statistics(lambda x, w, b, mean, var, *rest: (F.batch_norm(x, mean, var, w, b),)),
+    "batch norm of exported models": of_statistics(aten._native_batch_norm_legit_no_training),
+    "batch norm without update": of_statistics(aten._batch_norm_no_update),
+    "pools": lambda x: F.avg_pool2d(x, 3) + F.max_pool2d(x, 3),
+    "mean of a picture": lambda x: F.adaptive_avg_pool2d(x, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_channels_that_lie_apart_have_the_bits_of_those_that_lie_together(name, dtype):
+    function, x = OF_CHANNELS[name], randn(3, 33, *((33, 40) if "picture" in name else (7, 9)), dtype=dtype)
+    with batch_invariant_mode():
+        expected, gradient = function(x), gradient_of_rows(function, x, slice(0, 3))
+        for batch in (x.to(memory_format=torch.channels_last), strided(x)):
+            for rows in (slice(None), slice(1, 2)):
+                own = batch[rows].detach().requires_grad_()
+                output = function(own)
+                slope = randn(29, *output.shape[1:], dtype=dtype, seed=7)[:3][rows]
+                slope = slope.to(memory_format=torch.channels_last)
+                assert equal_bits(output.detach(), expected[rows])
+                assert equal_bits(torch.autograd.grad(output, own, slope)[0], gradient[rows])
+    torch.testing.assert_close(expected, function(x), rtol=1e-2, atol=1e-2)
+
+
 def test_a_gradient_that_nobody_has_reviewed_is_refused():
     x = randn(1, 1, 3, 3).requires_grad_()
     outside = F.grid_sample(x, torch.zeros(1, 2, 2, 2), align_corners=False)
@@ -477,7 +510,7 @@ def dynamically_quantized(x):
         return torch.ao.nn.quantized.dynamic.Linear(8, 4)(x)
 
 
-SQUARE = torch.eye(4) + 3
+SQUARE, ONE_BAG = torch.eye(4) + 3, torch.tensor([[0, 1]])
 REFUSED = {
     "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).t(),
     "quantized.linear_dynamic": dynamically_quantized,
@@ -487,6 +520,8 @@ REFUSED = {
     "linalg_inv_ex": lambda x: torch.linalg.inv(SQUARE),
     "linalg_lu_factor_ex": lambda x: torch.linalg.lu_factor(SQUARE),
     "_fft_r2c": torch.fft.fft,
+    "embedding_renorm_.* leave max_norm out": lambda x: F.embedding(ONE_BAG, x, max_norm=1.0),
+    "embedding_renorm_.* and scale the table before": lambda x: F.embedding_bag(ONE_BAG, x, max_norm=1.0),
 }
 
 

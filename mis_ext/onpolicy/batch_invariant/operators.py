@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["passes", "passes without factor", "passes without integers", "elementwise", "one by one", "refused"]
+Kind = Literal[
+    "passes",
+    "passes contiguous",
+    "passes without factor",
+    "passes without integers",
+    "elementwise",
+    "one by one",
+    "refused",
+]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -42,41 +50,49 @@ _UNTAGGED = _names("""
 # What moves, chooses, counts or draws numbers; what reduces or normalises a row by itself on every device; and what is
 # about the batch by its meaning: losses, batch norms, sums over a batch.
 _PASSING = _names("""
-    _adaptive_avg_pool2d _adaptive_avg_pool3d _aminmax _amp_foreach_non_finite_check_and_unscale _amp_update_scale
-    _assert_async _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional _chunk_cat
-    _conj_physical _copy_from _copy_from_and_resize _functional_assert_async _fused_adagrad _fused_adam _fused_adamw
-    _fused_dropout _fused_sgd _has_compatible_shallow_copy_type _is_all_true _is_any_true _lazy_clone
-    _local_scalar_dense _log_softmax _logcumsumexp _masked_scale _native_batch_norm_legit
-    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _pack_padded_sequence _pin_memory
-    _resize_output _stack _to_copy _unique _unique2 _unsafe_index _unsafe_masked_index _unsafe_view
-    adaptive_max_pool2d adaptive_max_pool3d all allclose amax amin aminmax any argmax argmin avg_pool2d avg_pool3d
-    bernoulli binary_cross_entropy binary_cross_entropy_with_logits bincount block_diag bucketize cat cauchy
-    channel_shuffle complex constant_pad_nd copy count_nonzero cummax cummin cumprod cumsum detach diag_embed
-    embedding embedding_renorm empty_like equal exponential fill flip full_like gather geometric histc huber_loss
-    im2col index index_copy index_fill index_select is_same_size isin kthvalue lift lift_fresh linalg_cross linspace
-    log_normal logcumsumexp logspace masked_scatter masked_select max max_pool2d_with_indices
-    max_pool3d_with_indices median min mode mse_loss multi_margin_loss
-    multilabel_margin_loss_forward multinomial nanmedian narrow_copy native_dropout native_group_norm
-    native_layer_norm new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward
-    nonzero nonzero_static normal normal_functional ones_like pixel_shuffle pixel_unshuffle poisson rand_like
-    randint_like randn_like random reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave
-    replication_pad1d replication_pad2d replication_pad3d resize resize_as roll rot90 rrelu_with_noise scatter
-    searchsorted segment_reduce select_scatter set set_data slice_scatter smooth_l1_loss soft_margin_loss stack take
-    tensor_split tril triu uniform unique_consecutive unique_dim unique_dim_consecutive unsafe_split
-    unsafe_split_with_sizes zero zeros_like
+    _adaptive_avg_pool3d _aminmax _amp_foreach_non_finite_check_and_unscale _amp_update_scale _assert_async
+    _batch_norm_with_update _batch_norm_with_update_functional _chunk_cat _conj_physical _copy_from
+    _copy_from_and_resize _functional_assert_async _fused_adagrad _fused_adam _fused_adamw _fused_dropout _fused_sgd
+    _has_compatible_shallow_copy_type _is_all_true _is_any_true _lazy_clone _local_scalar_dense _log_softmax
+    _logcumsumexp _masked_scale _native_batch_norm_legit _native_batch_norm_legit_functional _pack_padded_sequence
+    _pin_memory _resize_output _stack _to_copy _unique _unique2 _unsafe_index _unsafe_masked_index _unsafe_view
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_max_pool2d
+    adaptive_max_pool3d all allclose amax amin aminmax any argmax argmin avg_pool2d avg_pool3d bernoulli
+    binary_cross_entropy binary_cross_entropy_with_logits bincount block_diag bucketize cat cauchy channel_shuffle
+    complex constant_pad_nd copy count_nonzero cummax cummin cumprod cumsum detach diag_embed embedding empty_like
+    equal exponential fill flip full_like gather geometric histc huber_loss im2col index index_copy index_fill
+    index_select is_same_size isin kthvalue lift lift_fresh linalg_cross linspace log_normal logcumsumexp logspace
+    masked_scatter masked_select max max_pool2d_with_indices max_pool3d_with_indices median min mode mse_loss
+    multi_margin_loss multilabel_margin_loss_forward multinomial nanmedian narrow_copy native_dropout native_layer_norm
+    new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward nonzero nonzero_static
+    normal normal_functional ones_like pixel_shuffle pixel_unshuffle poisson rand_like randint_like randn_like random
+    reflection_pad1d reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
+    replication_pad3d resize resize_as roll rot90 rrelu_with_noise scatter searchsorted segment_reduce select_scatter
+    set set_data slice_scatter smooth_l1_loss soft_margin_loss stack take tensor_split tril triu uniform
+    unique_consecutive unique_dim unique_dim_consecutive unsafe_split unsafe_split_with_sizes upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d zero zeros_like
 """)
 
 # Gradients that give a row to each place of a pool, a padding or a table, or normalise it by itself; and those of
 # weights, which are sums over the batch.
 _PASSING_GRADIENTS = _names("""
-    _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _fused_rms_norm_backward adaptive_max_pool2d_backward
-    adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward batch_norm_backward diagonal_backward
-    embedding_dense_backward masked_scatter_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
-    multi_margin_loss_backward multilabel_margin_loss_backward native_batch_norm_backward native_group_norm_backward
-    native_layer_norm_backward nll_loss2d_backward nll_loss_backward reflection_pad1d_backward
-    reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward
-    replication_pad3d_backward select_backward slice_backward unfold_backward
+    _adaptive_avg_pool3d_backward _fused_rms_norm_backward adaptive_max_pool2d_backward
+    adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward diagonal_backward embedding_dense_backward
+    masked_scatter_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+    multi_margin_loss_backward multilabel_margin_loss_backward native_layer_norm_backward nll_loss2d_backward
+    nll_loss_backward reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward select_backward slice_backward
+    unfold_backward
 """)
+
+# On a CPU torch computes channels that lie apart in another way.
+_CONTIGUOUS = frozenset(
+    f"{name}.default"
+    for name in _names("""
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _batch_norm_no_update _native_batch_norm_legit_no_training
+    batch_norm_backward native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward
+""")
+)
 
 
 @cache
@@ -96,6 +112,8 @@ def kind_of(func: Any, *, is_complex: bool = False) -> Kind:
         return "passes without factor" if name in _WITH_FACTOR else "passes"
     if name in _PASSING or name in _PASSING_GRADIENTS:
         return "passes"
+    if f"{name}.{form}" in _CONTIGUOUS:
+        return "passes contiguous"
     if torch.Tag.pointwise in func.tags or name in _UNTAGGED:
         return "elementwise"
     # Means and sums over everything are over the batch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.backends import opt_einsum
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mis_ext.onpolicy.batch_invariant import accumulation, elementwise, grouped, kernels, row_reductions, ties
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
@@ -94,10 +94,11 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if override is not None:
                 kernels.check_dtype(x)
                 return override(func, *args, **kwargs)
-        # Without autograd (inference mode) operators arrive here before they are taken apart.
+        # Without autograd (inference mode) operators arrive here before they are taken apart: by the kernel of other
+        # modes, because func.decompose prefers one in Python, which computes in another way.
         if _is_composite(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         return _of_integers(func, args, kwargs) if x is None else _without_override(func, x, args, kwargs)
 
 
@@ -137,6 +138,9 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
         return func(*args, **kwargs)
     if kind == "one by one":
         return _one_by_one(func, args, kwargs)
+    if kind == "passes contiguous":
+        args, kwargs = tree_map_only(Tensor, _contiguous, (args, kwargs))
+        return func(*args, **kwargs)
     if kind == "passes without integers":
         return func(args[0], _rounded(args[1], x), **kwargs)
     if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
@@ -175,6 +179,8 @@ def _rounded(factor: Any, x: Tensor) -> Any:
 def _advice(func: Any) -> str:
     if func.namespace != "aten":
         return ": take the module whose weights are neither quantised nor packed"
+    if func is aten.embedding_renorm_.default:
+        return ", each call of max_norm rounds the table again: leave max_norm out, and scale the table before"
     if func._schema.is_mutable:
         return ": take the form that returns a new tensor"
     if "convolution" in func.name():
@@ -205,7 +211,8 @@ def _where_it_passes(func: Any) -> Literal["anywhere", "on a GPU", "nowhere"]:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 @cache
@@ -319,9 +326,9 @@ def _sums(on_cuda: str) -> Callable[..., Any]:
     return override
 
 
-def _of_contiguous(func: Any, x: Tensor, *args: Any) -> Any:
-    """On a CPU torch computes channels that lie apart in another way."""
-    return func(x.contiguous() if x.device.type == "cpu" else x, *args)
+def _contiguous(x: Tensor) -> Tensor:
+    """Not what has one dimension: weights, and statistics that are written."""
+    return x.contiguous() if x.dim() > 1 else x
 
 
 def _isin(func: Any, elements: Tensor, tests: Tensor, **kwargs: Any) -> Any:
@@ -354,7 +361,6 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.logsumexp.default: _row(row_reductions.reduce, "logsumexp"),
     aten.glu.default: elementwise.glu,
     aten.glu_backward.default: elementwise.glu_backward,
-    aten.native_batch_norm.default: _of_contiguous,
     aten.isin.Tensor_Tensor: _isin,
     # Without autograd.
     aten.linalg_multi_dot.default: _refuse_chain,
