@@ -271,16 +271,19 @@ def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_sampl
     run = run_of(args, whole_loss=True)
     counts = []
     with running(host):
-        # The guards read until they have seen enough: the first call is not counted.
+        # The guards read until they have seen enough: the first call is not counted. Nor is a call with a look at the
+        # mask, one of four.
         for num_samples in (40, 8, 24):
             batch = of_lengths([64] * num_samples)
-            policy_loss_of(run, find_host(args, run.config), batch, torch.randn(1, 67 * num_samples, 8))
+            for _ in range(3):
+                policy_loss_of(run, find_host(args, run.config), batch, torch.randn(1, 67 * num_samples, 8))
             logits = torch.randn(1, 67 * num_samples, 8, requires_grad=True)
             inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             with recorded(monkeypatch, logits, *inputs) as recorder:
                 policy_loss_of(run, find_host(args, run.config), batch, logits).loss.backward()
             counts.append(len(recorder.names))
-    assert counts[0] == counts[1] == counts[2] > 100
+    # On a CPU rows of few tokens are reduced several at a time. A loop would ask for 32 operations more, at least.
+    assert 100 < max(counts) < 1.02 * min(counts)
 
 
 # --- tensor parallelism, on gloo processes
