@@ -96,8 +96,8 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     assert rows[0]["own_reward"] < 0.2
     assert rows[-1]["own_reward"] > 0.4
     assert rows[-1]["reward"] > 0.4
-    # The engine of the tests is exact: what there is comes from age.
-    assert rows[0]["k3"] < 1e-8
+    # The engine of the tests is exact, but for what a CPU without bfloat16 products rounds: the rest comes from age.
+    assert rows[0]["k3"] < 2e-5
     assert 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 

@@ -20,7 +20,7 @@ from evidence.archives import Archives
 from report_evidence import RESULTS
 
 JUDGED = (
-    *(("weights 4 updates old", other) for other in ("log-probs in bf16", "base 2")),
+    *(("weights 4 updates old", other) for other in ("log-probs in bf16",)),
     ("never synced, 6 steps", "fp8 weights"),
     *((other, "3 samples of others") for other in ("half an update behind", "temperature 1.05")),
     ("prefix of old weights", "fp8 cache (e4m3)"),
