@@ -1,6 +1,7 @@
 """The report's page in headless Chromium: by keyboard alone, and on a telephone."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from test_report_cli import write_dumps
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from picture_of_report import HEIGHT, WIDTH, draw_first_screen
+from PIL import Image
+
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 
@@ -89,3 +94,23 @@ def test_the_first_link_skips_to_the_recommendation(browser, page) -> None:
     )
     browser.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter", windowsVirtualKeyCode=13)
     assert browser.evaluate("location.hash") == "#what-to-do"
+
+
+def test_the_picture_of_the_pages_is_the_first_screen(page, tmp_path) -> None:
+    picture, committed = tmp_path / "report.png", Path(__file__).parents[1] / "docs" / "images" / "report.png"
+    draw_first_screen(page, picture)
+    for path in (picture, committed):
+        image = Image.open(path)
+        assert (image.size, image.mode) == ((WIDTH, HEIGHT), "P")
+        assert path.stat().st_size < 80_000
+        # The heading is dark on white, and what one would scroll with is not in the way.
+        gray = image.convert("L")
+        assert gray.crop((16, 16, 260, 56)).getextrema()[0] < 64
+        assert gray.crop((WIDTH - 10, 0, WIDTH, HEIGHT)).getextrema() == (255, 255)
+
+
+def test_a_long_line_to_paste_is_read_without_scrolling(browser, page) -> None:
+    browser.open(page, width=1280)
+    widths = browser.evaluate("[...document.querySelectorAll('pre')].map(each => each.scrollWidth - each.clientWidth)")
+    assert widths
+    assert set(widths) == {0}
