@@ -16,6 +16,7 @@ import pytest
 import torch
 from pretrained_runs import CPU, GROUP, MARKS, MIXTURE, TINY, steps
 from torch._subclasses import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = MARKS
 
@@ -92,13 +93,11 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     monkeypatch.setitem(questions._TASKS, "arithmetic", sevens)
     size = {"num_steps": 26, "num_prompts": 8, "response_length": 6, "num_evaluated": 32, "micro_batch_size": 64}
     group = dataclasses.replace(GROUP, **size, methods=(TOKEN_TIS,), staleness=1, ages=(1, 4), eval_interval=25)
-    rows = steps(PretrainedTraining(group, workplace), 26)
-    assert rows[0]["own_reward"] < 0.2
-    assert rows[-1]["own_reward"] > 0.4
-    assert rows[-1]["reward"] > 0.4
-    # The engine of the tests is exact, but for what a CPU without bfloat16 products rounds: the rest comes from age.
-    assert rows[0]["k3"] < 2e-5
-    assert 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
+    with sdpa_kernel(SDPBackend.MATH):
+        rows = steps(PretrainedTraining(group, workplace), 26)
+    assert rows[0]["own_reward"] < 0.2 < 0.4 < min(rows[-1]["own_reward"], rows[-1]["reward"])
+    # So the engine is exact. Fused attention of AVX2 rounds a row alone otherwise where its keys fill no vector of 8.
+    assert rows[0]["k3"] < 1e-8 < 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 
 @pytest.mark.whole_run
