@@ -260,7 +260,3 @@ def test_a_configuration_is_frozen_and_checked_again_when_changed() -> None:
         config.scope = "rollout"  # type: ignore[misc]
     with pytest.raises(ValueError, match="scope"):
         config.replace(scope="everything")
-
-
-def test_the_public_names_are_there() -> None:
-    assert all(hasattr(mis_ext, name) for name in mis_ext.__all__)
