@@ -6,7 +6,7 @@ import re
 import plants
 import pytest
 import torch
-from engines import COUNT, engines
+from engines import COUNT, engines, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 
 import mis_ext
@@ -311,6 +311,26 @@ def test_a_base_of_logarithms_is_certain_on_either_side_with_noise_beside_it(kin
     name = {"behavior": "engine", "proximal": "trainer"}[side]
     assert (found.cause, found.confidence) == ("log_base", "certain")
     assert f"the {name}'s are logarithms to the base {base:g}" in found.evidence
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+def test_a_base_beside_much_noise_is_possible(kind) -> None:
+    tokens = pair_of(kind, noise=0.6)
+    for values in tokens.behavior:
+        values /= math.log(2.0)
+    (found,) = by_report(tokens)
+    assert (found.cause, found.confidence) == ("log_base", "possible")
+
+
+@pytest.mark.parametrize(("scale", "temperature"), [(0.7, 1.25), (0.7, 1.4), (2.0, 1.6), (1.5, 1.6)])
+def test_a_cut_that_leaves_tokens_that_are_alike_is_no_certain_base(scale, temperature) -> None:
+    generator = torch.Generator().manual_seed(1)
+    raw = (scale * torch.randn(32, 80, 64, generator=generator)).log_softmax(-1)
+    kept = top_p((raw / temperature).log_softmax(-1), 0.3).log_softmax(-1)
+    ids = torch.multinomial(kept.flatten(0, 1).exp(), 1, generator=generator).view(32, 80, 1)
+    proximal, behavior = (each.gather(-1, ids)[..., 0] for each in (raw, kept))
+    found = by_report(Tokens([*proximal], [*behavior]))
+    assert ("log_base", "certain") not in {(each.cause, each.confidence) for each in found}
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked"])

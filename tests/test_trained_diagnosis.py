@@ -20,7 +20,8 @@ from evidence.archives import Archives
 from report_evidence import RESULTS
 
 JUDGED = (
-    *(("weights 4 updates old", other) for other in ("log-probs in bf16",)),
+    *(("weights 4 updates old", other) for other in ("base 2", "log-probs in bf16")),
+    ("positions from 92 on", "base 2"),
     ("never synced, 6 steps", "fp8 weights"),
     *((other, "3 samples of others") for other in ("half an update behind", "temperature 1.05")),
     ("prefix of old weights", "fp8 cache (e4m3)"),

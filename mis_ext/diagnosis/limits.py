@@ -45,5 +45,8 @@ SAMPLED_ERRORS = 3.0
 """The mean of p / q over tokens that q sampled is 1, or less where few ratios have much of it, and never more: above by
 so many standard errors, they were sampled from something else."""
 
+BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 10.0))
+"""Of logarithms, and whose they may be."""
+
 MAX_CHANCE = 1e-3
 """What has a smaller chance is no coincidence."""

@@ -37,11 +37,11 @@ class Line(NamedTuple):
             return Fit(0.0, 0.0)
         return Fit(together / spread, together**2 / (spread * spread_difference))
 
-    @property
-    def through_zero(self) -> Fit:
-        """The difference as a multiple of the engine's log-prob, and the share of its squares that this explains."""
-        together, squares = self.behavior_difference, self.squared_behavior * self.squared_difference
-        return Fit(together / self.squared_behavior, together**2 / squares) if squares > 0.0 else Fit(0.0, 0.0)
+    def through_zero(self, slope: float) -> float:
+        """The share of the variance that a line through 0 with this slope explains: what all tokens share is none."""
+        left = self.squared_difference - 2.0 * slope * self.behavior_difference + slope**2 * self.squared_behavior
+        spread = self.squared_difference - self.difference**2 / max(self.num_tokens, 1.0)
+        return 1.0 - left / spread if spread > 0.0 else 0.0
 
 
 LINE_SUMS = Line._fields

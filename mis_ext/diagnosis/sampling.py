@@ -7,7 +7,7 @@ import math
 import torch
 
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import MIN_TOKENS, SAMPLED_ERRORS
+from mis_ext.diagnosis.limits import BASES, MIN_TOKENS, SAMPLED_ERRORS
 from mis_ext.diagnosis.line import Power
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
@@ -36,12 +36,8 @@ ERRORS = 3.0
 """Standard errors at either end of an interval."""
 SMALLEST = 0.1
 """Nobody samples at a tenth of a temperature. Log-probs of two texts look like 0."""
-BASES = (2.0, 10.0)
-EXACT = 0.9
-"""Share of the squares that a line through 0 explains, all but noise for a base. What a temperature moves has a mean
-near 0 where log-probs have not: it left at most 0.72."""
-BASE_ERROR, FAR_ERROR = 0.02, 0.23
-"""Of the logarithm of the factor: what noise makes of it, and half of the way from one base to the next."""
+EXACT, EXPLAINED = 0.9, 0.5
+"""Of the variance by a base of logarithms: all but noise, and more than it leaves."""
 MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
 MIN_BELOW = 0.9
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
@@ -117,27 +113,35 @@ _OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's lo
 
 
 def other_base(measured: Measured) -> Finding | None:
-    """One log-prob is a multiple of the other: no temperature does that, as it moves what all tokens share."""
-    line = measured.tokens.line
-    fit = line.through_zero
-    if line.num_tokens < MIN_TOKENS or fit.explained <= EXACT or fit.slope <= -1.0:
+    """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
+
+    Of two policies the mean ratio is 1 to the side that has sampled, at whatever temperature the other is: a power of
+    it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
+    base must explain how the tokens differ from each other, too.
+    """
+    tokens, line = measured.tokens, measured.tokens.line
+    are_policies = any(_may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in tokens.powers)
+    if line.num_tokens < MIN_TOKENS or are_policies:
         return None
-    factor = 1.0 / (1.0 + fit.slope)
-    bases = [("engine", base, 1.0 / math.log(base)) for base in BASES]
-    bases += [("trainer", base, math.log(base)) for base in BASES]
-    error, side, base = min((abs(math.log(factor / expected)), side, base) for side, base, expected in bases)
-    is_near, (engine, _) = error < BASE_ERROR, measured.tokens.powers
-    # A mean ratio of 1 is that of two policies.
-    if error > FAR_ERROR or (not is_near and abs(engine.excess) <= SAMPLED_ERRORS * engine.excess_error):
+    factors = {(side, base): 1.0 / math.log(base) if side == "engine" else math.log(base) for side, base in BASES}
+    explained, (side, base) = max((line.through_zero(1.0 / factor - 1.0), key) for key, factor in factors.items())
+    has_sampled = _may_be_zero(*tokens.excess_in_base[side, base])
+    if explained <= (EXPLAINED if has_sampled else EXACT):
         return None
+    is_sure = has_sampled and explained > EXACT
     return Finding(
-        confidence="certain" if is_near else "possible",
-        evidence=f"the engine's log-probs are {factor:.3g} times the trainer's, which explains {fit.explained:.1%} of "
-        f"the differences: the {side}'s are logarithms to the base {base:g}",
+        confidence="certain" if is_sure else "possible",
+        evidence=f"the engine's log-probs are {factors[side, base]:.3g} times the trainer's, which explains "
+        f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
+        + ("" if not has_sampled else ", and the mean ratio is 1 then"),
         k3_share=1.0,
         is_all=True,
-        alternatives=() if is_near else ("log-probs that are multiplied by another number",),
+        alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
     )
+
+
+def _may_be_zero(mean: float, error: float) -> bool:
+    return abs(mean) <= SAMPLED_ERRORS * error
 
 
 def padding(measured: Measured) -> Finding | None:

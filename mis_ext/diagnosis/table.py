@@ -134,7 +134,8 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="log_base",
             title="logarithms to base 2 or 10 on one side",
-            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: a line through 0 explains 90 %",
+            looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: that explains half of the variance "
+            "of the differences and makes the mean ratio 1, which it was not to either side; or it explains 90 %",
             needs=("tokens",),
             rule=other_base,
             advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",

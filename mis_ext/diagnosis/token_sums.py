@@ -18,6 +18,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.diagnosis.limits import (
+    BASES,
     CERTAIN,
     IMPROBABLE,
     MANY_POSITIVE,
@@ -43,7 +44,7 @@ class TokenSums(NamedTuple):
     ``earlier`` and ``later`` the same with a shifted stream, ``negated`` of all tokens with one sign flipped. What ends
     in ``_rest`` is of the tokens that are not taken out; ``line`` are the sums of
     :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end in ``_other`` are of
-    tokens whose two log-probs differ. ``moments`` are those of ``_moments``.
+    tokens whose two log-probs differ. ``moments`` are those of ``_moments``, ``in_base`` those of ``_in_base``.
     """
 
     num_sequences: float
@@ -92,11 +93,13 @@ class TokenSums(NamedTuple):
     lowest_proximal_other: float
     negated_highest_proximal_other: float
     moments: tuple[float, ...]
+    in_base: tuple[float, ...]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> TokenSums:
         """From the numbers of :func:`token_sums`."""
-        return cls._make([*numbers[NUM_MOMENTS:], tuple(numbers[:NUM_MOMENTS])])
+        first = NUM_MOMENTS + NUM_IN_BASE
+        return cls._make([*numbers[first:], tuple(numbers[:NUM_MOMENTS]), tuple(numbers[NUM_MOMENTS:first])])
 
     @property
     def powers(self) -> tuple[Power, Power]:
@@ -106,13 +109,20 @@ class TokenSums(NamedTuple):
         return Power.of(plain, *rest[:3]), Power.of(plain.swapped(), *(each.swapped() for each in rest[3:]))
 
     @property
+    def excess_in_base(self) -> dict[tuple[str, float], tuple[float, float]]:
+        """The mean of ``exp(proximal - behavior) - 1`` if one side's are to a base, and its standard error."""
+        count = max(self.num_rest, 1.0)
+        pairs = zip(self.in_base[: len(BASES)], self.in_base[len(BASES) :], strict=True)
+        return {base: (w / count, math.sqrt(squared) / count) for base, (w, squared) in zip(BASES, pairs, strict=True)}
+
+    @property
     def line(self) -> Line:
         """Lines through the differences of uncertain tokens."""
         return Line(*(getattr(self, f"line_{name}") for name in LINE_SUMS))
 
 
-NUM_MINIMA, NUM_MOMENTS = 8, 7 * len(Moments._fields)
-NUM_SUMS = NUM_MOMENTS + len(TokenSums._fields) - 1 - NUM_MINIMA
+NUM_MINIMA, NUM_MOMENTS, NUM_IN_BASE = 8, 7 * len(Moments._fields), 2 * len(BASES)
+NUM_SUMS = NUM_MOMENTS + NUM_IN_BASE + len(TokenSums._fields) - 2 - NUM_MINIMA
 
 NOTHING = TokenSums.of([0.0] * NUM_SUMS + [math.inf] * NUM_MINIMA)
 """Of no token."""
@@ -217,7 +227,8 @@ def sums_of_sorted(
         for extreme_T in _extremes(chosen_T, behavior_T, proximal_T)
     ]
     numbers = torch.stack([value.double() for value in (*sums, *minima)])
-    return torch.cat([_moments(rest_T, bounded_T, behavior_T, proximal_T), numbers])
+    moments = _moments(rest_T, bounded_T, behavior_T, proximal_T)
+    return torch.cat([moments, _in_base(rest_T, behavior_T, proximal_T), numbers])
 
 
 def _moments(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
@@ -227,6 +238,14 @@ def _moments(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proxima
     of_engine, of_trainer = torch.expm1(d), torch.expm1(-d)
     weights = [torch.ones_like(d), *(each for w in (of_engine, of_trainer) for each in (w, w.square(), w.abs()))]
     return (torch.stack(weights) @ products.T).flatten()
+
+
+def _in_base(chosen_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
+    """The sums of w and of w^2 for each of ``BASES``, where w is of natural logarithms if that base was right."""
+    b, p = (torch.where(chosen_T, each, 0.0).double() for each in (behavior_T, proximal_T))
+    natural = [p - b * math.log(base) if side == "engine" else p * math.log(base) - b for side, base in BASES]
+    w = _bounded(torch.stack(natural)).expm1()
+    return torch.cat([w.sum(1), w.square().sum(1)])
 
 
 def _pairs(tokens: TokenRatios, usable_T: Tensor, layout: PackedLayout) -> list[Tensor]:
