@@ -5,7 +5,8 @@ It says what the numbers are, and compiles with ``torch.compile(fullgraph=True)`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from torch import Tensor
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import mask_as_float, zero_outside
+from mis_ext.correction.metric_row import inverse, known_or_mean, mean_value, own_value, term
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import (
     Outputs,
     Sequences,
     Streams,
     named_band_scales,
-    scale_of,
     scale_values,
     total_values,
     with_scatters,
@@ -29,11 +30,19 @@ from mis_ext.correction.plan import Column, Plan
 _BITS = 8
 
 
+class MetricValues(NamedTuple):
+    """``[N, S]`` each: the plan's metrics of sequences, and how many tokens of each sequence they count."""
+
+    values_NS: Tensor
+    counts_NS: Tensor
+
+
 class EagerSequences(NamedTuple):
     """:class:`~mis_ext.correction.passes.Sequences` as tensors."""
 
     values: NamedValues
     totals_A: Tensor
+    metrics: MetricValues
 
 
 class EagerBackend:
@@ -61,12 +70,12 @@ class EagerBackend:
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
-        index, columns, num_sums = self.layout.index, self.plan.columns, self.plan.num_sum_columns
-        sums_FS = index.reduce(map(self._summand, columns[:num_sums]), "sum")
+        columns, num_sums = self.plan.columns, self.plan.num_sum_columns
+        sums_FS = self._reduce(columns[:num_sums], "sum")
         status_FS = sums_FS.new_full((1, sums_FS.shape[1]), torch.inf)
         if num_sums == len(columns):
             return torch.cat([sums_FS, status_FS])
-        return torch.cat([sums_FS, index.reduce(map(self._candidate, columns[num_sums:]), "min"), status_FS])
+        return torch.cat([sums_FS, self._reduce(columns[num_sums:], "min"), status_FS])
 
     def keep_bits(self) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -87,9 +96,8 @@ class EagerBackend:
             for column, row in zip(columns, rows[:-1], strict=True)
         }
         values = NamedValues(given | self._band_scales, self.plan.sequence)
-        for alike in self.plan.alike:
-            values.compute_alike(alike)
-        return EagerSequences(values, self._totals(values, failed_S=rows[-1]))
+        metrics = self._metric_values(values)
+        return EagerSequences(values, self._totals(values, metrics, failed_S=rows[-1]), metrics)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
         """See :class:`~mis_ext.correction.passes.Backend`."""
@@ -107,14 +115,16 @@ class EagerBackend:
         token_metrics: bool,
     ) -> Outputs:
         """See :class:`~mis_ext.correction.passes.Backend`."""
+        assert isinstance(sequences, EagerSequences)
         plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
-        scale = scale_of(plan, totals_A=sequences.totals_A, over_group_A=over_group_A, rollout_scale=rollout_scale)
-        metrics = self._token_metrics(sequences, over_group_A, scale) if token_metrics else {}
+        totals = total_values(plan, sequences.totals_A)
+        over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
+        scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
+        of_group = NamedValues(over_group | scales | self._band_scales, {})
+        metrics = self._token_metrics(sequences, totals, of_group) if token_metrics and plan.metrics else {}
         if plan.config.metrics_only:
             return Outputs(None, None, metrics)
-        factor_S = torch.where(
-            values["weighted_sequence"], values["sequence_weight"] * scale_values(scale)["scale_factor"], 0.0
-        )
+        factor_S = torch.where(values["weighted_sequence"], values["sequence_weight"] * scales["scale_factor"], 0.0)
         weights_T = self._mask("weighted") * index.to_tokens(factor_S)
         if "token_weight" in plan.token:
             weights_T = weights_T * tokens["token_weight"]
@@ -135,17 +145,15 @@ class EagerBackend:
         weighed_T = values_T * weights_T
         return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
 
-    def _summand(self, column: Column) -> Tensor:
-        mask_T = self._mask(column.over)
-        if column.token == column.over:
-            return mask_T
-        return zero_outside(mask_T, _as_float(self._tokens[column.token]))
+    def _reduce(self, columns: Iterable[Column], op: Literal["sum", "min"]) -> Tensor:
+        masks = (self._mask(column.over) for column in columns)
+        return self.layout.index.reduce(map(self._row, columns), op, masks_T=masks)
 
-    def _candidate(self, column: Column) -> Tensor:
-        # 0 on tokens that count, else infinity.
-        never_T = self._mask(column.over).reciprocal() - 1.0
+    def _row(self, column: Column) -> Tensor:
         value_T: Tensor = self._tokens[column.token]
-        return never_T - value_T if column.operation == "max" else never_T + value_T
+        if value_T.dtype == torch.bool:
+            return self._mask(column.token)
+        return -value_T if column.operation == "max" else value_T
 
     def _mask(self, name: str) -> Tensor:
         mask_T = self._tokens[name]
@@ -154,38 +162,47 @@ class EagerBackend:
             self._masks[id(mask_T)] = mask_as_float(mask_T)
         return self._masks[id(mask_T)]
 
-    def _totals(self, values: NamedValues, *, failed_S: Tensor) -> Tensor:
-        totals, num_sums = self.plan.totals, self.plan.num_sum_totals
-        rows_AS = torch.stack([_as_float(values[total.sequence]) for total in totals[:num_sums]])
-        sums_A = with_scatters(self.plan, rows_AS.sum(-1), of_rows_AN=rows_AS)
-        minima = [
-            torch.where(values["measured"], -value if total.operation == "max" else value, torch.inf)
-            for total, value in ((total, values[total.sequence]) for total in totals[num_sums:])
-        ]
+    def _metric_values(self, values: NamedValues) -> MetricValues:
+        table, like_S = self.plan.table, values["num_response"]
+        amounts_NS, counts_NS = _stack(values, table.amounts, like_S), _stack(values, table.counts, like_S)
+        own_NS = own_value(amounts_NS[table.own], counts_NS[table.own])
+        means_NS = mean_value(amounts_NS[table.means], counts_NS[table.means])
+        return MetricValues(torch.cat([own_NS, means_NS]), counts_NS)
+
+    def _totals(self, values: NamedValues, metrics: MetricValues, *, failed_S: Tensor) -> Tensor:
+        plan, table = self.plan, self.plan.table
+        terms_NS = term(metrics.values_NS[table.of_call], _stack(values, table.shares, failed_S))
+        sums, extremes = plan.totals[: plan.num_sum_totals - len(table.shares)], plan.totals[plan.num_sum_totals :]
+        rows_AS = torch.cat([torch.stack([_as_float(values[total.sequence]) for total in sums]), terms_NS])
+        sums_A = with_scatters(plan, rows_AS.sum(-1), of_rows_AN=rows_AS)
+        minima = [failed_S.unsqueeze(0)]
+        if extremes:
+            signed = [-values[x.sequence] if x.operation == "max" else values[x.sequence] for x in extremes]
+            minima.insert(0, torch.where(values["measured"], torch.stack(signed), torch.inf))
         # Padded, so that a micro-batch without sequences has extremes too.
-        padded = torch.nn.functional.pad(torch.stack([*minima, failed_S]), (0, 1), value=torch.inf)
+        padded = torch.nn.functional.pad(torch.cat(minima), (0, 1), value=torch.inf)
         return torch.cat([sums_A, padded.amin(-1)])
 
-    def _token_metrics(self, sequences: Sequences, over_group_A: Tensor, scale: WeightScale) -> dict[str, Tensor]:
-        plan = self.plan
-        scales = scale_values(scale)
-        totals = total_values(plan, sequences.totals_A)
-        of_sequences = NamedValues(totals | scales, plan.spread, others=sequences.values)
-        over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
-        of_group = NamedValues(over_group | scales | self._band_scales, {})
-        for alike in plan.spread_alike:
-            of_sequences.compute_alike(alike)
-        rows = [
-            of_group.compute(row.formula).expand(self.layout.num_sequences)
-            if row.over == "group"
-            else of_sequences[row.spread_name]
-            for row in plan.metrics
-        ]
-        if not rows:
-            return {}
-        table_MS = torch.stack(rows)
-        spread = self.layout.index.spread(table_MS, self._mask("response"))
+    def _token_metrics(
+        self, sequences: EagerSequences, totals: Mapping[str, Tensor], of_group: NamedValues
+    ) -> dict[str, Tensor]:
+        plan, table, (values_NS, counts_NS) = self.plan, self.plan.table, sequences.metrics
+        of_call, num_sums, like = table.of_call, plan.num_sum_totals, sequences.totals_A[-1]
+        term_N1 = sequences.totals_A[num_sums - len(table.shares) : num_sums].unsqueeze(-1)
+        inverse_N1 = inverse(_stack(totals, table.total_shares, like)).unsqueeze(-1)
+        known_NS = known_or_mean(counts_NS[of_call], values_NS[of_call], term_N1, inverse_N1)
+        known_NS[: table.num_scaled].mul_(of_group["scale_factor"])
+        over_group = [of_group.compute(row.formula) for row in plan.metrics[len(values_NS) :]]
+        rows = [values_NS[: of_call.start], known_NS, values_NS[of_call.stop :]]
+        if over_group:
+            rows.append(torch.stack(over_group).unsqueeze(-1).expand(-1, self.layout.num_sequences))
+        spread = self.layout.index.spread(torch.cat(rows), self._mask("response"))
         return {name: spread[index] for name, index in plan.metric_index.items()}
+
+
+def _stack(values: NamedValues | Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> Tensor:
+    """``[N, ...]``: the values of names, one below the other; of no name of the shape of ``like``."""
+    return torch.stack([values[name] for name in names]) if names else like.new_empty(0, *like.shape)
 
 
 def _as_float(value: Tensor) -> Tensor:

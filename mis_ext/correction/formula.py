@@ -9,14 +9,14 @@ kernel's source. So whatever a formula says is said once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.log_ratio import mask_as_float
+from mis_ext.correction.log_ratio import mask_as_float, zero_outside
 
 MAX_LOG_RATIO = 20.0
 """Exponents are clamped to +-20 before ``exp``: a ratio of 4.9e8 is as extreme as any larger one, and finite."""
@@ -54,20 +54,15 @@ def _same(value: Tensor) -> Tensor:
 
 
 class NamedValues:
-    """Values by name: given, reduced from values of another kind, or computed by a formula when first asked for."""
+    """Values by name: given, or computed by a formula when first asked for."""
 
-    def __init__(
-        self, given: Mapping[str, Any], formulas: Mapping[str, Formula], *, others: NamedValues | None = None
-    ) -> None:
+    def __init__(self, given: Mapping[str, Any], formulas: Mapping[str, Formula]) -> None:
         self._known = dict(given)
         self._formulas = formulas
-        self._others = others
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._known:
             formula = self._formulas.get(name)
-            if formula is None and self._others is not None:
-                return self._others[name]
             if formula is None:
                 raise KeyError(f"nothing is called {name!r}")
             self._known[name] = self.compute(formula)
@@ -77,45 +72,6 @@ class NamedValues:
         """The value of a formula, which is not remembered."""
         known = self._known
         return formula.function(*[known[name] if name in known else self[name] for name in formula.needs])
-
-    def compute_alike(self, alike: Alike) -> Tensor:
-        """``[N, S]``: values of sequences that one function makes, computed once and not for each name; remembered."""
-        values_NS = alike.function(*[self._together(column) for column in alike.needs])
-        self._known |= zip(alike.names, values_NS.unbind(), strict=True)
-        return values_NS
-
-    def _together(self, names: tuple[str, ...]) -> Tensor:
-        """The one value that all names are, or one below the other: ``[N, S]`` of sequences, ``[N, 1]`` of a call."""
-        known = self._known
-        values = [known[name] if name in known else self[name] for name in names]
-        if len(names) == 1:
-            shared: Tensor = values[0]
-            return shared
-        stacked_N = torch.stack(values)
-        return stacked_N.unsqueeze(-1) if stacked_N.dim() == 1 else stacked_N
-
-
-class Alike(NamedTuple):
-    """Values that one function makes, of ``needs``: for each argument the names of all, or the one that they share."""
-
-    function: Callable[..., Tensor]
-    names: tuple[str, ...]
-    needs: tuple[tuple[str, ...], ...]
-
-
-def alike(formulas: Mapping[str, Formula], names: Iterable[str]) -> tuple[Alike, ...]:
-    """Those of ``names`` that another one's function makes too, by function."""
-    groups: dict[tuple[Callable[..., Tensor], int], list[str]] = {}
-    for name in names:
-        if not formulas[name].is_name:
-            groups.setdefault((formulas[name].function, len(formulas[name].needs)), []).append(name)
-    found = []
-    for (function, _), group in groups.items():
-        columns = zip(*(formulas[name].needs for name in group), strict=True)
-        needs = tuple(column[:1] if len(set(column)) == 1 else column for column in columns)
-        if len(group) > 1:
-            found.append(Alike(function, tuple(group), needs))
-    return tuple(found)
 
 
 def needed_names(wanted: list[str], formulas: Mapping[str, Formula]) -> list[str]:
@@ -141,6 +97,11 @@ def where(condition: Tensor, value: Tensor | float, otherwise: Tensor | float) -
         return mask_as_float(condition)
     chosen: Tensor = torch.where(condition, value, otherwise) if choose is None else choose(value, otherwise)
     return chosen
+
+
+def where_counted(count: Tensor, value: Tensor) -> Tensor:
+    """``value`` where ``count`` is above 0, else 0; of symbols too."""
+    return zero_outside(count, value) if isinstance(count, Tensor) else where(count > 0.0, value, 0.0)
 
 
 def bounded_exp(log_value: Tensor) -> Tensor:

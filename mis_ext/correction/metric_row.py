@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, where
+from mis_ext.correction.formula import Formula, where, where_counted
 
 PREFIX = "mis_"
 
@@ -79,6 +79,17 @@ class MetricRow:
         return self.formula.needs[0] if self.formula.is_name else f"metric_{self.name}"
 
     @property
+    def amount_name(self) -> str:
+        """Name of what one sequence adds to the total of the mean."""
+        total = self.total_formula
+        return total.needs[0] if total.is_name else f"amount_of_{self.name}"
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the value of a sequence is a mean over its tokens."""
+        return self.over in ("valid_tokens", "response_tokens")
+
+    @property
     def count_name(self) -> str:
         """How many tokens of a sequence count; a sequence without one was not measured."""
         return f"num_{self.mask or ('valid' if self.over in ('valid_tokens', 'sequences') else 'response')}"
@@ -94,12 +105,11 @@ class MetricRow:
         Args:
             per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
         """
-        total, is_mean = self.total_formula, self.over in ("valid_tokens", "response_tokens")
-        amount_name = total.needs[0] if total.is_name else f"amount_of_{self.name}"
-        value_name, share_name = f"value_of_{self.name}", f"share_by_{self.count_name}"
-        formulas = {value_name: Formula(_mean if is_mean else _own, (amount_name, self.count_name))}
+        total, value_name, share_name = self.total_formula, f"value_of_{self.name}", f"share_by_{self.count_name}"
+        value = mean_value if self.is_of_tokens else own_value
+        formulas = {value_name: Formula(value, (self.amount_name, self.count_name))}
         if not total.is_name:
-            formulas[amount_name] = total
+            formulas[self.amount_name] = total
         if not self.call_totals:
             return formulas
 
@@ -108,7 +118,7 @@ class MetricRow:
 
         return formulas | {
             share_name: Formula(share, (self.count_name, "num_response")),
-            f"term_of_{self.name}": Formula(_term, (value_name, share_name)),
+            f"term_of_{self.name}": Formula(term, (value_name, share_name)),
         }
 
     @property
@@ -120,6 +130,15 @@ class MetricRow:
         if self.over == "group" or self.count_name == "num_response":
             return ()
         return f"total_term_of_{self.name}", f"total_share_by_{self.count_name}"
+
+    @property
+    def kind(self) -> int:
+        """Its place in a plan, where rows that one operation takes together stand side by side; see ``MetricTable``."""
+        if self.over == "group":
+            return 5
+        if not self.call_totals:
+            return 4 if self.is_of_tokens else 0
+        return 3 if self.is_of_tokens else 2 - self.is_scaled
 
     @property
     def spread_name(self) -> str:
@@ -141,31 +160,38 @@ class MetricRow:
         total, share = self.call_totals
 
         needs = (self.count_name, f"value_of_{self.name}", total, f"inverse_{share}", *scale)
-        # One division for all rows; a share is 0, or 1 and more.
-        inverse = Formula(lambda share: where(share > 0.0, 1.0 / share.clamp_min(1.0), math.nan), (share,))
-        return {f"inverse_{share}": inverse, self.spread_name: Formula(_known_or_mean, needs)}
+        return {f"inverse_{share}": Formula(inverse, (share,)), self.spread_name: Formula(known_or_mean, needs)}
 
     def alias(self, name: str, text: str) -> MetricRow:
         """The same values under another name."""
         return replace(self, name=name, text=text, is_core=False, alias_of=self.name)
 
 
-# Of all rows the same functions, so that those of a batch of rows are computed at once (NamedValues.compute_alike).
+# Of all rows the same functions, which the eager backend calls once with all rows, one below the other.
 
 
-def _mean(amount: Tensor, count: Tensor) -> Tensor:
-    return where(count > 0.0, amount / count.clamp_min(1.0), 0.0)
+def mean_value(amount: Tensor, count: Tensor) -> Tensor:
+    """The value of a sequence that is the mean over its tokens; 0 where it was not measured."""
+    return where_counted(count, amount / count.clamp_min(1.0))
 
 
-def _own(amount: Tensor, count: Tensor) -> Tensor:
-    return where(count > 0.0, amount, 0.0)
+def own_value(amount: Tensor, count: Tensor) -> Tensor:
+    """The value of a sequence that is a number of its own; 0 where it was not measured."""
+    return where_counted(count, amount)
 
 
-def _term(value: Tensor, share: Tensor) -> Tensor:
+def term(value: Tensor, share: Tensor) -> Tensor:
+    """What a sequence adds to the total of its call."""
     return value * share
 
 
-def _known_or_mean(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
+def inverse(share: Tensor) -> Tensor:
+    """One over the share of all sequences of a call: one division for all rows; a share is 0, or 1 and more."""
+    return where(share > 0.0, 1.0 / share.clamp_min(1.0), math.nan)
+
+
+def known_or_mean(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
+    """What each token of a sequence is given: its value, or that of the others of its call."""
     known = where(count > 0.0, value, total * inverse)
     return known * scale[0] if scale else known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,7 +106,7 @@ def total_values(plan: Plan, totals_A: Tensor) -> dict[str, Tensor]:
 
 
 def with_scatters(plan: Plan, sums_A: Tensor, *, of_rows_AN: Tensor) -> Tensor:
-    """The sums of what sequences or ranks gave; to a scatter those of their means from the common one are added.
+    """The sums of what sequences or ranks gave, changed in place: to a scatter those of their means are added.
 
     So it keeps its digits where all numbers are close to each other and far from 0; a difference of squares does not.
 
@@ -115,8 +116,7 @@ def with_scatters(plan: Plan, sums_A: Tensor, *, of_rows_AN: Tensor) -> Tensor:
     for place, count, total in plan.scatters:
         count_N, total_N = of_rows_AN[count], of_rows_AN[total]
         distance_N = total_N / count_N.clamp_min(1.0) - sums_A[total] / sums_A[count].clamp_min(1.0)
-        between = (count_N * distance_N.square()).sum()
-        sums_A = torch.cat([sums_A[:place], (sums_A[place] + between).unsqueeze(0), sums_A[place + 1 :]])
+        sums_A[place].add_((count_N * distance_N.square()).sum())
     return sums_A
 
 
@@ -125,32 +125,20 @@ def named_band_scales(plan: Plan, band_scales_N: Tensor) -> dict[str, Tensor]:
     return dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
 
 
-def scale_of(plan: Plan, *, totals_A: Tensor, over_group_A: Tensor, rollout_scale: WeightScale | None) -> WeightScale:
-    """What the weights of this call are scaled by; a factor that is not configured is 1."""
+def scale_values(
+    plan: Plan,
+    *,
+    totals: Mapping[str, Tensor],
+    over_group: Mapping[str, Tensor],
+    rollout_scale: WeightScale | None,
+) -> dict[str, Tensor]:
+    """What the weights of this call are scaled by, under the names that formulas use; 1 where it is not configured."""
     config = plan.config
-    one = torch.ones_like(totals_A[-1])
-    if not config.is_scaled:
-        return WeightScale(one, one)
+    found: Mapping[str, Tensor] | NamedValues
     if config.scope == "rollout" and rollout_scale is not None:
-        found = rollout_scale
+        found = rollout_scale._asdict()
     else:
-        scope_A = over_group_A if config.scope == "data_parallel" else totals_A
-        found = scale_of_totals(plan, scope_A)
-    used = config.scale_factors
-    return WeightScale(*(factor if name in used else one for name, factor in found._asdict().items()))
-
-
-def scale_of_totals(plan: Plan, totals_A: Tensor) -> WeightScale:
-    """Mean weight and denominator factor of the sequences that were added up, each 1 where nothing was counted."""
-    totals = NamedValues(total_values(plan, totals_A), {})
-    return WeightScale(*(totals.compute(SCALE_FORMULAS[name]) for name in WeightScale._fields))
-
-
-def scale_values(scale: WeightScale) -> dict[str, Tensor]:
-    """The scale under the names that formulas use."""
-    mean_weight, denominator_factor = scale
-    return {
-        "mean_weight": mean_weight,
-        "denominator_factor": denominator_factor,
-        "scale_factor": denominator_factor / mean_weight,
-    }
+        found = NamedValues(over_group if config.scope == "data_parallel" else totals, SCALE_FORMULAS)
+    factors = dict.fromkeys(WeightScale._fields, torch.ones_like(totals["total_num_response"]))
+    factors |= {name: found[name] for name in config.scale_factors}
+    return factors | {"scale_factor": factors["denominator_factor"] / factors["mean_weight"]}

@@ -20,7 +20,6 @@ from mis_ext.correction.passes import (
     Sequences,
     Streams,
     named_band_scales,
-    scale_of,
     scale_values,
     total_values,
 )
@@ -93,11 +92,10 @@ class Correction:
     def metrics(self) -> dict[str, Metric]:
         """Selected metrics by public name: of this data-parallel rank, but those over G of all of them."""
         plan, names = self.plan, self.plan.metric_index
-        scale = scale_of(
-            plan, totals_A=self.totals_A, over_group_A=self._over_group_A, rollout_scale=self._rollout_scale
-        )
+        over_group = total_values(plan, self._over_group_A)
+        scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
         bands = named_band_scales(plan, self._backend.band_scales_N)
-        of_group = NamedValues(total_values(plan, self._over_group_A) | scale_values(scale) | bands, {})
+        of_group = NamedValues(over_group | scales | bands, {})
         kept = [_kept(row, self._sequences.values, of_group) for row in plan.metrics]
         return {name: kept[index] for name, index in names.items()}
 

@@ -26,15 +26,17 @@ that it uses; nothing else is computed or communicated.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import MAX_NATS, Alike, Formula, alike, bounded_exp, needed_names, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
@@ -109,6 +111,45 @@ class Segment(NamedTuple):
     is_mean: bool
 
 
+class MetricTable(NamedTuple):
+    """The metrics of sequences, one below the other in the order of their kinds: names, and where those of a kind are.
+
+    Attributes:
+        amounts: Names of what a sequence adds.
+        counts: Names of how many tokens of it count.
+        shares: Names of the shares of sequences, of those of ``of_call``; ``total_shares``: of their totals.
+        own: Rows whose value of a sequence is its own number, ...
+        means: ... or a mean over its tokens.
+        of_call: Rows that need a total of the call, the scaled ones first. Their terms are the last sums of the plan.
+        num_scaled: How many of them are scaled.
+    """
+
+    amounts: tuple[str, ...]
+    counts: tuple[str, ...]
+    shares: tuple[str, ...]
+    total_shares: tuple[str, ...]
+    own: slice
+    means: slice
+    of_call: slice
+    num_scaled: int
+
+    @classmethod
+    def of(cls, metrics: Iterable[MetricRow]) -> MetricTable:
+        """The table of rows in the order of their kinds."""
+        rows = [row for row in metrics if row.over != "group"]
+        begin = [bisect.bisect_left(rows, kind, key=attrgetter("kind")) for kind in range(6)]
+        return cls(
+            amounts=tuple(row.amount_name for row in rows),
+            counts=tuple(row.count_name for row in rows),
+            shares=tuple(f"share_by_{row.count_name}" for row in rows if row.call_totals),
+            total_shares=tuple(row.call_totals[1] for row in rows if row.call_totals),
+            own=slice(begin[0], begin[3]),
+            means=slice(begin[3], begin[5]),
+            of_call=slice(begin[1], begin[4]),
+            num_scaled=begin[2] - begin[1],
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What is computed for a configuration.
@@ -122,11 +163,11 @@ class Plan:
         num_sum_columns: How many of the columns are sums.
         totals: Reductions over sequences, sums first.
         num_sum_totals: How many of the totals are sums, scatters among them.
-        metrics: Rows whose values are computed, without aliases.
+        scatters: Places among the totals of each scatter, of its count and of its sum.
+        metrics: Rows whose values are computed, without aliases, in the order of their kinds.
+        table: Those of sequences, which come first.
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         spread: Formulas of what each token of a sequence is given of a metric, from its numbers and totals.
-        alike: Numbers of sequences that are computed together, in this order: of metrics, and of what they add.
-        spread_alike: The same of ``spread``.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
         band_scales: Names of the numbers that each rollout gives: the scales of the bands that have a target.
     """
@@ -139,11 +180,11 @@ class Plan:
     num_sum_columns: int
     totals: tuple[Total, ...]
     num_sum_totals: int
+    scatters: tuple[tuple[int, ...], ...]
     metrics: tuple[MetricRow, ...]
+    table: MetricTable
     metric_index: Mapping[str, int]
     spread: Mapping[str, Formula]
-    alike: tuple[Alike, ...]
-    spread_alike: tuple[Alike, ...]
     needs_group_totals: bool
     band_scales: tuple[str, ...]
 
@@ -151,14 +192,6 @@ class Plan:
     def segment_names(self) -> tuple[str, ...]:
         """The rows of :func:`~mis_ext.correction.segments.segment_values`; none without a gate on segments."""
         return (KNOWN_SEGMENT, *(segment.name for segment in self.segments)) if self.segments else ()
-
-    @property
-    def scatters(self) -> tuple[tuple[int, ...], ...]:
-        """Places among the totals of each scatter, of its count and of its sum."""
-        place = {total.name: index for index, total in enumerate(self.totals)}
-        return tuple(
-            tuple(place[part] for part in total.parts) for total in self.totals if total.operation == "scatter"
-        )
 
 
 _Reduction = TypeVar("_Reduction", Column, Total)
@@ -173,7 +206,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
     """
     selected = config.selected_rows
     originals = {row.alias_of or row.name for row in selected}
-    metrics = tuple(row for row in config.available_rows if row.name in originals)
+    metrics = tuple(sorted((row for row in config.available_rows if row.name in originals), key=attrgetter("kind")))
     place = {row.name: index for index, row in enumerate(metrics)}
     token, sequence = _token_formulas(config, metrics), _sequence_formulas(config)
     spread: dict[str, Formula] = {}
@@ -185,13 +218,12 @@ def plan_of(config: CorrectionConfig) -> Plan:
     given = {*SCALES, *config.adapted_gates}
     of_group = [name for row in metrics if row.over == "group" for name in row.formula.needs if name not in given]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
-    of_call = [name for row in metrics for name in row.call_totals]
-    names = [*WATCHED_TOTALS, *of_scale, *of_group, *of_call]
-    parts = dict.fromkeys(part for name in names for part in Total.of(name).parts)
-    totals = _sums_first(map(Total.of, parts))
+    table = MetricTable.of(metrics)
+    terms = [row.call_totals[0] for row in metrics[table.of_call]]
+    names = [*WATCHED_TOTALS, *of_scale, *of_group, *table.total_shares, *terms]
+    totals = _sums_first(map(Total.of, dict.fromkeys(part for name in names for part in Total.of(name).parts)))
     wanted = [*DECISIONS, "measured", *(total.sequence for total in totals)]
-    by_sequence = [row for row in metrics if row.over != "group"]
-    wanted += [f"value_of_{row.name}" for row in by_sequence]
+    wanted += [f"value_of_{row.name}" for row in metrics if row.over != "group"]
     leaves = [name for name in needed_names(wanted, sequence) if name not in sequence and name not in given]
     columns = _sums_first(Column.of(name, token) for name in leaves)
     return Plan(
@@ -203,14 +235,11 @@ def plan_of(config: CorrectionConfig) -> Plan:
         num_sum_columns=_num_sums(columns),
         totals=totals,
         num_sum_totals=_num_sums(totals),
+        scatters=_scatters(totals),
         metrics=metrics,
+        table=table,
         metric_index={PREFIX + row.name: place[row.alias_of or row.name] for row in selected},
         spread=spread,
-        alike=(
-            *alike(sequence, [f"value_of_{row.name}" for row in by_sequence]),
-            *alike(sequence, [f"term_of_{row.name}" for row in by_sequence if row.call_totals]),
-        ),
-        spread_alike=alike(spread, [row.spread_name for row in by_sequence]),
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
         band_scales=tuple(config.adapted_gates),
     )
@@ -222,6 +251,11 @@ def _sums_first(reductions: Iterable[_Reduction]) -> tuple[_Reduction, ...]:
 
 def _num_sums(reductions: Iterable[Column] | Iterable[Total]) -> int:
     return sum(not _is_extreme(reduction) for reduction in reductions)
+
+
+def _scatters(totals: Sequence[Total]) -> tuple[tuple[int, ...], ...]:
+    place = {total.name: index for index, total in enumerate(totals)}
+    return tuple(tuple(place[part] for part in total.parts) for total in totals if total.operation == "scatter")
 
 
 def _is_extreme(reduction: Column | Total) -> bool:

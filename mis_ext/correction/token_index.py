@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,24 +74,31 @@ class TokenIndex:
             position_T = runs(whole_start_P, length_P, total=sum(local_lengths))
         return cls(sequence_T=sequence_T, sequence_R=sequence_R, position_T=position_T, edge_N=edge_N, tree=tuple(tree))
 
-    def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
+    def reduce(
+        self, rows_T: Iterable[Tensor], op: Literal["sum", "min"], *, masks_T: Iterable[Tensor] | None = None
+    ) -> Tensor:
         """Reduce ``F`` rows of local tokens to ``[F, S]``; a sequence without local tokens gets the identity of ``op``.
+
+        A token counts in a row if its float mask is not 0, where there are masks: one for each row.
 
         First blocks of 64 tokens as they lie in memory, whatever their sequences, so that only the edges of sequences
         are gathered; then groups of at most 32 blocks and edges, level by level: accurate, and the same bits on every
         run. Long rows are taken one after the other, so that one can be gone before the next is computed.
         """
-        identity = 0.0 if op == "sum" else torch.inf
         in_blocks = len(self.sequence_T) // _BLOCK * _BLOCK
+        rows_FT = self._few(rows_T)
+        if masks_T is not None:
+            rows_FT = itertools.starmap(functools.partial(_masked, op), zip(rows_FT, self._few(masks_T), strict=True))
         parts = [
             (_fold(few_FT[:, :in_blocks].view(len(few_FT), -1, _BLOCK), op), few_FT.index_select(-1, self.edge_N))
-            for few_FT in self._few(rows_T)
+            for few_FT in rows_FT
         ]
-        values = torch.cat([torch.cat(column) for column in zip(*parts, strict=True)], dim=-1)
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        identity = columns[0].new_full((len(columns[0]), 1), 0.0 if op == "sum" else torch.inf)
         for index in self.tree:
-            padded = torch.nn.functional.pad(values, (0, 1), value=identity)
-            values = _fold(padded.index_select(-1, index).view(len(values), -1, _FAN_IN), op)
-        return values
+            padded = torch.cat([*columns, identity], dim=-1)
+            columns = [_fold(padded.index_select(-1, index).view(len(padded), -1, _FAN_IN), op)]
+        return columns[0]
 
     def _few(self, rows_T: Iterable[Tensor]) -> Iterator[Tensor]:
         """``[F, T]``: as many rows at a time as are copied for less than the operations on each of them cost."""
@@ -133,6 +141,11 @@ class TokenIndex:
 
 def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
     return values.sum(-1) if op == "sum" else values.amin(-1)
+
+
+def _masked(op: Literal["sum", "min"], rows_FT: Tensor, mask_FT: Tensor) -> Tensor:
+    # Added to a minimum is 0 on tokens that count, else infinity.
+    return zero_outside(mask_FT, rows_FT) if op == "sum" else rows_FT + (mask_FT.reciprocal() - 1.0)
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:
