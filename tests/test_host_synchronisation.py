@@ -5,6 +5,7 @@ operations that would stall a GPU there: those whose result, or whose shape, the
 from Python lengths stay on the host and may be read.
 """
 
+import argparse
 from contextlib import contextmanager
 
 import pytest
@@ -248,3 +249,28 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
         return sum(sizes) - layout.index.edge_N.numel() - sum(level.numel() for level in layout.index.tree)
 
     assert 0 < copied(5000) == copied(50)
+
+
+class Operations(TorchDispatchMode):
+    """Counts all operations, those on the host too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore::mis_ext.MismatchWarning")
+@pytest.mark.parametrize(("lengths", "most"), [([300, 90, 40], 425), ([70, 200, 160], 445)], ids=["known", "new"])
+def test_a_call_with_all_metrics_is_few_operations(lengths, most):
+    # On a CPU that is its time where tokens are few; nothing else sees that a change adds some.
+    gate = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+    keys = {"rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "mis_metrics": "all", "mis_guard": "warn"}
+    args = argparse.Namespace(use_tis=True, **gate, **keys)
+    for samples in (ENOUGH, random_samples([300, 90, 40], seed=83)):
+        call(args, samples)
+    samples = random_samples(lengths, seed=83)
+    with Operations() as operations:
+        call(args, samples)
+    assert operations.count <= most

@@ -61,11 +61,10 @@ class TokenIndex:
         lengths = [response_lengths]
         if piece_whole_starts is not None:
             lengths += [local_lengths, piece_whole_starts, piece_lengths]
-        edge_N, tree = _build_tree(torch.tensor(local_lengths, dtype=torch.int64))
-        on_host = [edge_N, *tree, *(torch.tensor(numbers, dtype=torch.int64) for numbers in lengths)]
+        on_host = [torch.tensor(numbers, dtype=torch.int64) for numbers in lengths] + _edges_and_tree(local_lengths)
         # Copies of few numbers cost as much as the kernels that use them.
-        edge_N, *others = to_device(on_host, device)
-        tree, (response_S, *local) = others[: len(tree)], others[len(tree) :]
+        on_device = to_device(on_host, device)
+        (response_S, *local), (edge_N, *tree) = on_device[: len(lengths)], on_device[len(lengths) :]
         sequence_R = _sequence_of(response_S, sum(response_lengths))
         sequence_T, position_T = sequence_R, None
         if local:
@@ -162,38 +161,40 @@ def _sequence_of(length_S: Tensor, total: int) -> Tensor:
     return torch.repeat_interleave(length_S, output_size=total)
 
 
-def _build_tree(length_S: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _edges_and_tree(lengths: Sequence[int]) -> list[Tensor]:
     """The edges, and one index tensor per level, groups of 32, until one group per sequence is left.
 
     The first level points into all blocks followed by the edges, every other into the groups before it. A slot without
     a value points behind the last one, where :meth:`TokenIndex.reduce` puts the identity.
     """
-    end_S = length_S.cumsum(0)
-    begin_S = end_S - length_S
-    first_block_S = (begin_S + _BLOCK - 1) // _BLOCK
-    blocks_S = (end_S // _BLOCK - first_block_S).clamp_min(0)
-    head_S = (first_block_S * _BLOCK).minimum(end_S) - begin_S
-    tail_S = length_S - head_S - blocks_S * _BLOCK
-    edges_S = head_S + tail_S
-    edge_N = runs(_interleave(begin_S, end_S - tail_S), _interleave(head_S, tail_S))
-
-    num_blocks = int(length_S.sum()) // _BLOCK
-    first_edge_S = num_blocks + edges_S.cumsum(0) - edges_S
-    values = runs(_interleave(first_block_S, first_edge_S), _interleave(blocks_S, edges_S))
-    size, count_S = num_blocks + len(edge_N), blocks_S + edges_S
-    tree: list[Tensor] = []
-    while not tree or size > len(count_S):
-        groups_S = ((count_S + _FAN_IN - 1) // _FAN_IN).clamp_min(1)
-        num_groups = int(groups_S.sum())
-        index = torch.full((num_groups * _FAN_IN,), size)
-        index[runs((groups_S.cumsum(0) - groups_S) * _FAN_IN, count_S)] = values
-        tree.append(index)
-        values, size, count_S = torch.arange(num_groups), num_groups, groups_S
-    return edge_N, tree
-
-
-def _interleave(first_S: Tensor, second_S: Tensor) -> Tensor:
-    return torch.stack([first_S, second_S], dim=1).flatten()
+    # Of Python numbers: a micro-batch has few sequences, and new ones in training. First number and length of each run.
+    numbers: list[int] = []
+    values: list[tuple[int, ...]] = []
+    begin, size = 0, sum(lengths) // _BLOCK
+    for length in lengths:
+        end, first_block = begin + length, -(-begin // _BLOCK)
+        num_blocks = max(end // _BLOCK - first_block, 0)
+        head = min(first_block * _BLOCK, end) - begin
+        tail = length - head - num_blocks * _BLOCK
+        numbers += (begin, head, end - tail, tail)
+        values.append((first_block, num_blocks, size, head + tail))
+        begin, size = end, size + head + tail
+    totals, last = [size - begin // _BLOCK], [begin]
+    while len(totals) == 1 or size > len(lengths):
+        num_groups, groups = 0, list[tuple[int, ...]]()
+        for of_sequence in values:
+            count = sum(of_sequence[1::2])
+            own_groups = max(-(-count // _FAN_IN), 1)
+            # The slots that are left are a run that begins behind the last value, and stays there.
+            numbers += (*of_sequence, size, own_groups * _FAN_IN - count)
+            groups.append((num_groups, own_groups))
+            num_groups += own_groups
+        totals.append(num_groups * _FAN_IN)
+        last.append(size)
+        values, size = groups, num_groups
+    first_P, length_P = torch.tensor(numbers, dtype=torch.int64).view(-1, 2).unbind(1)
+    parts = torch.split(runs(first_P, length_P, total=sum(totals)), totals)
+    return [part.clamp_max(most) for part, most in zip(parts, last, strict=True)]
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
