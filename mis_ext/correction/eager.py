@@ -15,6 +15,7 @@ from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import mask_as_float, zero_outside
 from mis_ext.correction.metric_row import inverse, known_or_mean, mean_value, own_value, term
+from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import (
     Outputs,
@@ -120,7 +121,7 @@ class EagerBackend:
         totals = total_values(plan, sequences.totals_A)
         over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
         scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
-        of_group = NamedValues(over_group | scales | self._band_scales, {})
+        of_group = NamedValues(over_group | scales | self._band_scales, GROUP_FORMULAS)
         metrics = self._token_metrics(sequences, totals, of_group) if token_metrics and plan.metrics else {}
         if plan.config.metrics_only:
             return Outputs(None, None, metrics)

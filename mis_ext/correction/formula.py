@@ -99,9 +99,9 @@ def where(condition: Tensor, value: Tensor | float, otherwise: Tensor | float) -
     return chosen
 
 
-def where_counted(count: Tensor, value: Tensor) -> Tensor:
-    """``value`` where ``count`` is above 0, else 0; of symbols too."""
-    return zero_outside(count, value) if isinstance(count, Tensor) else where(count > 0.0, value, 0.0)
+def where_positive(number: Tensor, value: Tensor) -> Tensor:
+    """``value`` where a number is above 0, else 0; of symbols too."""
+    return zero_outside(number, value) if isinstance(number, Tensor) else where(number > 0.0, value, 0.0)
 
 
 def bounded_exp(log_value: Tensor) -> Tensor:

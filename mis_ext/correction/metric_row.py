@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, where, where_counted
+from mis_ext.correction.formula import Formula, where, where_positive
 
 PREFIX = "mis_"
 
@@ -172,12 +172,12 @@ class MetricRow:
 
 def mean_value(amount: Tensor, count: Tensor) -> Tensor:
     """The value of a sequence that is the mean over its tokens; 0 where it was not measured."""
-    return where_counted(count, amount / count.clamp_min(1.0))
+    return where_positive(count, amount / count.clamp_min(1.0))
 
 
 def own_value(amount: Tensor, count: Tensor) -> Tensor:
     """The value of a sequence that is a number of its own; 0 where it was not measured."""
-    return where_counted(count, amount)
+    return where_positive(count, amount)
 
 
 def term(value: Tensor, share: Tensor) -> Tensor:

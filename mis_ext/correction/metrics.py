@@ -28,8 +28,16 @@ def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tens
     return (total / count * (total / squared_total)).clamp_max(1.0)
 
 
-def _if_any(value: Tensor, total_num_valid: Tensor) -> Tensor:
-    return where(total_num_valid > 0.0, value, math.nan)
+GROUP_FORMULAS: dict[str, Formula] = {
+    "one_if_any": Formula.of(lambda total_num_valid: where(total_num_valid > 0.0, 1.0, math.nan)),
+    "effective_token_share": Formula(
+        effective_share, ("total_sum_ratio", "total_sum_squared_ratio", "total_num_valid")
+    ),
+    "effective_sequence_share": Formula(
+        effective_share, ("total_sequence_ratio", "total_squared_sequence_ratio", "total_measured")
+    ),
+}
+"""Numbers of the group that several of its metrics need."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -54,7 +62,7 @@ def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
         return row(name, "valid_tokens", function, text, stage="token", core=core)
 
-    def group(name: str, function: Callable[..., Tensor], text: str, *, core: bool = False) -> MetricRow:
+    def group(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
         return row(name, "group", function, text, stage="group", core=core)
 
     def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
@@ -79,12 +87,12 @@ def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     yield sequence("ppl_ratio", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`")
     yield group(
         "log_ppl_diff_min",
-        lambda highest_log_ratio_mean, total_num_valid: _if_any(-highest_log_ratio_mean, total_num_valid),
+        lambda highest_log_ratio_mean, one_if_any: -highest_log_ratio_mean * one_if_any,
         "smallest `-mean d` of a sequence",
     )
     yield group(
         "log_ppl_diff_max",
-        lambda lowest_log_ratio_mean, total_num_valid: _if_any(-lowest_log_ratio_mean, total_num_valid),
+        lambda lowest_log_ratio_mean, one_if_any: -lowest_log_ratio_mean * one_if_any,
         "largest `-mean d` of a sequence",
     )
     yield sequence(
@@ -108,43 +116,35 @@ def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     )
     yield group(
         "ess_ratio_token",
-        lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(
-            total_sum_ratio, total_sum_squared_ratio, total_num_valid
-        ),
+        Formula.named("effective_token_share"),
         "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
         core=True,
     )
     yield group(
         "ess_ratio_seq",
-        lambda total_sequence_ratio, total_squared_sequence_ratio, total_measured: effective_share(
-            total_sequence_ratio, total_squared_sequence_ratio, total_measured
-        ),
+        Formula.named("effective_sequence_share"),
         "the same of the products of ratios of sequences",
         core=True,
     )
     yield group(
         "lr_multiplier_token",
-        lambda total_sum_ratio, total_sum_squared_ratio, total_num_valid: effective_share(
-            total_sum_ratio, total_sum_squared_ratio, total_num_valid
-        ).sqrt(),
+        lambda effective_token_share: effective_token_share.sqrt(),
         "root of `ess_ratio_token`: what to multiply the learning rate by",
     )
     yield group(
         "lr_multiplier_seq",
-        lambda total_sequence_ratio, total_squared_sequence_ratio, total_measured: effective_share(
-            total_sequence_ratio, total_squared_sequence_ratio, total_measured
-        ).sqrt(),
+        lambda effective_sequence_share: effective_sequence_share.sqrt(),
         "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
     )
     yield group(
         "ratio_max",
-        lambda highest_max_log_ratio, total_num_valid: _if_any(bounded_exp(highest_max_log_ratio), total_num_valid),
+        lambda highest_max_log_ratio, one_if_any: bounded_exp(highest_max_log_ratio) * one_if_any,
         "largest `exp d`",
         core=True,
     )
     yield group(
         "ratio_min",
-        lambda lowest_min_log_ratio, total_num_valid: _if_any(bounded_exp(lowest_min_log_ratio), total_num_valid),
+        lambda lowest_min_log_ratio, one_if_any: bounded_exp(lowest_min_log_ratio) * one_if_any,
         "smallest `exp d`",
     )
     without_ratio = row(
@@ -165,7 +165,7 @@ def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
     )
     yield group(
         "train_rollout_logprob_abs_diff_max",
-        lambda highest_max_abs_log_ratio, total_num_valid: _if_any(highest_max_abs_log_ratio, total_num_valid),
+        lambda highest_max_abs_log_ratio, one_if_any: highest_max_abs_log_ratio * one_if_any,
         "largest `abs d`",
     )
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.

@@ -13,6 +13,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.metric_row import GroupNumber, Mean, Metric, MetricRow
+from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import (
     Backend,
@@ -95,7 +96,7 @@ class Correction:
         over_group = total_values(plan, self._over_group_A)
         scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
         bands = named_band_scales(plan, self._backend.band_scales_N)
-        of_group = NamedValues(over_group | scales | bands, {})
+        of_group = NamedValues(over_group | scales | bands, GROUP_FORMULAS)
         kept = [_kept(row, self._sequences.values, of_group) for row in plan.metrics]
         return {name: kept[index] for name, index in names.items()}
 

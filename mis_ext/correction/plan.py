@@ -36,9 +36,10 @@ from typing import Literal, NamedTuple, TypeVar
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where
+from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where, where_positive
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
+from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
 from mis_ext.correction.operations import check_operations
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
@@ -214,9 +215,10 @@ def plan_of(config: CorrectionConfig) -> Plan:
         spread |= row.spread_formulas
         if row.over != "group":
             sequence |= row.sequence_formulas(per_token_loss=config.per_token_loss)
-    check_operations({**token, **sequence, **SCALE_FORMULAS, **spread})
+    check_operations({**token, **sequence, **SCALE_FORMULAS, **GROUP_FORMULAS, **spread})
     given = {*SCALES, *config.adapted_gates}
-    of_group = [name for row in metrics if row.over == "group" for name in row.formula.needs if name not in given]
+    of_group = [name for row in metrics if row.over == "group" for name in row.formula.needs]
+    of_group = [name for name in needed_names(of_group, GROUP_FORMULAS) if name not in {*given, *GROUP_FORMULAS}]
     of_scale = [name for formula in SCALE_FORMULAS.values() for name in formula.needs] if config.is_scaled else []
     table = MetricTable.of(metrics)
     terms = [row.call_totals[0] for row in metrics[table.of_call]]
@@ -309,7 +311,9 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
         "log_ratio_mean": _finite(reduced("log_ratio", "mean")),
         "proximal_mean": _finite(reduced("proximal", "mean")),
         "behavior_mean": _finite(reduced("behavior", "mean")),
-        "sequence_ratio": Formula.of(lambda measured, sum_log_ratio: where(measured, bounded_exp(sum_log_ratio), 0.0)),
+        "sequence_ratio": Formula.of(
+            lambda num_valid, sum_log_ratio: where_positive(num_valid, bounded_exp(sum_log_ratio))
+        ),
         "squared_sequence_ratio": Formula.of(lambda sequence_ratio: sequence_ratio.square()),
     }
     if weight is not None:

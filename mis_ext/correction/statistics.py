@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1, where
+from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1, where, where_positive
 
 Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
 OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
@@ -84,7 +84,7 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     "probability_gain": Formula.of(lambda proximal, behavior: bounded_exp(proximal) - bounded_exp(behavior)),
     "probability_difference": Formula.of(lambda probability_gain: probability_gain.abs()),
     "is_open": Formula.of(_is_open),
-    "is_raised": Formula.of(lambda is_open, log_ratio: where(log_ratio > 0.0, is_open, 0.0)),
+    "is_raised": Formula.of(lambda is_open, log_ratio: where_positive(log_ratio, is_open)),
 }
 
 _ROWS = (

@@ -15,7 +15,7 @@ from mis_ext.correction.log_ratio import zero_outside
 
 _BLOCK = 64
 _FAN_IN = 32
-_STACKED = 1 << 16
+_STACKED = 1 << 17
 """How many numbers of several rows are copied into one tensor to be reduced together."""
 _TOGETHER = 1 << 20
 """How many numbers are written at once where one of several rows is: on a CPU more would leave the cache."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import triton
 
+from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
 from mis_ext.correction.triton import device, kernels
@@ -180,7 +181,7 @@ def _store_metrics(plan: Plan) -> str:
     # Loaded before anything is stored, behind which each would be loaded again.
     totals = {name: Symbol(name, "float32") for row in plan.metrics for name in row.call_totals}
     of_sequences = Program(loads | masks | scales | _band_symbols(plan) | totals, {**plan.sequence, **plan.spread})
-    of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), {})
+    of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), GROUP_FORMULAS)
     lines = []
     for index, row in enumerate(plan.metrics):
         value = of_group.compute(row.formula) if row.over == "group" else of_sequences[row.spread_name]
@@ -193,7 +194,7 @@ def _store_metrics(plan: Plan) -> str:
         "mean_weight, denominator_factor, scale_factor, band_scales"
     )
     loaded = [f"{name} = {of_call[name].text}" for name in totals]
-    return _function("store_metrics", arguments, [*loaded, *of_sequences.lines, *lines])
+    return _function("store_metrics", arguments, [*loaded, *of_sequences.lines, *of_group.lines, *lines])
 
 
 def _token_program(plan: Plan) -> Program:
