@@ -364,6 +364,40 @@ def test_probabilities_of_an_open_model_are_all_wrong(side) -> None:
     assert (found.cause, found.k3_share) == ("positive_log_probs", 1.0)
 
 
+@pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 1.0])
+def test_precision_of_any_size_is_named_or_among_the_alternatives(kind, noise) -> None:
+    """One model's limits of k3 are not another's."""
+    said = [words for each in by_report(pair_of(kind, noise=noise)) for words in (each.title, *each.alternatives)]
+    assert any("low precision" in words or "lower precision" in words for words in said)
+    assert noise == 1.0 or any("kernels" in words for words in said)
+
+
+def test_stale_tokens_that_differ_much_may_be_those_of_low_precision_in_another_model() -> None:
+    tokens = pair_of("flat", noise=1.0)
+    tokens.versions_behind = [1] * len(tokens.proximal)
+    (found,) = by_report(tokens)
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert "low precision of another model" in found.alternatives[0]
+
+
+@pytest.mark.parametrize("change", ["late_positions", "stale_prefix_cache", "expert_routing"])
+def test_a_place_or_a_tail_may_be_that_of_low_precision_in_another_model(change) -> None:
+    made = {"late_positions": plants.late, "stale_prefix_cache": plants.stale_prefix, "expert_routing": plants.experts}
+    (found,) = by_report(planted(0, [made[change]]))
+    assert (found.cause, found.confidence) == (change, "possible")
+    assert any("low precision" in words for words in found.alternatives)
+
+
+@pytest.mark.parametrize(("kind", "noise"), [("flat", 0.3), ("peaked", 0.1)])
+def test_a_temperature_beside_another_cause_explains_up_to_all_and_says_what_it_may_be_beside(kind, noise) -> None:
+    alone, beside = (by_report(pair_of(kind, engine=0.8, noise=each))[0] for each in (0.0, noise))
+    assert (alone.cause, beside.cause) == ("temperature", "temperature")
+    assert alone.share_in_words == "explains 100 % of k3"
+    assert beside.share_in_words.startswith("explains up to ")
+    assert any("penalties" in words for words in beside.alternatives)
+
+
 def test_what_no_two_policies_give_is_said_to_fit_badly() -> None:
     tokens = pair_of("flat")
     noise = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))

@@ -23,6 +23,7 @@ class Finding:
         confidence: How sure the evidence makes it.
         evidence: What was measured.
         k3_share: Of the k3 of the tokens that are left, that it explains; NaN where that is not known.
+        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
         advice: What to do, where it is not what the row says.
         is_pattern: Whether so many tokens show it that a run should stop.
         is_all: Whether it is all that differs: then nothing else is looked for.
@@ -33,6 +34,7 @@ class Finding:
     confidence: Confidence
     evidence: str
     k3_share: float = math.nan
+    is_up_to: bool = False
     advice: str = ""
     is_pattern: bool = True
     is_all: bool = False
@@ -85,6 +87,7 @@ class Diagnosis:
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
         k3_share: Of the k3 of the tokens that were left when it was looked for, that it explains; NaN where that is not
             known.
+        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
         takes_out: Whether what follows was looked for without its tokens.
         is_pattern: Whether so many tokens show it that a run should stop.
         alternatives: What would look the same in this evidence.
@@ -97,6 +100,7 @@ class Diagnosis:
     advice: str
     is_fault: bool = False
     k3_share: float = math.nan
+    is_up_to: bool = False
     takes_out: bool = False
     is_pattern: bool = True
     alternatives: tuple[str, ...] = ()
@@ -112,6 +116,7 @@ class Diagnosis:
             advice=finding.advice or cause.advice,
             is_fault=cause.is_fault,
             k3_share=finding.k3_share,
+            is_up_to=finding.is_up_to,
             takes_out=cause.takes_out,
             is_pattern=finding.is_pattern,
             alternatives=finding.alternatives,
@@ -123,7 +128,7 @@ class Diagnosis:
         if math.isnan(self.k3_share):
             return ""
         behind = "; the rest was looked at without these tokens" if self.takes_out else ""
-        return f"explains {percent(self.k3_share)} of k3{behind}"
+        return f"explains {'up to ' if self.is_up_to else ''}{percent(self.k3_share)} of k3{behind}"
 
     @property
     def doubt_in_words(self) -> str:

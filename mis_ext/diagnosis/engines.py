@@ -26,8 +26,8 @@ ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_K3_FACTOR, PLACE_ERRORS = 2.0, 5.0, 6.0
-"""Noise of engines fades in long responses: the first 8 tokens differ 1.6 times as much as those from the 65th to the
-256th, and have 3 times their k3."""
+"""Noise of engines fades in long responses: in one of ours the first 8 tokens differ 1.6 times as much as those from
+the 65th to the 256th, and have 3 times their k3. How much it fades depends on the model: an alternative says so."""
 FIRST_LATE = 5
 """The first octave of positions, from 31 on, that may begin to differ."""
 
@@ -146,6 +146,7 @@ def prefix(measured: Measured) -> Finding | None:
                     "another prompt, chat template or context",
                     "stale weights of the first tokens, where weights change within responses",
                     "other kernels for the prefill",
+                    "low precision, or old weights, that move the first tokens of a response more than later ones",
                 ),
             )
     others, one = _Place.of(later.sum(0)), _Place.of(first.sum(0))
@@ -185,6 +186,10 @@ def late(measured: Measured) -> Finding | None:
         evidence=f"uncertain tokens after position {2**index - 1} of a response differ {ratio:.2g} times as much as "
         f"those before, and carry {excess / total:.0%} of k3 beyond theirs",
         k3_share=excess / total,
+        alternatives=(
+            "stale weights of the last tokens, where weights change within responses",
+            "low precision, or old weights, that move late tokens of a response more than early ones",
+        ),
     )
 
 
@@ -237,5 +242,5 @@ def experts(measured: Measured) -> Finding | None:
         confidence="possible",
         evidence=tail.evidence,
         k3_share=tail.k3_share,
-        alternatives=(*stale_words(measured), "low precision, which lets more experts differ"),
+        alternatives=(*stale_words(measured), "low precision, which lets more experts differ, or has such tails alone"),
     )

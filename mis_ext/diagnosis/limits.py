@@ -20,8 +20,9 @@ IMPROBABLE = -1.0
 """Nats. What the trainer finds less probable cannot have had the probability 1, not even with a small top-p."""
 
 ZEROS_OF_A_CUT = 0.25
-"""Log-probs of 0 in place of others are improbable to the trainer as often as other tokens: 0.9 times as often in a
-trained model. Tokens to which a cut left no alternative are so at most 0.06 times as often, also of another prompt."""
+"""Log-probs of 0 in place of others do not depend on the token: the trainer finds them improbable as often as others,
+1 times. A token to which a cut left no alternative was the most probable one, which few trainers find improbable: 0.06
+times as often in a trained model. This lies between."""
 
 MANY_POSITIVE = 0.5
 """Share of a response's tokens above 0 from which on all of them are wrong: something was added to each."""
@@ -37,9 +38,10 @@ CERTAIN = 0.98
 """Where the engine's probability is above, a token says little about the engines: both give 1."""
 
 KERNEL_K3, PRETRAINED_K3, QUANTISED_K3 = 1e-3, 3e-3, 7e-2
-"""Up to where a k3 per token is explained by kernels in bfloat16 of a small model, by those of a pretrained one (1.7e-3
-to 2.2e-3 in 135M weights), and by low precision (there 1.4e-2 to 7e-2 while a policy learns). Between the first two it
-may be either. Where differences are normal, a k3 of 7e-2 has a mean difference of ``MAX_MEAN_ABS_DIFF``."""
+"""Up to where a k3 per token is explained by kernels in bfloat16 of our small models, by those of SmolLM2-135M (1.7e-3
+to 2.2e-3), and by low precision there (1.4e-2 to 7e-2 while a policy learns). They are no limits of other models:
+Qwen2.5-Coder-1.5B has 2e-4 and 0.3. So they choose which of several words for a size comes first, and the others are
+among its alternatives. Where differences are normal, a k3 of 7e-2 has a mean difference of ``MAX_MEAN_ABS_DIFF``."""
 
 SAMPLED_ERRORS = 3.0
 """The mean of p / q over tokens that q sampled is 1, or less where few ratios have much of it, and never more: above by

@@ -43,13 +43,17 @@ MIN_BELOW = 0.9
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
 """Deficit and standard errors: nothing but a cut or padding lowers the mean ratio by as much, whatever else moves the
 log-probs. In a trained model other prompts leave 0.014 and 9, because a sample misses tokens that the trainer finds far
-more probable. It misses few where none is far less probable either, by 3 nats: all others stay below 0.003 and 1.5."""
+more probable. It misses few where none is far less probable either, by 3 nats: all others stay below 0.003 and 1.5.
+Other logits, flat or peaked, with noise of up to twice their deviation added, stay within one standard error."""
 MAX_PADDING_GAP = 0.05
 SMALLEST_SHIFT = 1e-5
 
 CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
 LOGITS = "another change of the logits, such as a soft cap"
-NOISE = f"a smaller one, beside {OLD_WEIGHTS}, low precision, or a mixture of experts"
+NOISE = (
+    f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, or a "
+    "mixture of experts"
+)
 SHIFTS = torch.linspace(0.0, 3.0, 301, dtype=torch.float64)
 ASYMMETRY = torch.erf(SHIFTS / math.sqrt(2.0)) + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp() / (
     1.0 + SHIFTS**2
@@ -96,6 +100,7 @@ def temperature(measured: Measured) -> Finding | None:
         evidence=f"{_SAMPLED[side]} near {1.0 + near:.3g} times {_OTHER[side]} ({low:.3g} to {high:.3g}, by what else "
         "differs)" + ("" if is_fit else f", but fit it badly: {power.fit:+.2f} between -1 and 1, where it has 0"),
         k3_share=share,
+        is_up_to=may_have_more,
         alternatives=(
             *([] if is_alone else [PENALTIES]),
             *([] if is_fit or is_cut else [LOGITS]),

@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured, Samples
-from mis_ext.diagnosis.size import unfit_words
+from mis_ext.diagnosis.size import OTHER_PRECISION, unfit_words
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
 RISE, TYPICAL_RISE = 10.0, 2.0
@@ -69,14 +69,13 @@ def _by_version(samples: Samples) -> Finding | None:
     excess = _share_above(nearest.k3, groups)
     if farthest.k3 > GROWTH * nearest.k3 and _is_more(farthest, nearest):
         return Finding(confidence="likely", evidence=evidence, k3_share=excess)
-    if nearest.behind and nearest.k3 > QUANTISED_K3:
-        return Finding(confidence="likely", evidence=f"{evidence}, more than precision explains", k3_share=1.0)
     is_few = total < MIN_TOKENS and nearest.k3 > 0.0
     if nearest.behind and (is_few or nearest.k3 > KERNEL_K3):
         return Finding(
             confidence="possible",
             evidence=f"{evidence}; no fresh token tells which it is",
             k3_share=1.0,
+            is_up_to=True,
             alternatives=_fresh_words(nearest.k3, is_few=is_few),
         )
     return None
@@ -87,7 +86,7 @@ def _fresh_words(k3: float, *, is_few: bool) -> tuple[str, ...]:
     if is_few:
         return ("other kernels",)
     usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if k3 < PRETRAINED_K3 else ()
-    return (*usual, "lower precision on one side")
+    return (*usual, "lower precision on one side" if k3 < QUANTISED_K3 else OTHER_PRECISION)
 
 
 def _share_above(floor: float, groups: Iterable[_Group]) -> float:
@@ -204,9 +203,11 @@ def _by_size(samples: Samples, measured: Measured) -> Finding | None:
     return Finding(
         confidence="possible",
         evidence=f"the log-probs differ by {gap:.2g} nats per token on average, more than {MAX_MEAN_ABS_DIFF:g} and "
-        f"far more than kernels give (at most 0.1 in bfloat16){agree}",
+        f"far more than kernels gave in any model of ours (at most 0.1 in bfloat16){agree}",
         k3_share=1.0 - measured.explained,
+        is_up_to=True,
         alternatives=(
+            OTHER_PRECISION,
             "another prompt, chat template or context",
             "penalties or a logits processor of the engine",
             "top-p or top-k that cut off much",

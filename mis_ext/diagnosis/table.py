@@ -36,7 +36,7 @@ _TAILS = ("few_tokens", "expert_routing")
 
 
 def _left(k3: str) -> str:
-    return f"other causes explain at most {percent(MAX_EXPLAINED)} of k3, and the rest is {k3}"
+    return f"other causes explain at most {percent(MAX_EXPLAINED)} of k3, and the rest is {k3} (SmolLM2-135M's sizes)"
 
 
 CAUSES: dict[str, Cause] = {
@@ -304,7 +304,7 @@ CAUSES: dict[str, Cause] = {
         ),
         Cause(
             name="large_mismatch",
-            title="more than precision explains",
+            title="a large mismatch, which low precision gave in some models only",
             looks_like=_left(f"above {QUANTISED_K3:g}"),
             needs=("signals",),
             rule=large,
