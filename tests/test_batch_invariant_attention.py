@@ -254,6 +254,7 @@ def test_queries_before_the_first_key_have_no_gradient(hidden):
         ({"key": torch.zeros(4, 2, 8).bfloat16()}, TypeError, "takes one dtype"),
         ({"value": torch.zeros(5, 2, 8)}, ValueError, "one shape"),
         ({"query": torch.zeros(4, 3, 8)}, ValueError, "3 query heads are no multiple of 2 key heads"),
+        ({name: torch.zeros(4, 0, 8) for name in ("key", "value")}, ValueError, "no multiple of 0 key heads"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
         ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
         ({"key_slots": torch.zeros(2, 4).long()}, ValueError, r"key_slots must be .* = \[1, 4\] .*, got \[2, 4\]"),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from batch_invariant_support import equal_bits, randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends import opt_einsum
+from torch.utils._pytree import tree_leaves
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, batch_invariant_mode, is_batch_invariant
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
@@ -54,7 +55,7 @@ def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
         F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, dropout_p=0.1)
     with pytest.raises(NotImplementedError, match=r"boolean masks, got torch\.float32"), batch_invariant_mode():
         F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, attn_mask=torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="query has 4 heads, key 2: pass enable_gqa=True"), batch_invariant_mode():
+    with pytest.raises(ValueError, match=r"4 heads, key 2, value 2: pass enable_gqa=True"), batch_invariant_mode():
         F.scaled_dot_product_attention(randn(1, 4, 4, 8), *[randn(1, 2, 4, 8)] * 2)
     assert not is_batch_invariant()
     assert equal_bits(linear(x), before)
@@ -299,3 +300,42 @@ def test_megatrons_own_mode_excludes_ours():
         assert not is_batch_invariant()
     finally:
         kernels._batch_invariant_MODE = False
+
+
+LOSSES = (F.mse_loss, F.huber_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_of_a_mean_counts_the_numbers_that_there_are(loss):
+    """And not those which fill the last vector."""
+    for shape in ((), (5, 5), (3, 70)):
+        x, target = torch.rand(shape).requires_grad_(), torch.rand(shape)
+
+        def gradient(x=x, target=target, **reduction):
+            return torch.autograd.grad(loss(x, target, **reduction).mean(), x)[0]
+
+        plain = gradient()
+        with batch_invariant_mode():
+            ours = gradient(), gradient(reduction="mean"), gradient(reduction="none")
+        for each in ours:
+            torch.testing.assert_close(each, plain)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.RNN, torch.nn.GRU, torch.nn.RNNCell, torch.nn.GRUCell, torch.nn.LSTMCell])
+def test_a_recurrent_layer_that_is_not_refused_gives_a_sequence_the_same_bits_in_any_batch(layer):
+    """`nn.LSTM` is one operator of oneDNN, and refused: see above. So are those of cuDNN, and CUDA's fused cells."""
+    aten = torch.ops.aten
+    fused = (aten._cudnn_rnn, aten._thnn_fused_gru_cell, aten._thnn_fused_lstm_cell)
+    assert {kind_of(each.default) for each in fused} == {"refused"}
+    model, x = layer(48, 40), randn(*(() if "Cell" in layer.__name__ else (7,)), 33, 48)
+
+    def output_and_gradient(x):
+        x = x.detach().requires_grad_()
+        output = tree_leaves(model(x))[0]
+        return output, torch.autograd.grad((output * torch.arange(40.0)).sum(), x)[0]
+
+    with batch_invariant_mode():
+        whole = output_and_gradient(x)
+        for num in (1, 5):
+            for ours, theirs in zip(output_and_gradient(x[..., 3 : 3 + num, :]), whole, strict=True):
+                assert equal_bits(ours, theirs[..., 3 : 3 + num, :])

@@ -180,8 +180,9 @@ def _check(
             f"key and value must be of one shape, but for the value's last dimension, and key and query have one last "
             f"dimension, got {shapes}"
         )
-    if query.shape[1] % max(key.shape[1], 1):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+    num_heads, num_key_heads = query.shape[1], key.shape[1]
+    if num_heads and (num_key_heads == 0 or num_heads % num_key_heads):
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_key_heads} key heads")
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.dim() != 1:
         raise ValueError(
             f"cu_seqlens_q {[*cu_seqlens_q.shape]} and cu_seqlens_k {[*cu_seqlens_k.shape]} must be [sequences + 1]"

@@ -110,7 +110,7 @@ def attention_forward(
     num_heads, dtype = query.shape[1], _compute_dtype(query)
     runs = runs_of(packing)
     tiles = _make_tiles(runs, is_causal=packing.is_causal)
-    num_tiles, group = len(tiles.run_N), num_heads // key.shape[1]
+    num_tiles, group = len(tiles.run_N), num_heads // max(key.shape[1], 1)
     query_NHQD = _tiles_of(_by_head(query, dtype), tiles.query_NQ)
     maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(maximum)
@@ -153,7 +153,7 @@ def attention_backward(
     A key's gradients are sums over tiles, one after the other. The tiles of a run begin at its first query that has a
     gradient, and queries without one add exact zeros. So no bit depends on padding, on either side.
     """
-    (num_heads, head_dim), dtype, group = query.shape[1:], _compute_dtype(query), query.shape[1] // key.shape[1]
+    (num_heads, head_dim), dtype, group = query.shape[1:], _compute_dtype(query), query.shape[1] // max(key.shape[1], 1)
     runs = runs_of(packing)
     tiles = _make_tiles(runs, is_causal=packing.is_causal, skipped_R=_num_without_gradient(grad_output, runs))
     # All are columns of a product, as the values are in the forward.

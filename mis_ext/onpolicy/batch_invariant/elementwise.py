@@ -32,6 +32,7 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if func._schema.is_mutable:
         return _write(func, *args, **kwargs)
+    args = _without_mean(func, *args)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     # One without dimensions stays as it is beside others: torch takes it for a Python number.
     operands = [x for x in tensors if x.dim() > 0] or tensors
@@ -61,6 +62,17 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     call(into_given, lambda x: x.view(-1)[:whole], out=result.view(-1)[:whole])
     result.view(-1)[whole:] = rest[:num_left]
     return result
+
+
+def _without_mean(func: Any, *args: Any) -> tuple[Any, ...]:
+    """Of the gradient of a mean, the arguments for that of a sum: what fills a vector up is not counted."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "reduction" not in names:
+        return args
+    place = names.index("reduction")
+    # Mean is 1, and sum 2; torch leaves out trailing arguments that are the default, as this one's mean is.
+    args = (*args, *(argument.default_value for argument in func._schema.arguments[len(args) : place + 1]))
+    return (args[0] / args[1].numel(), *args[1:place], 2, *args[place + 1 :]) if args[place] == 1 else args
 
 
 def glu(func: Any, x: Tensor, dim: int = -1) -> Any:

@@ -72,7 +72,7 @@ def _num_heads(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -
         return heads
     most = max(heads)
     if any(num_heads not in (1, most) for num_heads in heads):
-        raise ValueError(f"query has {heads[0]} heads, key {heads[1]}: pass enable_gqa=True")
+        raise ValueError("query has {} heads, key {}, value {}: pass enable_gqa=True".format(*heads))
     return [most] * 3
 
 
