@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import (
@@ -196,7 +197,7 @@ class Worker:
         """Write down a comparison that fails; an exception of the hook itself is raised before, and ends the worker."""
         try:
             compare()
-        except AssertionError as error:
+        except (AssertionError, pytest.fail.Exception) as error:
             failures.append(f"rank {dist.get_rank()}, {name}: {str(error)[:600]}")
 
     # --- sections
@@ -442,4 +443,31 @@ class Worker:
                         o, e, s, pg_loss=p, tokens=t
                     ),
                 )
+        return failures
+
+    def run_dithering(self) -> list[str]:
+        """Rank 0 alone has a weight that cannot be dithered: no rank goes on, to wait for it in its next step."""
+        from test_master_weights import Quantized, optimizer_of
+
+        failures: list[str] = []
+        rank, args = dist.get_rank(), SimpleNamespace(seed=1, rank=1)
+        with optimizer_of(is_distributed=False, shapes={"matrix": (5, 3)}) as (optimizer, _):
+            (own,) = optimizer.chained_optimizers
+            (weight,), before = own.float16_groups[0], own.fp32_from_float16_groups[0][0].clone()
+            message = "rank 0 cannot dither its master weights"
+            if rank == 0:
+                own.float16_groups[0][0] = weight.detach().as_subclass(Quantized)
+                message = "must be tensors in bf16, got Quantized"
+
+            def refuse() -> None:
+                with pytest.raises((NotImplementedError, RuntimeError), match=message):
+                    mis_ext.dither_weights(args, 0, 0, [], optimizer, None)
+                assert torch.equal(own.fp32_from_float16_groups[0][0], before)
+
+            def dither() -> None:
+                assert mis_ext.dither_master_weights(optimizer, seed=1) == 15
+
+            self.check(failures, "one rank refuses", refuse)
+            own.float16_groups[0][0] = weight
+            self.check(failures, "none refuses", dither)
         return failures

@@ -10,7 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,16 +84,14 @@ def optimizer_of(
     experts: Collection[str] = (),
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """Megatron-Core's own, with its model: that of one of ``size`` data-parallel ranks, which exchange nothing."""
+    """Megatron-Core's own, with its model: of the ranks that have met, or of one of ``size`` that exchange nothing."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from grpo.cpu import megatron_device
-        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import MegatronModule, TransformerConfig
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     class Model(MegatronModule):
         def __init__(self, config: Any) -> None:
@@ -106,15 +104,24 @@ def optimizer_of(
                 setattr(self, name, parameter)
 
     settings = {"bf16": True, "params_dtype": BF16} | settings
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    with nullcontext() if dist.is_initialized() else alone(rank, size):
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
         layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
         options = OptimizerConfig(optimizer="adam", lr=1e-6, use_distributed_optimizer=is_distributed, **settings)
         with megatron_device(torch.device("cpu")):
             model = DistributedDataParallel(config, layout, Model(config))
             yield get_megatron_optimizer(options, [model], use_gloo_process_groups=False), model.module
+
+
+@contextmanager
+def alone(rank: int, size: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

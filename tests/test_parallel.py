@@ -36,9 +36,10 @@ SECTIONS = [
     "one ULP",
     "megatron",
     "rollout scope",
+    "dithering",
 ]
 TRITON_OBSTACLE = triton_obstacle("cpu")
-NEEDS_MEGATRON = ["megatron", "rollout scope"]
+NEEDS_MEGATRON = ["megatron", "rollout scope", "dithering"]
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
@@ -162,6 +163,11 @@ def test_groups_come_from_megatron_when_the_host_passes_none(outcomes, topology)
 @topologies
 def test_the_rollout_normaliser_is_the_same_on_all_ranks_and_in_all_micro_batches(outcomes, topology):
     assert_section(outcomes, topology, "rollout scope")
+
+
+@topologies
+def test_what_one_rank_cannot_dither_no_rank_dithers(outcomes, topology):
+    assert_section(outcomes, topology, "dithering")
 
 
 def test_chunks_match_positions_worked_out_by_hand():

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK = 1 << 18
@@ -52,9 +53,10 @@ def dither_master_weights(optimizer: Any, *, seed: int) -> int | None:
     Call it once, after the checkpoint is loaded and before the first optimizer step. Master weights that are not
     rounded, as of a run that is resumed with its optimizer, are kept: they are already among all numbers of float32.
 
-    Ranks do not communicate. What a weight gets depends on ``seed`` and on its place in its parameter. So ranks that
-    share a parameter give it the same, however a distributed optimizer cuts it: norms under tensor parallelism, tied
-    embeddings under pipeline parallelism.
+    If ranks of ``torch.distributed`` have met, call it on all of them: they agree that each of them can, and nothing
+    else. What a weight gets depends on ``seed`` and on its place in its parameter. So ranks that share a parameter give
+    it the same, however a distributed optimizer cuts it: norms under tensor parallelism, tied embeddings under pipeline
+    parallelism.
 
     Args:
         optimizer: Megatron-Core's, distributed or not, or a chain of them.
@@ -67,8 +69,9 @@ def dither_master_weights(optimizer: Any, *, seed: int) -> int | None:
         ValueError: The optimizer has no weights in bf16.
         NotImplementedError: It keeps its master weights elsewhere (``--use-precision-aware-optimizer``, Megatron FSDP,
             an optimizer that is not Megatron-Core's), or the model's weights are no plain tensors, as with fp8.
+        RuntimeError: Another rank raises one of these.
     """
-    parts = [*_parts(optimizer)]
+    parts = _agreed_parts(optimizer)
     if not all(torch.equal(part.master, part.weight.float()) for part in parts):
         return None
     for part in parts:
@@ -83,6 +86,27 @@ class _Part(NamedTuple):
     master: Tensor
     start: int
     size: int
+
+
+def _agreed_parts(optimizer: Any) -> list[_Part]:
+    """An error of one rank, as of the one whose weights are fp8, is an error of all: others would wait for it."""
+    parts, error = [], None
+    try:
+        parts = [*_parts(optimizer)]
+    except (ValueError, NotImplementedError) as found:
+        error = found
+    if dist.is_available() and dist.is_initialized():
+        device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+        last = torch.tensor(-1 if error is None else dist.get_rank(), device=device)
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        if error is None and (rank := int(last)) >= 0:
+            raise RuntimeError(
+                f"dither_master_weights: rank {rank} cannot dither its master weights, its error says why; so no rank "
+                "goes on"
+            )
+    if error is not None:
+        raise error
+    return parts
 
 
 def _parts(optimizer: Any) -> Iterator[_Part]:

@@ -32,6 +32,7 @@ def dither_weights(
     Raises:
         ValueError: The optimizer has no weights in bf16.
         NotImplementedError: Its master weights cannot be dithered, as with ``--use-precision-aware-optimizer``.
+        RuntimeError: Those of another rank cannot.
     """
     if optimizer in _seen:
         return
