@@ -112,6 +112,13 @@ def test_prime_rl_has_no_proximal_policy_and_a_method_that_looks_at_it_is_refuse
         loss(LossInputs(row, row, None, row, row == 0, None), keys={"mis_loss_method": "icepop"})
 
 
+def test_a_negative_weight_of_prime_rl_is_refused_by_its_range(prime_rl) -> None:
+    row = torch.zeros(2)
+    weighted = LossInputs(row, row, None, row, row == 0, torch.tensor([1.0, -0.5]))
+    with pytest.raises(ValueError, match=r"values from -0\.5 to 1: .* must be finite and at least 0"):
+        loss(weighted, keys={"mis_loss_method": "prime_rl"})
+
+
 def computed(name: str, each: str) -> tuple:
     settings, keys = peer_cases.NEMO_RL[name]
     loss_fn = pickle.loads(pickle.dumps(MisLoss(HostLoss(settings), keys)))
