@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.padded import correct_padded
+    from mis_ext.hosts.runs import session_for
     from mis_ext.hosts.samples import compute_mis_weights
     from mis_ext.hosts.scalars import scalars
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
     from mis_ext.hosts.slime_miles.dither_weights import dither_weights
-    from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
-    from mis_ext.hosts.slime_miles.sessions import session_for
-    from mis_ext.preset_files import list_presets
-    from mis_ext.presets import load_config, preset
+    from mis_ext.keys.flat import config_from_mapping
+    from mis_ext.keys.preset_files import list_presets
+    from mis_ext.keys.presets import load_config, preset
     from mis_ext.report.online import log_mismatch
     from mis_ext.scoring.kept import KeptColumns
     from mis_ext.scoring.scores import score_tokens
@@ -66,13 +66,13 @@ else:
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
             "hosts.slime_miles.dither_weights": ("dither_weights",),
-            "hosts.slime_miles.flat_keys": ("config_from_mapping",),
+            "keys.flat": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),
             "hosts.slime_miles.rollout": ("prepare_rollout",),
-            "hosts.slime_miles.sessions": ("session_for",),
-            "preset_files": ("list_presets",),
-            "presets": ("load_config", "preset"),
+            "hosts.runs": ("session_for",),
+            "keys.preset_files": ("list_presets",),
+            "keys.presets": ("load_config", "preset"),
             "report.online": ("log_mismatch",),
             "scoring.kept": ("KeptColumns",),
             "scoring.scores": ("score_tokens",),

@@ -19,7 +19,7 @@ from zigzag import take
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, PackedStreams, Session, prepare_rollout
 from mis_ext.correction.order_statistic import covering_value
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.runs import session_for
 
 LENGTHS = [7, 1, 40, 3, 19, 64, 2, 33]
 PROMPTS = [3, 1, 9, 20, 2, 5, 1, 4]

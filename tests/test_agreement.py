@@ -17,8 +17,8 @@ import mis_ext
 from mis_ext import prepare_rollout
 from mis_ext.correction import pipeline
 from mis_ext.correction.eager import EagerBackend
-from mis_ext.hosts.slime_miles.groups import find_groups
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.groups import find_groups
+from mis_ext.hosts.runs import session_for
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {

@@ -16,9 +16,9 @@ from drawn_configs import draw_point
 from torch.overrides import TorchFunctionMode
 
 import mis_ext
-from mis_ext.hosts.slime_miles import sessions
+from mis_ext.hosts import runs
 from mis_ext.hosts.slime_miles.host import MILES, SLIME
-from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+from mis_ext.keys.native import NATIVE_KEY, native_keys_of
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -164,18 +164,18 @@ def test_where_the_call_cannot_run_it_says_so_and_the_run_goes_on(keys, name, ca
 @pytest.mark.parametrize("keys", [HOOK, LOSS | {"use_tis": True, "mis_loss_method": "clip_cov", "tis_level": "none"}])
 def test_it_leaves_nothing_behind(keys) -> None:
     args = argparse.Namespace(**keys | CP_2 | DP_2 | {"rs_veto_threshold": 1e-4})
-    session = sessions.run_of(args, whole_loss="loss_type" in keys).session
+    session = runs.run_of(args, whole_loss="loss_type" in keys).session
     before = (
         torch.get_rng_state(),
         random.getstate(),
         torch.get_num_threads(),
-        len(sessions._entries),
+        len(runs._entries),
         pickle.dumps(session),
     )
     mis_ext.check_setup(args)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert sessions.run_of(args).session is session
-    after = random.getstate(), torch.get_num_threads(), len(sessions._entries), pickle.dumps(session)
+    assert runs.run_of(args).session is session
+    after = random.getstate(), torch.get_num_threads(), len(runs._entries), pickle.dumps(session)
     assert before[1:] == after
     assert not torch.distributed.is_initialized()
 

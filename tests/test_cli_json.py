@@ -15,8 +15,8 @@ from rollout_logs import genuine, good, write
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
 
 from mis_ext.cli import main
+from mis_ext.keys.preset_files import list_presets
 from mis_ext.methods import METHODS
-from mis_ext.preset_files import list_presets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ from flat_keys import from_yaml
 
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS, READ_KEYS, STRAY_KEYS
-from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEYS
-from mis_ext.hosts.slime_miles.stray_keys import HOST_CLIPS, PLAIN_WORDS, PREFIXES
+from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, STRAY_KEYS
+from mis_ext.keys.native import NATIVE_KEYS
+from mis_ext.keys.stray import HOST_CLIPS, PLAIN_WORDS, PREFIXES
+from mis_ext.methods import METHODS
 
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
@@ -253,6 +254,13 @@ def test_no_name_on_the_args_of_a_host_is_refused_whatever_its_value() -> None:
         assert config_from_mapping({"use_tis": True, **dict.fromkeys(others, value)}) == CorrectionConfig()
 
 
+def test_the_name_of_a_method_is_no_slip_of_the_hand() -> None:
+    others = {name: ["anything"] for name in METHODS if not name.startswith(PREFIXES)}
+    assert len(others) > 50
+    assert config_from_mapping({"use_tis": True, **others}) == CorrectionConfig()
+    assert config_from_mapping({"use_tis": True, **dict.fromkeys(others, True)}) == CorrectionConfig()
+
+
 def test_what_would_do_nothing_may_stand_there_as_null_or_false() -> None:
     """As flags of a host do that are not used."""
     for value in (None, False):
@@ -266,7 +274,7 @@ def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
     assert {*bare, *NATIVE_KEYS} <= set(STRAY_KEYS)
     # Words that may be anybody's: with values that are ours only.
     for name, values in PLAIN_WORDS.items():
-        for value in values:
+        for value in () if name in METHODS else values:
             with pytest.raises(ValueError, match=f"'{name}' "):
                 config_from_mapping({"use_tis": True, name: value})
     assert {"metrics_only", "gated_mis", "level"} <= {name for name, values in PLAIN_WORDS.items() if values}

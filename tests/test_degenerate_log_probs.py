@@ -14,7 +14,7 @@ from triton_support import HAS_GPU, OBSTACLE
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.hosts.readback import RunningReadback
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.runs import session_for
 
 LOWEST = {
     "-1e9": -1e9,

@@ -21,8 +21,8 @@ from mis_ext.correction.tables import Table, bounds_table, metrics_table, statis
 from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
+from mis_ext.keys.preset_files import PresetRemarks, preset_remarks
 from mis_ext.methods.table import methods_table
-from mis_ext.preset_files import PresetRemarks, preset_remarks
 from mis_ext.report.references import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[1]

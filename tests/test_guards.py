@@ -10,7 +10,7 @@ import torch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.explain.law import Normal
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts.runs import session_for
 
 
 def make_batch(num_samples: int = 4, length: int = 40, *, noise: float = 0.01, seed: int = 0) -> dict:

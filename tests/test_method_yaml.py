@@ -15,14 +15,14 @@ from test_method_gradients import apply, make_data
 
 import mis_ext
 from mis_ext.cli import main
-from mis_ext.hosts.slime_miles.loss_keys import loss_settings
-from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
+from mis_ext.keys.loss_keys import loss_settings
+from mis_ext.keys.native import NATIVE_KEY, native_keys_of
+from mis_ext.keys.presets import method_yaml
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.chosen import choose_method
 from mis_ext.methods.published import published
-from mis_ext.presets import method_yaml
 
 # Wide enough that some sequences of random data pass.
 PARAMETERS = {

@@ -13,9 +13,9 @@ import peer_cases
 import pytest
 import torch
 
-from mis_ext.hosts.keys import kept_keys
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss
+from mis_ext.keys.given import kept_keys
 
 with lzma.open(Path(__file__).parent / "data" / "peer_losses" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.slime_miles import host as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
-from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.policy import MILES_METRICS
 
 RECORDED = Path(__file__).parent / "data" / "host_losses" / "losses.pt.xz"

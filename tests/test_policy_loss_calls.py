@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.slime_miles import host as hosts
-from mis_ext.hosts.slime_miles.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 

@@ -13,9 +13,9 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.slime_miles.host import Host, plain_scores
 from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
-from mis_ext.hosts.slime_miles.sessions import run_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.as_correction import as_correction
@@ -287,7 +287,7 @@ for _name, _row in METHODS.items():
 @pytest.mark.parametrize("name", HOOK_CAN)
 def test_what_the_hook_can_do_gives_the_same_by_either_key(name) -> None:
     """The hook's keys around the host's PPO, and the method by its name."""
-    from mis_ext.hosts.slime_miles.native_keys import native_keys_of
+    from mis_ext.keys.native import native_keys_of
 
     found = as_correction(METHODS[name](**parameters(name)))
     hook = {"use_tis": True, "mis": native_keys_of(found.config) | {"guard": "warn"}}

@@ -11,9 +11,9 @@ from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
 from mis_ext.explain.words import gradient_of
-from mis_ext.hosts.slime_miles.sessions import run_of, session_for
+from mis_ext.hosts.runs import run_of, session_for
+from mis_ext.keys.presets import read_file
 from mis_ext.loss.settings import LossSettings
-from mis_ext.presets import read_file
 
 CURRENT = {"mis_loss_proximal": "current"}
 SKIPS = CURRENT | {"use_rollout_logprobs": True}

@@ -6,8 +6,8 @@ import torch
 from host_stand_ins import HOSTS, called, running
 
 import mis_ext
-from mis_ext.hosts.slime_miles import scoring_choice
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.runs import run_of
+from mis_ext.keys.run_config import DEFAULT_SCORING
 from mis_ext.loss.policy import MILES_METRICS
 
 KEPT = [
@@ -23,7 +23,7 @@ def who(keys: dict) -> str:
 
 
 def test_fused_is_the_default_and_a_key_chooses() -> None:
-    assert who({}) == scoring_choice.DEFAULT_SCORING == "fused"
+    assert who({}) == DEFAULT_SCORING == "fused"
     for by in ("fused", "host"):
         assert who({"mis_loss_scoring": by}) == by
     # Without other ranks their parts are nobody's.

@@ -9,7 +9,7 @@ from flat_keys import from_yaml
 from mis_ext import list_presets, load_config, preset
 from mis_ext.cli import main
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS
+from mis_ext.keys.flat import CORRECTION_KEYS
 
 REPOSITORY = Path(__file__).parents[1]
 METHODS = sorted((REPOSITORY / "yaml").glob("*.yaml"))

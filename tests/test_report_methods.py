@@ -12,10 +12,10 @@ from test_method_yaml import PARAMETERS as FIRING
 
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
+from mis_ext.keys.presets import NO_CORRECTION, method_yaml
 from mis_ext.methods import METHODS
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.first_update import looks_at_advantages
-from mis_ext.presets import NO_CORRECTION, method_yaml
 from mis_ext.report import Collector, Part, WhatIf
 from mis_ext.report.recommendation import recommend
 from mis_ext.report.what_if import Outcome

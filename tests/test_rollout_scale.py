@@ -9,8 +9,8 @@ from test_guards import call, make_batch
 
 import mis_ext
 from mis_ext import prepare_rollout
+from mis_ext.hosts.runs import session_for
 from mis_ext.hosts.slime_miles import rollout
-from mis_ext.hosts.slime_miles.sessions import session_for
 
 SCOPE = {"use_tis": True, "tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
 KEPT = {"use_tis": True, "mis_denominator": "kept", "tis_normalize_scope": "rollout", "rs_veto_upper_threshold": 50.0}

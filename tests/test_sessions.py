@@ -14,9 +14,8 @@ from test_guards import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.hosts.slime_miles import sessions
-from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
-from mis_ext.hosts.slime_miles.sessions import session_for
+from mis_ext.hosts import runs
+from mis_ext.hosts.runs import all_arguments, read_argument, session_for
 
 KEYS = {"use_tis": True, "tis_level": "sequence", "tis_upper_bound": 3.0, "use_rs": True, "rs_level": "geometric"}
 KEYS |= {"rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "qkv_format": "thd", "calculate_per_token_loss": True}
@@ -174,14 +173,14 @@ def test_args_that_die_are_forgotten() -> None:
 def test_args_that_cannot_be_watched_do_not_pile_up() -> None:
     for _ in range(200):
         session_for({"use_tis": True})
-    assert len(sessions._entries) <= 64
+    assert len(runs._entries) <= 64
 
 
 def test_a_number_that_is_used_again_is_another_object(monkeypatch) -> None:
     first = argparse.Namespace(use_tis=True)
-    entry = sessions._Entry(first, sessions.run_of(first))
+    entry = runs._Entry(first, runs.run_of(first))
     other = argparse.Namespace(use_tis=True)
-    monkeypatch.setitem(sessions._entries, id(other), entry)
+    monkeypatch.setitem(runs._entries, id(other), entry)
     assert session_for(other) is not entry.run.session
 
 
@@ -220,29 +219,29 @@ def test_miles_backend_that_divides_by_survivors_takes_no_kept_denominator() -> 
 def test_a_session_outlives_a_change_that_is_not_the_corrections() -> None:
     """A scheduled temperature or learning rate is no reason to forget bounds that follow a target."""
     args = argparse.Namespace(use_tis=True, rollout_temperature=1.0, eps_clip=0.2)
-    first = sessions.run_of(args, whole_loss=True)
+    first = runs.run_of(args, whole_loss=True)
     args.rollout_temperature, args.eps_clip = 0.7, 0.3
-    second = sessions.run_of(args, whole_loss=True)
+    second = runs.run_of(args, whole_loss=True)
     assert second.session is first.session
     assert second.config.whole_loss.temperature == 0.7
     assert second.config.whole_loss.settings.eps_clip == 0.3
     args.tis_upper_bound = 3.0
-    assert sessions.run_of(args, whole_loss=True).session is not first.session
+    assert runs.run_of(args, whole_loss=True).session is not first.session
 
 
 def test_the_flags_of_the_whole_loss_are_checked_where_it_runs() -> None:
     args = argparse.Namespace(use_tis=True, entropy_coef=float("nan"))
-    assert sessions.run_of(args).config.whole_loss is None
+    assert runs.run_of(args).config.whole_loss is None
     with pytest.raises(ValueError, match="entropy_coef must be in"):
-        sessions.run_of(args, whole_loss=True)
+        runs.run_of(args, whole_loss=True)
 
 
 def test_a_host_that_divides_by_what_is_left_runs_no_whole_loss_that_rejects() -> None:
     """Miles' FSDP backend: -0.2362 for -0.2966 on one batch, before this was refused."""
     keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
     args = argparse.Namespace(**keys, train_backend="fsdp")
-    sessions.run_of(args)
+    runs.run_of(args)
     with pytest.raises(ValueError, match=r"train_backend: fsdp with a configuration that rejects: .* action: zero"):
-        sessions.run_of(args, whole_loss=True)
-    sessions.run_of(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
-    sessions.run_of(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)
+        runs.run_of(args, whole_loss=True)
+    runs.run_of(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
+    runs.run_of(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)

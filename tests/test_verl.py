@@ -17,10 +17,10 @@ import yaml
 
 import mis_ext
 from mis_ext.cli import main
-from mis_ext.hosts.keys import read_keys
 from mis_ext.hosts.verl import register
 from mis_ext.hosts.verl_loss import whole_loss
 from mis_ext.hosts.verl_options import convert_verl
+from mis_ext.keys.given import read_keys
 
 with lzma.open(Path(__file__).parent / "data" / "verl" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)

@@ -24,8 +24,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
-    from mis_ext.hosts.keys import read_keys
     from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
+    from mis_ext.keys.given import read_keys
 
     try:
         content = read_keys(arguments.file)

@@ -12,7 +12,7 @@ from mis_ext.cli.result import Result
 
 if TYPE_CHECKING:
     from mis_ext.explain import Effect, Explanation
-    from mis_ext.presets import Spelt
+    from mis_ext.keys.presets import Spelt
 
 _OF_WEIGHT = ("above_high", "below_low", "weight_mean")
 _NUMBERS = {
@@ -90,9 +90,9 @@ def run(parsed: argparse.Namespace) -> Result:
 def _spelt(name: str) -> Spelt:
     """What a file spells, or what the preset or else the method of this name does."""
     from mis_ext.checks import did_you_mean
+    from mis_ext.keys.preset_files import list_presets, preset_path
+    from mis_ext.keys.presets import read_file, read_method
     from mis_ext.methods import METHODS
-    from mis_ext.preset_files import list_presets, preset_path
-    from mis_ext.presets import read_file, read_method
 
     if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
         return read_file(name)

@@ -20,7 +20,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> Result:
     """The list, or one file."""
-    from mis_ext.preset_files import list_presets, preset_remarks, preset_text
+    from mis_ext.keys.preset_files import list_presets, preset_remarks, preset_text
 
     if arguments.name is not None:
         file = preset_text(arguments.name)

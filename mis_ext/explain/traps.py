@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.explain.effect import Effect, described_gates
 from mis_ext.explain.law import GaussianLaw
-from mis_ext.methods.method import Method
+
+if TYPE_CHECKING:
+    from mis_ext.methods.method import Method
 
 MIN_LEARNING_RATE = 0.9
 FEW_SEQUENCES_ESS = 0.2

@@ -10,7 +10,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.metric_row import Mean
 from mis_ext.hosts.groups import ALONE, Groups
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
 from mis_ext.loss.denominators import num_tokens
 

@@ -103,3 +103,24 @@ def device_of(*candidates: Any) -> torch.device:
 
 def _place(group: Group | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def find_groups(parallel_state: Any = None) -> Groups:
+    """Miles' ``parallel_state`` when it is passed, else Megatron-Core's when it is initialised, else a single rank.
+
+    In Miles' fault-tolerant mode the data-parallel group spans replicas.
+    """
+    if parallel_state is not None:
+        cp, dp = parallel_state.cp, getattr(parallel_state, "effective_dp", None) or parallel_state.intra_dp
+        return Groups.of_places(cp.rank, cp.size, cp.group, dp.rank, dp.size, dp.group)
+    megatron = initialized_megatron()
+    if megatron is None:
+        return Groups()
+    return Groups.of_places(
+        megatron.get_context_parallel_rank(),
+        megatron.get_context_parallel_world_size(),
+        megatron.get_context_parallel_group(),
+        megatron.get_data_parallel_rank(),
+        megatron.get_data_parallel_world_size(),
+        megatron.get_data_parallel_group(),
+    )

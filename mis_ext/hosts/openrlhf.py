@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
-from mis_ext.hosts.keys import Keys, kept_keys, read_keys
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.runs import run_of
+from mis_ext.keys.given import Keys, kept_keys, read_keys
 
 
 class MisLoss:

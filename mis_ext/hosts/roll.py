@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
 from mis_ext.hosts.padded import correct_padded
 from mis_ext.hosts.scalars import scalars
 from mis_ext.hosts.session import Session
+from mis_ext.keys.given import Keys, read_keys, says_whole_loss
 
 
 def register(keys: Keys) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import ALONE, device_of
 from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
+from mis_ext.keys.given import config_given
 
 
 def compute_mis_weights(

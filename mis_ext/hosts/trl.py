@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mis_ext.hosts.keys import Keys, read_keys, says_whole_loss
 from mis_ext.hosts.padded import correct_padded
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.trl_loss import WholeLoss, log_metrics, session_for
+from mis_ext.keys.given import Keys, read_keys, says_whole_loss
 
 
 class MisTrainer:

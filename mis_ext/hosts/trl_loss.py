@@ -12,12 +12,11 @@ from torch import Tensor
 
 from mis_ext.correction.metric_row import PREFIX, Mean, Metric
 from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
-from mis_ext.hosts.given import config_given
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.guards import MismatchWarning
-from mis_ext.hosts.keys import kept_keys
+from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.sessions import run_of
+from mis_ext.keys.given import config_given, kept_keys
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
 _LOST = {

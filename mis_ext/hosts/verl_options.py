@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mis_ext.checks import check_bool, check_choice, check_known
-from mis_ext.hosts.slime_miles.flat_keys import config_from_mapping
+from mis_ext.keys.flat import config_from_mapping
 
 KNOWN = (
     "rollout_is",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_instance, check_number
-from mis_ext.methods.chosen import ChosenMethod
+
+if TYPE_CHECKING:
+    from mis_ext.methods.chosen import ChosenMethod
 
 Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
@@ -129,6 +131,8 @@ class LossSettings:
         if self.method is None:
             self._check_modes()
         else:
+            from mis_ext.methods.chosen import ChosenMethod  # All methods: a loss without one needs none.
+
             check_instance("mis_loss_method", self.method, ChosenMethod)
             self._check_method(self.method)
         if self.proximal == "current":

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mis_ext.correction.collectives import Group, gather_objects
-from mis_ext.hosts.groups import Groups, device_of, global_rank, initialized_megatron
-from mis_ext.hosts.slime_miles.groups import find_groups
+from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.slime_miles.rollout import pack_rollout
 from mis_ext.report.share import Share, mismatch_of_share, of_other_sequences, of_same_sequences
 from mis_ext.report.summary import OF_PROMPTS

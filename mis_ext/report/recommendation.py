@@ -20,9 +20,9 @@ from mis_ext.explain.traps import (
     gates_sequences,
     traps_of,
 )
+from mis_ext.keys.presets import NO_CORRECTION
 from mis_ext.methods.first_update import without_terms
 from mis_ext.methods.method import Method
-from mis_ext.presets import NO_CORRECTION
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
+from mis_ext.keys.preset_files import list_presets, preset_path
+from mis_ext.keys.presets import Spelt, method_yaml, read_file, read_method
 from mis_ext.loss.objective import objective_of
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction
-from mis_ext.preset_files import list_presets, preset_path
-from mis_ext.presets import Spelt, method_yaml, read_file, read_method
 from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.comparison import Comparison, compared
 from mis_ext.report.indicators import Indicator, indicators

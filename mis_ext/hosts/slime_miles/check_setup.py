@@ -7,7 +7,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -15,28 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from torch import Tensor
 
-from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.correction.normalization import WeightScale
 from mis_ext.explain.words import steps_of
 from mis_ext.files import names_in_yaml
-from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.arguments import all_arguments, read_argument
+from mis_ext.hosts.runs import all_arguments, read_argument, run_of
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
-from mis_ext.hosts.slime_miles.flat_keys import FLAT_KEYS, STRAY_KEYS
-from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, mis_weights_of
-from mis_ext.hosts.slime_miles.host import SLIME, host_without_ranks, is_miles
-from mis_ext.hosts.slime_miles.micro_batch import layout_of
-from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY
-from mis_ext.hosts.slime_miles.near_misses import near_miss
-from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss, policy_loss_of
-from mis_ext.hosts.slime_miles.run_config import ARGUMENTS, RunConfig, steps_per_rollout
-from mis_ext.hosts.slime_miles.sessions import Run, run_of
-from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
-from mis_ext.loss.policy import refuse_graph_of_ranks
+from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+from mis_ext.hosts.slime_miles.host import SLIME, is_miles
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss
+from mis_ext.hosts.slime_miles.rehearsal import call_once
+from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
+from mis_ext.keys.native import NATIVE_KEY
+from mis_ext.keys.near_misses import near_miss
+from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
+from mis_ext.keys.stray import method_advice
 from mis_ext.rollout.custom_generate.settings import KEY as ON_POLICY_TOKENS
 
 
@@ -67,7 +59,6 @@ _SET_LATER = (
     "train_backend",
 )
 """Flags behind the one of that file in slime's parser, and what it sets later."""
-_VOCABULARY = 16
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _OF_HOSTS = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
 _LAUNCHES = (
@@ -185,7 +176,9 @@ def _unread_keys(args: Any) -> list[str]:
     keys = [
         key
         for key in names
-        if key in STRAY_KEYS and read_argument(args, key) is not None and read_argument(args, key) is not False
+        if (key in STRAY_KEYS or method_advice(key))
+        and read_argument(args, key) is not None
+        and read_argument(args, key) is not False
     ]
     said = []
     try:
@@ -210,8 +203,9 @@ def _unread_keys(args: Any) -> list[str]:
 
 
 def _advice(key: str, flags: list[str]) -> str:
-    if key in STRAY_KEYS:
-        return f" (if it is meant for mis_ext: {STRAY_KEYS[key]})"
+    advice = method_advice(key) or STRAY_KEYS.get(key)
+    if advice:
+        return f" (if it is meant for mis_ext: {advice})"
     meant = near_miss(key, keys=flags)
     return f" (did you mean {meant!r}?)" if meant else ""
 
@@ -382,31 +376,10 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
         )
 
 
-class _Echo:
-    """A group of ranks that all say what this one says; with the methods of Miles' fault-tolerant groups."""
-
-    _replica_id = 0
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any) -> _Echo:
-        for output in outputs[0]:
-            output.copy_(inputs[0])
-        return self
-
-    def wait(self) -> bool:
-        return True
-
-
 def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
     """Call once what the host will call, and say what of it could not be tried.
 
-    On a CPU and without other ranks: an echo stands for each group. No session, no random number and no graph of the
-    run is touched, and what drawn numbers look like is not said.
+    What drawn numbers look like is not said.
 
     Raises:
         ValueError: The first step would raise it; or a TypeError or ArithmeticError.
@@ -423,76 +396,9 @@ def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
     try:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
-            _call_once(args, config)
+            call_once(args, config)
     except (ValueError, TypeError, ArithmeticError):
         raise
     except Exception as error:  # Something that only the host has: no reason to stop a run that may be right.
         untried.append(f"{entrance.name} itself ({type(error).__name__}: {error})")
     return [f"mis_ext: not tried at start, so an error in it comes in the first step: {each}" for each in untried]
-
-
-def _call_once(args: Any, config: RunConfig) -> None:
-    correction, loss = config.correction, config.whole_loss
-    session = Session(correction.replace(warn_only=GUARD_NAMES))
-    # As the function at --rollout-data-postprocess-path leaves them.
-    session.rollout_scale = WeightScale(torch.ones(()), torch.ones(()))
-    session.acceptance.move(torch.ones(len(correction.adapted_gates)))
-    cp_size, dp_size = (read_argument(args, f"{each}_parallel_size") or 1 for each in ("context", "data"))
-    groups = Groups.of_places(0, cp_size, _Echo(cp_size), 0, dp_size, _Echo(dp_size))
-    # Two chunks of four tokens, and of eight, for each rank.
-    total_lengths, response_lengths = [8 * cp_size, 16 * cp_size], [5, 7]
-    padded = [max(total_lengths)] * 2 if config.is_padded else None
-    layout = layout_of(
-        is_padded=config.is_padded,
-        groups=groups,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-        max_seq_lens=padded,
-        device=torch.device("cpu"),
-    )
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*, mean: float) -> list[Tensor]:
-        values_T = mean + 0.1 * torch.randn(layout.num_local_tokens, generator=generator, dtype=torch.float32)
-        return [*torch.split(values_T, [*layout.local_lengths])]
-
-    masks = [torch.ones(length, dtype=torch.int32) for length in response_lengths]
-    rollout, trained = drawn(mean=-2.0), drawn(mean=-2.0)
-    if loss is None:
-        mis_weights_of(
-            Run(config, session),
-            groups,
-            pg_loss=torch.zeros(layout.num_local_tokens, dtype=torch.float32),
-            train_log_probs=trained,
-            rollout_log_probs=rollout,
-            loss_masks=masks,
-            total_lengths=total_lengths,
-            response_lengths=response_lengths,
-            max_seq_lens=padded,
-        )
-        return
-    refuse_graph_of_ranks(loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group)
-    settings = replace(loss.settings, compiled=False)
-    run = Run(replace(config, whole_loss=replace(loss, settings=settings, reducer_path=None)), session)
-    tokens = [torch.randint(_VOCABULARY, (length,), generator=generator) for length in total_lengths]
-    batch = {
-        "total_lengths": total_lengths,
-        "response_lengths": response_lengths,
-        "max_seq_lens": padded,
-        "unconcat_tokens": tokens,
-        "loss_masks": masks,
-        "rollout_mask_sums": torch.tensor(response_lengths),
-        "advantages": drawn(mean=0.0),
-        "log_probs": None if loss.is_told_to_skip else trained,
-        "rollout_log_probs": rollout,
-        IDS: [each[-length:] for each, length in zip(tokens, response_lengths, strict=True)],
-        OFFSETS: [torch.arange(length + 1) for length in response_lengths],
-    }
-    # Both hosts score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, nobody can tell.
-    has_critic = read_argument(args, "advantage_estimator") == "ppo"
-    if has_critic or read_argument(args, "use_kl_loss") or read_argument(args, "kl_coef"):
-        batch["ref_log_probs"] = drawn(mean=-2.0)
-    num_rows = [length // cp_size for length in padded or total_lengths]
-    shape = (len(num_rows), num_rows[0]) if config.is_padded else (1, sum(num_rows))
-    logits = torch.randn((*shape, _VOCABULARY), generator=generator, dtype=torch.float32).requires_grad_()
-    on_host(policy_loss_of(run, host_without_ranks(run.config, groups), batch, logits).metrics)

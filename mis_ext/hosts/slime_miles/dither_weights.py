@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from mis_ext.hosts.master_weights import dither_master_weights
-from mis_ext.hosts.slime_miles.arguments import read_argument
+from mis_ext.hosts.runs import read_argument
 
 FLAG = "--custom-megatron-before-train-step-hook-path"
 _seen: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.groups import Groups, device_of
+from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import PackedStreams, pack, unpack
-from mis_ext.hosts.slime_miles.groups import find_groups
+from mis_ext.hosts.runs import Run, run_of
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.sessions import Run, run_of
 
 
 def compute_mis_weights_with_cp(

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from mis_ext.checks import check_number
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.groups import Groups, find_groups
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.scoring import VocabularyPart, score_logits
-from mis_ext.hosts.slime_miles.groups import find_groups
-from mis_ext.hosts.slime_miles.run_config import RunConfig, WholeLoss
 from mis_ext.hosts.slime_miles.top_p import kept_columns
+from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores
 

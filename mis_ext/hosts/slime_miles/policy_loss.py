@@ -14,11 +14,11 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.packing import pack, unpack
+from mis_ext.hosts.runs import Run, run_of
 from mis_ext.hosts.slime_miles.host import Host, find_host
 from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.slime_miles.run_config import WholeLoss
-from mis_ext.hosts.slime_miles.sessions import Run, run_of
 from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
+from mis_ext.keys.run_config import WholeLoss
 from mis_ext.loss.policy import PolicyLoss, Reducer
 from mis_ext.scoring import Scores
 

@@ -11,12 +11,11 @@ from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale, ratio_or_one
 from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.groups import Groups, device_of, initialized_megatron
+from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.monitor import raise_if_failed
 from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack
+from mis_ext.hosts.runs import session_for
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.groups import find_groups
-from mis_ext.hosts.slime_miles.sessions import session_for
 
 _STREAMS = ("log_probs", "rollout_log_probs")
 _REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -14,7 +15,6 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import Reduce
 from mis_ext.correction.weights import REDUCTIONS, Weight
-from mis_ext.hosts.slime_miles.doubtful_bands import warn_narrow_bands
 
 NATIVE_KEY = "mis"
 LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max": "max"}
@@ -36,6 +36,9 @@ KEYS_OF_GATE = (
     "target_accept",
     "target_gain",
 )
+
+_NEAR_ONE = 0.02
+"""The standard deviation of a token's log-ratio at a k3 of 2e-4, sqrt(2 * k3): chance alone moves a ratio so far."""
 
 _Mapping = Mapping[str, Any]
 
@@ -106,11 +109,25 @@ def checked_config(
     """The configuration of these parts; what is switched off is checked as if it were on."""
     if not measure_only:
         config = CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
-        warn_narrow_bands(config.all_gates)
+        _warn_narrow_bands(config.all_gates)
         return config
     if weight is not None or gates:
         CorrectionConfig(weight=weight, gates=gates, **scaling)
     return CorrectionConfig(weight=None, metrics_only=True, **reporting)
+
+
+def _warn_narrow_bands(gates: Iterable[Gate]) -> None:
+    """Warn of bands that only geometric means have, where something else is compared with them."""
+    for gate in gates:
+        if gate.statistic != "ratio" or gate.reduce.endswith("mean") or gate.target_accept is not None:
+            continue
+        if all(edge is not None and abs(edge - 1.0) < _NEAR_ONE for edge in (gate.low, gate.high)):
+            warnings.warn(
+                f"a gate on ratio, reduce: {gate.reduce}, with bounds {gate.low:g} to {gate.high:g} rejects much by "
+                f"chance: at a k3 of 2e-4 the ratio of a token differs from 1 by {_NEAR_ONE:g}. Such a narrow band is "
+                "for a geometric mean (reduce: mean, level: geometric)",
+                stacklevel=5,
+            )
 
 
 def native_weight(key: str, value: Any) -> Weight:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mis_ext.checks import did_you_mean
 
-_FOLDER = Path(__file__).parent / "_presets"
+_FOLDER = Path(__file__).parents[1] / "_presets"
 
 
 class PresetRemarks(NamedTuple):

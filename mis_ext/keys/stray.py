@@ -7,18 +7,16 @@ from typing import Any, get_args
 
 from mis_ext.correction.bounds import BOUNDS
 from mis_ext.correction.weights import Level
-from mis_ext.hosts.slime_miles.native_keys import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
-from mis_ext.methods.catalogue import METHODS
-from mis_ext.preset_files import list_presets
+from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
+from mis_ext.keys.preset_files import list_presets
 
 PREFIXES = ("tis_", "rs_", "mis_")
 _ADVICE_ON_PRESETS = {
     name: f"the name of a preset: write what mis-ext presets {name} prints"
     for name in list_presets()
     # Those with a prefix are unknown keys anyway.
-    if name not in METHODS and not f"{name}_".startswith(PREFIXES)
+    if not f"{name}_".startswith(PREFIXES)
 }
-_ADVICE_ON_METHODS = {name: f"write mis_loss_method: {name}" for name in METHODS if not name.startswith(PREFIXES)}
 _OF_CONFIG = {
     "metrics_only": "write use_tis: false, and give --get-mismatch-metrics",
     "warn_only": "write mis_guard",
@@ -30,7 +28,7 @@ _OF_CONFIG = {
 
 _OURS_ALONE = {"target_accept", "target_gain"}
 PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(({*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - _OURS_ALONE) | {*_OF_CONFIG, *_ADVICE_ON_METHODS}, ()),
+    **dict.fromkeys(({*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - _OURS_ALONE) | {*_OF_CONFIG}, ()),
     **dict.fromkeys(_ADVICE_ON_PRESETS, (True,)),
     "level": get_args(Level),
     "mode": tuple(BOUNDS),
@@ -67,7 +65,7 @@ def advice_on_strays(flat_keys: Collection[str]) -> dict[str, str]:
         for prefix in PREFIXES:
             if key.startswith(prefix):
                 meant.setdefault(key.removeprefix(prefix), []).append(key)
-    advice = _ADVICE_ON_PRESETS | _ADVICE_ON_METHODS
+    advice = dict(_ADVICE_ON_PRESETS)
     for key in {*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - {"name"}:  # Everybody has a name.
         places = ["the weight"] * (key in KEYS_OF_WEIGHT) + ["a gate"] * (key in KEYS_OF_GATE)
         advice[key] = f"indent it under {' or '.join(places)} of {NATIVE_KEY}:"
@@ -93,8 +91,15 @@ def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> Non
 
 def _is_ours(name: str, value: Any) -> bool:
     if name in PLAIN_WORDS:
-        return isinstance(value, (str, bool)) and value in PLAIN_WORDS[name]
+        return isinstance(value, (str, bool)) and value in PLAIN_WORDS[name] and method_advice(name) is None
     return value is not None and value is not False
+
+
+def method_advice(name: str) -> str | None:
+    """What to do about the name of a method at the top level, where it may also be anybody's flag."""
+    from mis_ext.methods.catalogue import METHODS  # All methods: no call of the hook needs them.
+
+    return f"write mis_loss_method: {name}" if name in METHODS and not name.startswith(PREFIXES) else None
 
 
 def refuse_host_clips(given: Mapping[str, Any]) -> None:

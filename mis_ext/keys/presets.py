@@ -14,16 +14,16 @@ import yaml
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
-from mis_ext.hosts.slime_miles.flat_keys import CORRECTION_KEYS, config_from_mapping
-from mis_ext.hosts.slime_miles.native_keys import NATIVE_KEY, native_keys_of
-from mis_ext.hosts.slime_miles.run_config import read_config
+from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping
+from mis_ext.keys.native import NATIVE_KEY, native_keys_of
+from mis_ext.keys.preset_files import preset_path
+from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 from mis_ext.methods.as_correction import HookMethod, as_correction
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.chosen import ChosenMethod
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
-from mis_ext.preset_files import preset_path
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 """Measures, and changes nothing."""

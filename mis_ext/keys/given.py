@@ -1,4 +1,4 @@
-"""Keys of a run, as other frameworks hand them over: a mapping, or the path of a YAML file."""
+"""What a caller gives for a configuration: the object, a mapping that spells it, or the path of a YAML file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
+from mis_ext.keys.flat import config_from_mapping
 from mis_ext.loss.settings import LOSS_KEYS
 
 Keys = Mapping[str, Any] | str | Path
@@ -41,3 +43,18 @@ def kept_keys(keys: Keys, **more: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def _kept(keys: str, more: str) -> dict[str, Any]:
     return {**read_keys(json.loads(keys)), **json.loads(more)}
+
+
+def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
+    """``config`` itself, or what a mapping spells in flat keys or under ``mis:``.
+
+    Raises:
+        ValueError: A key of the mapping is unknown, or its value is out of range.
+        TypeError: It is neither, or a value of the mapping has the wrong type.
+    """
+    if isinstance(config, CorrectionConfig):
+        return config
+    if isinstance(config, Mapping):
+        return config_from_mapping(config)
+    hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
+    raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_number
 from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
-from mis_ext.methods.chosen import choose_method
+
+if TYPE_CHECKING:
+    from mis_ext.methods.chosen import ChosenMethod
 
 HOST_KEYS = (
     "advantage_estimator",
@@ -52,7 +54,7 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
         raise ValueError("mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode")
     skips_scoring = check_bool("use_rollout_logprobs", given.get("use_rollout_logprobs", False))
     settings = LossSettings(
-        method=choose_method("mis_loss_method", given["mis_loss_method"]) if "mis_loss_method" in given else None,
+        method=_method(given),
         ratios=_RATIOS.get(given.get("advantage_estimator", ""), "token"),
         # With a proximal policy that needs no scoring the flag says no more than that the host skips it.
         use_behavior=skips_scoring and given.get("mis_loss_proximal") != "current",
@@ -85,6 +87,14 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
         _refuse_other_corrections(given)
     _refuse_two_denominators(given, settings)
     return settings
+
+
+def _method(given: dict[str, Any]) -> ChosenMethod | None:
+    if "mis_loss_method" not in given:
+        return None
+    from mis_ext.methods.chosen import choose_method  # All methods: a loss without one needs none.
+
+    return choose_method("mis_loss_method", given["mis_loss_method"])
 
 
 def _kl_penalty(given: dict[str, Any]) -> KlPenalty | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_known, check_mapping, check_number
@@ -13,8 +13,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
-from mis_ext.hosts.slime_miles.doubtful_bands import warn_inherited_band
-from mis_ext.hosts.slime_miles.native_keys import (
+from mis_ext.keys.native import (
     NATIVE_KEY,
     checked_config,
     config_from_native_keys,
@@ -22,8 +21,8 @@ from mis_ext.hosts.slime_miles.native_keys import (
     refuse_idle,
     reporting,
 )
-from mis_ext.hosts.slime_miles.near_misses import refuse_near_misses
-from mis_ext.hosts.slime_miles.stray_keys import (
+from mis_ext.keys.near_misses import refuse_near_misses
+from mis_ext.keys.stray import (
     HOST_CLIPS,
     PREFIXES,
     advice_on_strays,
@@ -51,6 +50,9 @@ _INSTEAD_OF_NULL = {
     "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
     "rs_level": "use_rs: false for no gate",
 }
+
+_USUAL = {"token": "0.5 and 2", "sequence": "0.5 and 2 for short responses", "geometric": "0.99 and 1.001"}
+"""Bounds of a gate, by level."""
 
 _Mapping = Mapping[str, Any]
 
@@ -165,7 +167,7 @@ def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
     _check_order(keys, "rs", low, high)
     if low == 0.0 and high == math.inf:
         raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
-    warn_inherited_band(
+    _warn_inherited_band(
         [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys],
         level=level,
         weight_level=keys.get("tis_level", "token"),
@@ -173,6 +175,26 @@ def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
         high=tis_high,
     )
     return (Gate(reduce=REDUCTIONS[level], low=low, high=high), *further)
+
+
+def _warn_inherited_band(keys: Iterable[str], *, level: str, weight_level: str, low: float, high: float) -> None:
+    """Warn where bounds of a gate come from a weight that has another level.
+
+    Args:
+        keys: The bounds that are not set.
+        level: Of the gate.
+        weight_level: Of the weight, ``none`` where there is no weight: then its bounds are the gate's alone.
+        low: Lower bound of the weight.
+        high: Upper bound of the weight.
+    """
+    unset = " and ".join(keys)
+    if unset and weight_level not in (level, "none"):
+        warnings.warn(
+            f"{unset} of the {level}-level gate come from the {weight_level}-level tis bounds [{low:g}, {high:g}]: a "
+            f"band of one level is too wide or too narrow at another. Set them (usual at this level: {_USUAL[level]}), "
+            "or rs_level",
+            stacklevel=5,
+        )
 
 
 def _vetoes(keys: _Mapping) -> tuple[Gate, ...]:

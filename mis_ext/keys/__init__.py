@@ -1,0 +1,1 @@
+"""How people spell a configuration: flat keys, the native mapping, presets, and what is nearly one of them."""
