@@ -14,13 +14,18 @@ from public_names import public_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "../benchmarks/MODELS.md": "zoo.md",
-    "../benchmarks/RESULTS.md": "results.md",
+    "../lab/README.md": "lab.md",
+    "../lab/MODELS.md": "zoo.md",
+    "../lab/RESULTS.md": "results.md",
     "../CHANGELOG.md": "changes.md",
     "../SECURITY.md": "security.md",
 }
 """Pages of the repository that are pages of the site too."""
-FOLDERS = {f"../benchmarks/{name}/": f"{name}/" for name in ("evidence", "real_stack", "results")}
+FOLDERS = {
+    "../lab/evidence/": "evidence/",
+    "../lab/real_stack/": "real_stack/",
+    "../lab/benchmarks/results/": "results/",
+}
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)

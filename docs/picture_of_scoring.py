@@ -52,7 +52,7 @@ def read_bars(record: Path, panel: Panel) -> list[Bar]:
     """What the panel shows, host by host; rows that were not measured on a GPU have no memory and are refused.
 
     Args:
-        record: ``--json`` of ``benchmarks/bench_scoring.py``.
+        record: ``--json`` of ``lab/benchmarks/bench_scoring.py``.
         panel: The problem and the number.
     """
     rows: list[dict[str, Any]] = json.loads(record.read_text())["A"]

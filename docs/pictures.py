@@ -1,4 +1,4 @@
-"""Draw the pictures of these pages: what the code computes, and what `benchmarks` has measured.
+"""Draw the pictures of these pages: what the code computes, and what the `lab` has measured.
 
 python docs/pictures.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "examples", "tests"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "lab/studies", "tests"))]
 
 import matplotlib.pyplot as plt  # noqa: E402
 from evidence.pictures import save  # noqa: E402
@@ -60,9 +60,9 @@ def draw_slime(record: Path, path: Path) -> None:
 if __name__ == "__main__":
     images = ROOT / "docs" / "images"
     draw_bounds(images / "bounds.png")
-    results = ROOT / "benchmarks" / "RESULTS.md"
+    results = ROOT / "lab" / "RESULTS.md"
     draw_engines(read_differences(results), images / "true_on_policy.png")
     draw_engines(read_pretrained(results), images / "true_on_policy_pretrained.png")
     draw_tokens(images / "on_policy_tokens.png")
-    draw_scoring(ROOT / "benchmarks" / "results" / "scoring.json", images / "scoring.png")
-    draw_slime(ROOT / "benchmarks" / "real_stack" / "slime_gpu.json", images / "slime.png")
+    draw_scoring(ROOT / "lab" / "benchmarks" / "results" / "scoring.json", images / "scoring.png")
+    draw_slime(ROOT / "lab" / "real_stack" / "slime_gpu.json", images / "slime.png")

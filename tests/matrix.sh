@@ -14,7 +14,7 @@ shift
 # Compiled graphs, the batch-invariant mode, routers and optimizers of Megatron-Core, caches of transformers; then masks,
 # continuous batching, and the demonstration, which has all of them.
 package=(policy_loss_calls batch_invariant_mode routing routing_replay sequence_invariance master_weights)
-examples=(recorder_transformers batch_invariant_mixtures model_zoo true_on_policy)
+examples=(recorder_transformers batch_invariant_mixtures true_on_policy)
 # What a row pins itself, and what no test needs.
 own='^(-r|(torch|triton|megatron-core|transformers|tokenizers|huggingface-hub|mypy|ruff|types-PyYAML)==)'
 
@@ -27,7 +27,9 @@ run() {  # PYTHON TESTS PIN...
         { echo "not installed"; return; }
     [ "$2" = package ] || files+=("${examples[@]}")
     files=("${files[@]/#/tests/test_}")
-    PYTHONPATH="$PWD" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -q --timeout 600 "${files[@]/%/.py}" 2>&1 |
+    files=("${files[@]/%/.py}")
+    [ "$2" = package ] || files+=(lab/tests/test_model_zoo.py)
+    PYTHONPATH="$PWD" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -q --timeout 600 "${files[@]}" 2>&1 |
         tee "$venv/last.log" >&2 || true
     # Not the last line: extension modules of newer Pythons have their say after it.
     sed -nE 's/^=* ?(([0-9]+ (passed|failed|skipped|deselected|errors?)(, )?)+) in .*/\1/p' "$venv/last.log" | tail --lines 1

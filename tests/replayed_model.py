@@ -24,8 +24,7 @@ for needed in ("megatron", "transformers"):
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} not installed (requirements/example.txt)", allow_module_level=True)
 
-for folder in ("benchmarks", "examples"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.

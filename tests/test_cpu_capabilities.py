@@ -18,7 +18,6 @@ FILES = (
     "batch_invariant_attention",
     "comparison_megatron",
     "definition_scoring",
-    "evidence_engines",
     "method_properties",
     "padded",
     "policy_loss",
@@ -28,7 +27,10 @@ FILES = (
     "true_on_policy_mixture",
 )
 TESTS = [f"tests/test_{name}.py" for name in FILES]
-TESTS.append("tests/test_evidence_training.py::test_a_run_alone_is_the_run_of_its_group")
+TESTS += [
+    "lab/tests/test_evidence_engines.py",
+    "lab/tests/test_evidence_training.py::test_a_run_alone_is_the_run_of_its_group",
+]
 
 
 @pytest.mark.whole_run

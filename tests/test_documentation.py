@@ -173,8 +173,7 @@ def test_every_python_block_runs(block, monkeypatch) -> None:
     if "toy_moe" in block:
         if not all(importlib.util.find_spec(name) for name in ("megatron", "transformers")):
             pytest.skip("needs what requirements/example.txt installs")
-        for folder in ("benchmarks", "examples"):
-            monkeypatch.syspath_prepend(ROOT / folder)
+        monkeypatch.syspath_prepend(ROOT / "examples")
     # A block that stands for itself has no name from elsewhere.
     with warnings.catch_warnings():
         if "toy_moe" in block:
@@ -234,7 +233,7 @@ def test_the_page_of_errors_shows_the_message(wrong) -> None:
     assert [message for message in shown if message in str(raised.value)]
 
 
-NAMED = re.compile(r"`((?:tests|mis_ext|examples|benchmarks|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
+NAMED = re.compile(r"`((?:tests|mis_ext|examples|lab|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -246,7 +245,7 @@ def test_files_that_a_page_names_are_there(page) -> None:
 FENCED = re.compile(r"^```.*?^```$|<!--.*?-->", re.DOTALL | re.MULTILINE)
 NAMED_PLACE = re.compile(r'<a id="([^"]+)"></a>')
 LINKED = re.compile(r'\]\(([^)\s]+)\)|(?:src|href)="([^"]+)"')
-LINKING = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "benchmarks").rglob("*.md")))
+LINKING = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "lab").rglob("*.md")))
 
 
 def shown(page: Path) -> str:

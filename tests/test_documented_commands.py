@@ -20,7 +20,11 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
-MEASUREMENTS = (ROOT / "benchmarks" / "MODELS.md", *sorted((ROOT / "benchmarks" / "evidence").glob("*.md")))
+MEASUREMENTS = (
+    ROOT / "lab" / "README.md",
+    ROOT / "lab" / "MODELS.md",
+    *sorted((ROOT / "lab" / "evidence").glob("*.md")),
+)
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:bash|python3?|mis-ext|torchrun|pip|pytest)[ \n][^`]+)`(?!`)")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -79,8 +83,8 @@ def check_bash(words: list[str]) -> None:
         assert len(arguments) == 1
     elif script.endswith("_cpu.sh"):
         (host,) = re.findall(r"-m host_cpu\.run (\w+)", (ROOT / script).read_text())
-        check_script("examples/cpu/host_cpu/run.py", [host, *arguments])
-    elif script.endswith("/run_gpu.sh"):
+        check_script("lab/hosts/host_cpu/run.py", [host, *arguments])
+    elif script.endswith("_gpu.sh"):
         # What follows goes to the host.
         assert not arguments
     elif script.startswith(("examples/slime/", "examples/miles/")):
@@ -88,7 +92,7 @@ def check_bash(words: list[str]) -> None:
     elif script == ".ci/run":
         assert not arguments
     else:
-        python = re.findall(r"examples/[\w/]+\.py", (ROOT / script).read_text())
+        python = re.findall(r"(?:examples|lab)/[\w/]+\.py", (ROOT / script).read_text())
         check_script(python[-1], arguments)
 
 
@@ -174,9 +178,9 @@ def test_commands_are_found() -> None:
     [
         "bash examples/run.sh --num-rolouts 3",
         "mis-ext reprot dumps",
-        "python benchmarks/bench_correction.py --nothing",
+        "python lab/benchmarks/bench_correction.py --nothing",
         "bash examples/gone.sh",
-        "bash examples/slime/run_cpu.sh --recrd",
+        "bash lab/hosts/slime_cpu.sh --recrd",
         "pip install -e '.[reports]'",
         "bash tests/run.sh -m whole_runs",
     ],

@@ -103,6 +103,28 @@ def test_imports_go_up_the_list_of_rooms_and_methods_use_the_correction_only() -
                 assert imported_rooms(path) & set(order) <= {"correction", "methods"}, path
 
 
+def test_nothing_but_the_lab_imports_the_lab() -> None:
+    folders = ("benchmarks", "studies", "hosts", "real_stack", "tests")
+    lab = {path.stem for folder in folders for path in _modules(folder)}
+    outside = [
+        path for pattern in ("mis_ext/**/*.py", "examples/**/*.py", "tests/*.py") for path in REPOSITORY.glob(pattern)
+    ]
+    assert lab >= {"bench_correction", "evidence", "host_cpu", "slime_gpu", "te_study", "evidence_runs"}
+    assert [str(path) for path in outside if imported_names(path) & {"lab", *lab}] == []
+
+
+def _modules(folder: str) -> list[Path]:
+    here = REPOSITORY / "lab" / folder
+    return [*here.glob("*.py"), *(path.parent for path in here.glob("*/__init__.py"))]
+
+
+def imported_names(path: Path) -> set[str]:
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
 def documented_paths() -> list[str]:
     """Every function that a flag of a host names in the documentation."""
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
@@ -178,7 +200,7 @@ def test_a_wheel_of_the_source_distribution_holds_every_module_and_the_presets(t
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     # Of a copy: setuptools also packs what an earlier build of the checkout has listed.
     copy = tmp_path / "copy"
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "site", "runs", "benchmarks", "tests", "__pycache__")
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "site", "runs", "lab", "tests", "__pycache__")
     shutil.copytree(REPOSITORY, copy, symlinks=True, ignore=left_out)
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], check=True, capture_output=True, cwd=copy)
     (source,) = tmp_path.glob("*.tar.gz")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +218,20 @@ def test_a_column_of_a_larger_batch_will_do_and_nothing_is_changed() -> None:
     assert torch.equal(found.weights, mis_ext.correct_padded(CorrectionConfig(), **batch).weights)
     assert all(torch.equal(wide[name], before[name]) for name in wide)
     assert not found.weights.requires_grad
+
+
+def test_the_example_of_the_readme_is_its_file_and_what_its_formulas_say(capsys) -> None:
+    root = Path(__file__).parents[1]
+    code = (root / "examples" / "minimal.py").read_text(encoding="utf-8").split("\n\n", 1)[1]
+    assert f"```python\n{code}```\n" in (root / "README.md").read_text(encoding="utf-8")
+    found = runpy.run_path(str(root / "examples" / "minimal.py"))
+    trainer, mask = found["trainer"], found["mask"].bool()
+    ratio = (trainer.detach() - found["engine"]).exp()
+    kept = mask & (ratio >= 0.5) & (ratio <= 5.0)
+    assert torch.equal(found["out"].keep_mask, kept)
+    assert int((mask & ~kept).sum()) == 1
+    gradient = torch.where(kept, -found["advantages"] * ratio, 0.0) / 5
+    torch.testing.assert_close(trainer.grad, gradient)
+    torch.testing.assert_close(found["loss"], (gradient * trainer).sum())
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("mis_k3_kl", "2.9810e+03", "False", f"{found['loss'].item()}"))

@@ -316,20 +316,3 @@ def test_presets_are_tried_once_each_and_the_default_is_first() -> None:
     assert candidates[0].name == "mis"
     assert len({*configs}) == len(configs)
     assert {*configs} == {mis_ext.preset(name) for name in mis_ext.list_presets() if name != "metrics_only"}
-
-
-@pytest.mark.whole_run
-def test_the_benchmark_measures_the_command() -> None:
-    shown = subprocess.run(
-        [sys.executable, str(REPOSITORY / "benchmarks" / "bench_report.py"), "--smoke", "--config", "yaml/mis.yaml"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-    ).stdout
-    titles, _, row = (line for line in shown.splitlines() if line.startswith("|"))
-    tokens, length, files, *measured = (cell.strip().replace(",", "") for cell in row.strip("|").split("|"))
-    assert int(tokens) >= 100_000
-    assert (length, files) == ("1000", "2")
-    assert len(measured) + 3 == titles.count("|") - 1
-    assert all(float(each) > 0.0 for each in measured[1:3])

@@ -23,7 +23,7 @@ PARALLEL = [(cp, tp) for cp in (1, 2, 4) for tp in (1, 2)]
 def checkout(name, folder):
     found = Path(os.environ.get(name) or Path(__file__).resolve().parents[1] / ".checkouts" / folder)
     if not (found / "README.md").exists():
-        pytest.skip(f"no checkout: set {name}, or run examples/{folder}/run_cpu.sh once")
+        pytest.skip(f"no checkout: set {name}, or run lab/hosts/{folder}_cpu.sh once")
     return found
 
 

@@ -1,11 +1,8 @@
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import torch
 from test_documentation import DOCS
 from trained_pairs import DOUBTFUL, KERNELS, LIMITS, MIN_SHARE, NEVER_TOGETHER, PAIRS, RIGHT, WRONG, judged, recorded
 from trained_pairs import JUDGED as ALL_JUDGED
@@ -13,11 +10,6 @@ from trained_plants import EXPERTS, PLANTS, collected, sides_of
 
 from mis_ext.diagnosis import CAUSES, Diagnosis
 from mis_ext.report import Collector, Part
-
-pytest.importorskip("numpy")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from evidence.archives import Archives
-from report_evidence import RESULTS
 
 JUDGED = (
     *(("weights 4 updates old", other) for other in ("base 2", "log-probs in bf16")),
@@ -139,38 +131,3 @@ def test_every_pair_that_is_not_recorded_excludes_each_other() -> None:
     groups = [len(group) * (len(group) - 1) // 2 for group in NEVER_TOGETHER.values()]
     assert len(PAIRS) == total - sum(groups)
     assert all(plant in PLANTS for group in NEVER_TOGETHER.values() for plant in group)
-
-
-def tail_share(difference: torch.Tensor, behavior: torch.Tensor) -> float:
-    """Share of the k3 of uncertain tokens in those that differ 4 times as much as is typical."""
-    uncertain = behavior.exp() < 0.98
-    d, p = difference[uncertain].double(), behavior[uncertain].double().exp()
-    size, k3 = d.abs() / (1.0 - p), d.expm1() - d
-    return float(k3[size > 4.0 * size.median()].sum() / k3.sum())
-
-
-def measured_tail(study: str) -> float:
-    archives = Archives(RESULTS)
-    steps = [
-        step for name in archives.names() if name.split("-seed")[0] == study for step in archives.arrays(name).values()
-    ]
-    mask, *sides = (
-        torch.cat([torch.from_numpy(step[name]).flatten() for step in steps])
-        for name in ("mask", "log_ratio", "behavior")
-    )
-    return tail_share(*(side[mask.bool()].float() for side in sides))
-
-
-def planted_tail(*plants: str) -> float:
-    trainer, engine = (torch.cat(side) for side in sides_of(*plants)[:2])
-    return tail_share(trainer - engine, engine)
-
-
-def test_tails_are_no_sign_of_low_precision() -> None:
-    # In the model of the tests they look like one.
-    bf16, fp8 = planted_tail(), planted_tail("fp8 weights")
-    assert bf16 < fp8 < planted_tail("fp8 cache (e5m2)")
-    # But in bfloat16 another model has more, and a pretrained one less: in fp8 too.
-    pretrained = [measured_tail(f"pretrained_{name}") for name in ("floor_lr1e-06", "atlas_fp8_products")]
-    assert pretrained == sorted(pretrained)
-    assert pretrained[1] < bf16 < fp8 < measured_tail("bf16")

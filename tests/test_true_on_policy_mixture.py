@@ -14,8 +14,7 @@ from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers.integrations.moe")
 
-for folder in ("benchmarks", "examples"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.

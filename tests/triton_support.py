@@ -1,15 +1,9 @@
 """Where the Triton kernels run in the tests: on a GPU if there is one, else in Triton's interpreter."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from interpreted import dot_row_by_row
+from torch import Tensor
 
 from mis_ext.correction.backend import triton_obstacle
 from mis_ext.onpolicy.bits import same_bits

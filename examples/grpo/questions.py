@@ -19,9 +19,9 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
-# slime's process has these questions on its path as ``slime_gpu``.
-sys.path.append(str(Path(__file__).parents[1] / "slime"))
-from slime_gpu.arithmetic import draw_task, is_right
+# On the path of slime's process too, which has no examples of ours.
+sys.path.append(str(Path(__file__).parents[1] / "questions"))
+from arithmetic import draw_task, is_right
 
 GYM = "reasoning_gym:"
 MAX_PROMPT = 512

@@ -1,6 +1,6 @@
 """Causes in the engines: how they compute, and on which tokens it shows.
 
-The numbers come from the geometry of each cause and from our own measurements (benchmarks/evidence): bfloat16 kernels
+The numbers come from the geometry of each cause and from our own measurements (lab/evidence): bfloat16 kernels
 give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4. Look at tokens 12 times as
 far apart as is typical for their probability. Where experts differ, these are 0.5 to 1.3 % of the tokens, and carry
 0.75 to 0.95 of k3. Where only precision differs they carry less than 0.45, or (fp8 cache, long responses) they are more

@@ -48,7 +48,7 @@ SMALLEST_VOCABULARY, USUAL_VOCABULARY = 32, 32_000
 
 MAX_STALE_DIFF = 1.0
 """Nats per token; another text is farther. With weights eight updates old 6 % of the samples are beyond
-``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in benchmarks/evidence)."""
+``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in lab/evidence)."""
 
 
 def shifted(measured: Measured) -> Finding | None:

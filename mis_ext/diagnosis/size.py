@@ -16,7 +16,7 @@ MAX_EXPLAINED = 0.87
 MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
 """Of so many open tokens, so many raised, and so many standard errors above one half: weights that have learned since.
 In a pretrained model weights one update old raised 57 % of the open tokens, weights four or eight updates old 62 %; 121
-measurements with fresh weights had 39 to 54 % (benchmarks/evidence/README.md). They name no cause, and are words among
+measurements with fresh weights had 39 to 54 % (lab/evidence/README.md). They name no cause, and are words among
 alternatives."""
 
 QUIET_K3 = 2e-4
@@ -31,11 +31,11 @@ PENALTIES = "penalties or a logits processor of the engine"
 
 BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M "
-    "(benchmarks/real_stack/slime_gpu.md), 2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
+    "(lab/real_stack/slime_gpu.md), 2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
 )
 QUANTISED = (
     "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, a cache "
-    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B (benchmarks/evidence/README.md)"
+    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B (lab/evidence/README.md)"
 )
 
 

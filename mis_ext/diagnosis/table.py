@@ -234,7 +234,7 @@ CAUSES: dict[str, Cause] = {
             rule=stale,
             advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
             "trainer in fp16. Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained "
-            "model, 0.13 with 8, and 0.34 in a tiny one (benchmarks/evidence/README.md).",
+            "model, 0.13 with 8, and 0.34 in a tiny one (lab/evidence/README.md).",
             hides=("decode_dependence", "stale_prefix_cache", "late_positions", *_TAILS),
         ),
         Cause(
@@ -262,8 +262,8 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=experts,
             advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
-            "(benchmarks/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
-            "reward was the same (benchmarks/evidence/pretrained_moe.md).",
+            "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
+            "reward was the same (lab/evidence/pretrained_moe.md).",
         ),
         Cause(
             name="equal",

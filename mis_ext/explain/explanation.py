@@ -32,7 +32,7 @@ LIMITS = (
     "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). So ratios have mean 1 and this "
     "k3. Real mismatch has heavier tails, and its errors repeat within a response. An example is an fp8 cache, k3 "
     "5e-3, 421 tokens: a band of [1/2, 2] on products kept 30 % (the law: 16 %), one of 1 % on geometric means 80 % "
-    "(the law: 84 %; benchmarks/evidence/length.md). `mis-ext report` measures your own dumps."
+    "(the law: 84 %; lab/evidence/length.md). `mis-ext report` measures your own dumps."
 )
 METHOD_LIMITS = (
     "Numbers of a method are those of the first update, where the current policy is the proximal one. If the hook "

@@ -11,7 +11,7 @@ sequence   ``N(-k3 T, 2 k3 T)``      ``exp(-2 k3 T)``
 geometric  ``N(-k3, 2 k3 / T)``      ``exp(-2 k3 / T)``
 =========  ========================  ===============================
 
-Real mismatch has heavier tails, and errors that repeat within a response (``benchmarks/evidence/length.md``).
+Real mismatch has heavier tails, and errors that repeat within a response (``lab/evidence/length.md``).
 """
 
 from __future__ import annotations

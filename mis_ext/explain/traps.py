@@ -27,8 +27,8 @@ By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of
 the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
 """
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
-EVIDENCE = "benchmarks/evidence/README.md"
-PUBLISHED = "benchmarks/evidence/published.md"
+EVIDENCE = "lab/evidence/README.md"
+PUBLISHED = "lab/evidence/published.md"
 HARMLESS_K3 = 1e-3
 """Up to here no study found a correction better than none, or worse."""
 COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"

@@ -3,7 +3,7 @@
 An optimizer of Megatron-Core updates a copy of the weights in float32, the master weights. Trainer and engine compute
 with what is rounded from it. At the start of RL each master weight is a number of bf16, in the middle of all that is
 rounded to it, and must go half of the way to the next number before anything changes. At a learning rate of 1e-6 that
-takes hundreds of steps (benchmarks/evidence/README.md#dithered-master-weights).
+takes hundreds of steps (lab/evidence/README.md#dithered-master-weights).
 """
 
 from __future__ import annotations

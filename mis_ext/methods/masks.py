@@ -65,7 +65,7 @@ def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     When: short responses with a moderate mismatch.
     Claims: better than truncation: a huge weight means out of distribution, not important.
     Counter-claims: at k3 1e-3 and 16,384 tokens 2 of 1,000 responses are left. At 6e-2 and 190 tokens it kept 9 of
-    1,000, and hardly learned (``benchmarks/evidence``).
+    1,000, and hardly learned (``lab/evidence``).
     """
     return with_ppo(RatioWeight(pair=MISMATCH, level="sequence"), Keep(pair=MISMATCH, reduce="sum", low=low, high=high))
 

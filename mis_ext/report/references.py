@@ -38,7 +38,7 @@ REFERENCES = (
         "with 135M 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8 (pretrained_stale.md); 8e-2 and more in a toy",
     ),
 )
-"""All of fresh weights but the last; files are those of ``benchmarks/evidence``, ``slime_gpu.md`` of ``real_stack``."""
+"""All of fresh weights but the last; files are those of ``lab/evidence``, ``slime_gpu.md`` of ``real_stack``."""
 
 MEANING = {
     "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "

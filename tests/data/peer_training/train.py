@@ -6,7 +6,7 @@ from the repository's root:
     python tests/data/peer_training/train.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF [--check]
 
 Likewise ``--nemo-rl``, ``--roll`` and ``--prime-rl``. Each trains a tiny random Llama: it scores the rollout itself,
-then takes its optimizer steps. Rollouts are made up, and the same in every run. ``examples/cpu/host_cpu/device.py``
+then takes its optimizer steps. Rollouts are made up, and the same in every run. ``lab/hosts/host_cpu/device.py``
 stands for CUDA; packages of engines are absent. ``--check`` writes nothing.
 """
 

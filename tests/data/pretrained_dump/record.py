@@ -2,7 +2,7 @@
 
     python tests/data/pretrained_dump/record.py train_data/0_0.pt
 
-The dump is that of the first rollout of ``examples/slime/run_gpu.sh``: bfloat16 in SGLang's server and in slime's
+The dump is that of the first rollout of ``lab/hosts/slime_gpu.sh``: bfloat16 in SGLang's server and in slime's
 Megatron trainer, fresh weights, 64 prompts with 8 answers each. One answer of each prompt is kept.
 """
 

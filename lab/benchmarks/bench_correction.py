@@ -1,0 +1,318 @@
+"""What a correction costs per micro-batch: mis_ext eager, fused and compiled, and the loop that users run today.
+
+    python lab/benchmarks/bench_correction.py [--device cuda] [--shapes 8x2048 64x8192] [--metrics all] [--json FILE]
+    torchrun --standalone --nproc-per-node 2 lab/benchmarks/bench_correction.py --cp 2
+
+Markdown tables go to stdout, progress to stderr. All contenders get the same inputs in the same run, and each must
+first equal the judges of the tests (float64, smaller inputs of the same shape); a wrong one ends the run.
+
+- ``eager``, ``fused``: the hook of mis_ext as the hosts call it, ``MIS_EXT_BACKEND`` being ``eager`` or ``triton``;
+  with lengths it has seen (*same*: what it caches per layout is there) and with lengths that no call has had before
+  (*new*, as in training). Verified against ``tests/reference.py``; on the full inputs two runs give the same bits, and
+  fused equals eager within 1e-6.
+- ``compile``: ``torch.compile(fullgraph=True)`` of the eager pipeline alone: packed tensors to weights, masks and one
+  number per metric; it packs nothing and spreads no metric over tokens. Verified against the uncompiled pipeline on the
+  full inputs. One process only.
+- ``baseline``: ``host_baseline.py``, a loop over samples. Verified against ``tests/host_loop.py``. It emits all of its
+  metrics whatever ``--metrics`` says, and normalises over valid tokens of the rank instead of over kept ones of all:
+  what is timed is each side's own reading of the configuration.
+
+Times are those of the slowest rank, from the call until its device is idle (*host*: until the call returns); all ranks
+start together and idle. *Device* adds up kernels and copies, collectives apart behind a plus. *Launches* are kernels,
+*copies* are copies and fills; on a CPU, which has neither, ATen operations, and under *host syncs* those that read a
+value (also of tensors that are on the host beside a GPU too). *Extra* memory and *GB/s* count as
+``measuring.measure_footprint`` says; *copy* is a copy on the device that reads and writes as many bytes in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import host_baseline
+import measuring
+import reporting
+import torch
+import torch.distributed as dist
+import verifying
+import yaml
+from policy_step import policy_step_seconds
+from workload import Item, Shape, Workload, World, settings
+
+import mis_ext
+from mis_ext.correction.backend import VARIABLE as BACKEND_VARIABLE
+from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.plan import plan_of
+
+YAML_FOLDER = Path(__file__).parents[2] / "yaml"
+SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]
+COMPILED_SHAPES = ["64x8192"]
+STEP_SHAPES = ["8x2048", "64x2048"]
+CONFIGS = ["metrics only", "gated MIS", "sequence MIS + norm", "token gates"]
+CONTENDERS = ["eager", "fused", "compile", "baseline"]
+BACKENDS = {"eager": "eager", "fused": "triton"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table before it is measured."""
+
+    contender: str
+    layout: str
+    call: measuring.Call
+    next_item: measuring.NextItem
+    backend: str | None = None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Verify, measure and print."""
+    options = _parse(arguments)
+    warnings.simplefilter("ignore", mis_ext.MismatchWarning)
+    world = World.join(options.device, options.cp)
+    (seed,) = world.maximum([options.seed if options.seed is not None else secrets.randbelow(2**31)])
+    bench = Benchmark(options, world, int(seed))
+    try:
+        bench.run()
+    except verifying.Unequal as error:
+        raise SystemExit(f"not timed, because a result is wrong (seed {int(seed)}): {error}") from error
+    if options.json and world.rank == 0:
+        Path(options.json).write_text(json.dumps({"header": bench.header, "rows": bench.rows}, indent=1))
+    if world.size > 1 and arguments is None:
+        dist.destroy_process_group()
+
+
+class Benchmark:
+    """One run."""
+
+    def __init__(self, options: argparse.Namespace, world: World, seed: int) -> None:
+        self.options, self.world, self.seed = options, world, seed
+        self.header = reporting.header(world, seed)
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """All shapes, one table each, and the share of a policy-loss step."""
+        for line in self.header.values():
+            self.say(line)
+        for text in self.options.shapes:
+            shape = Shape.parse(text)
+            self.progress(f"{shape}: inputs")
+            workload = Workload(shape, world=self.world, seed=self.seed)
+            rows = [row for config in self.options.configs for row in self.measure_config(config, workload)]
+            self.rows += rows
+            num_sets, tokens = len(workload.sets), workload.num_local_tokens
+            self.say(f"\n### {shape}: {tokens:,} tokens on this rank, {num_sets} input sets in turn\n")
+            self.say(reporting.table(reporting.COLUMNS, [reporting.cells(row) for row in rows]))
+            if text in self.options.step:
+                self.measure_step(shape, tokens, rows)
+
+    def measure_config(self, config: str, workload: Workload) -> list[dict[str, Any]]:
+        """Verify all contenders first, then measure them one after the other."""
+        keys = _keys(config, self.options.metrics)
+        shape = workload.shape
+        judged = verifying.Judged(shape, keys, world=self.world, seed=self.seed)
+        missing = {name: reason for name in self.options.contenders if (reason := self._missing(name, shape))}
+        for contender, reason in missing.items():
+            self.progress(f"{shape}, {config}: no {contender}: {reason}")
+        present = [name for name in self.options.contenders if name not in missing]
+        entries = [entry for name in present for entry in self._verified(name, config, keys, judged, workload)]
+        rows = []
+        for entry in entries:
+            self.progress(f"{shape}, {config}: {entry.contender}, {entry.layout} layout")
+            with _backend(entry.backend):
+                rows.append({"shape": str(shape), "configuration": config} | self.measure(entry, workload))
+        baseline = next((row["median_s"] for row in rows if row["contender"] == "baseline"), None)
+        for row in rows:
+            row["speedup"] = baseline / row["median_s"] if baseline else None
+        return rows + [
+            {"shape": str(shape), "configuration": config, "contender": name, "missing": reason}
+            for name, reason in missing.items()
+        ]
+
+    def measure(self, entry: Entry, workload: Workload) -> dict[str, Any]:
+        """Everything about one contender, one property after the other."""
+        world, on_gpu = self.world, self.world.device.type == "cuda"
+        call, next_item = entry.call, entry.next_item
+        footprint = measuring.warm_up(call, next_item, world=world)
+        times = measuring.time_calls(
+            call, next_item, world=world, repeats=self.options.repeats, budget=self.options.budget
+        )
+        row: dict[str, Any] = {
+            "contender": entry.contender,
+            "layout": entry.layout,
+            "median_s": times.median,
+            "min_s": min(times.total),
+            "max_s": max(times.total),
+            "host_s": statistics.median(times.host),
+            "repeats": len(times.total),
+            "bytes_moved": footprint.moved,
+        }
+        if on_gpu:
+            (median,) = world.maximum([times.median])
+            work = measuring.profile_device(call, next_item, world=world, seconds_per_call=median)
+            row |= {"device_s": work.seconds, "collective_s": work.collective_seconds}
+            row |= {"launches": work.kernels, "copies": work.copies, "host_syncs": work.synchronisations}
+            row["extra_bytes_per_token"] = (footprint.extra or 0) / workload.num_local_tokens
+        if entry.backend and on_gpu:
+            row["never_waits"] = measuring.never_waits(call, next_item(), world)
+        if (not on_gpu or world.size > 1) and entry.contender != "compile":
+            counted = measuring.count_dispatched(call, next_item(), world)
+            row |= {"collectives": counted.collectives, "collective_bytes": counted.collective_bytes}
+            row |= {} if on_gpu else {"operations": counted.operations, "host_syncs": counted.reads}
+        copy_seconds = measuring.copy_seconds(footprint.moved, world=world, num_buffers=len(workload.sets))
+        busy = row.get("device_s") or times.median
+        row |= {"bandwidth": footprint.moved / busy, "copy_bandwidth": footprint.moved / copy_seconds}
+        return row | {"time_over_copy": busy / copy_seconds}
+
+    def measure_step(self, shape: Shape, tokens: int, rows: list[dict[str, Any]]) -> None:
+        """What each contender adds to the rest of a policy-loss step over the same tokens."""
+        self.progress(f"{shape}: policy-loss step")
+        seconds, measured_tokens = policy_step_seconds(tokens, self.world.device)
+        scaled = "" if measured_tokens == tokens else f" (measured on {measured_tokens} tokens, scaled up)"
+        self.say(f"\nPolicy-loss step over {tokens:,} tokens without a correction: {seconds * 1e3:.1f} ms{scaled}\n")
+        timed = [row for row in rows if "missing" not in row]
+        for row in timed:
+            row |= {"step_s": seconds, "step_share": row["median_s"] / seconds}
+        self.say(reporting.table(reporting.STEP_COLUMNS, [reporting.step_cells(row) for row in timed]))
+
+    def _missing(self, contender: str, shape: Shape) -> str | None:
+        """Why a contender cannot run."""
+        if contender == "fused":
+            if self.world.device.type != "cuda":
+                return "needs CUDA"
+            return triton_obstacle("cuda")
+        if contender == "compile":
+            if self.options.no_compile:
+                return "--no-compile"
+            if self.world.size > 1:
+                return "one process only"
+            return None if str(shape) in self.options.compile_shapes else "not in --compile-shapes"
+        return None
+
+    def _verified(
+        self, name: str, config: str, keys: dict[str, Any], judged: verifying.Judged, workload: Workload
+    ) -> list[Entry]:
+        """The lines of a contender, once it has passed."""
+        self.progress(f"{workload.shape}, {config}: verify {name}")
+        args = settings(keys)
+        if name == "baseline":
+            judged.check_baseline(host_baseline.compute_mis_weights_with_cp, args)
+            return [Entry(name, "any", _hook_call(host_baseline, args), workload.same_layout)]
+        if name == "compile":
+            call, items = self._compiled(keys, workload)
+            return [Entry(name, "same", call, items, BACKENDS["eager"])]
+        call = _hook_call(mis_ext, args)
+        with _backend(BACKENDS[name]):
+            judged.check_package(mis_ext.compute_mis_weights_with_cp, settings(keys), name=f"{config}, {name}")
+        item = workload.same_layout()
+        outputs = []
+        for backend in (BACKENDS[name], BACKENDS[name], BACKENDS["eager"]):
+            with _backend(backend):
+                outputs.append(call(item))
+        first, again, eager = outputs
+        verifying.check_same(f"{config}, {name}, two runs of {workload.shape}", again, first, rtol=0.0, atol=0.0)
+        verifying.check_same(f"{config}, {name} and eager on {workload.shape}", first, eager)
+        layouts = {"same": workload.same_layout, "new": workload.new_layout}
+        return [Entry(name, layout, call, items, BACKENDS[name]) for layout, items in layouts.items()]
+
+    def _compiled(self, keys: dict[str, Any], workload: Workload) -> tuple[measuring.Call, measuring.NextItem]:
+        """The compiled pipeline, and packed inputs in turn."""
+        layout = mis_ext.PackedLayout.whole(workload.sets[0].response_lengths, device=self.world.device)
+        plan = plan_of(mis_ext.config_from_mapping(vars(settings(keys))))
+        items = [{"proximal": r.train, "behavior": r.rollout, "mask": r.mask} for r in workload.sets]
+
+        def pipeline(item: Item) -> tuple[Any, Any, dict[str, Any]]:
+            correction = mis_ext.compute_correction(
+                proximal_logprobs_T=item["proximal"],
+                behavior_logprobs_T=item["behavior"],
+                response_mask_R=item["mask"],
+                layout=layout,
+                config=plan,
+            )
+            metrics = {name: metric.value() for name, metric in correction.metrics.items()}
+            return correction.weights_T, correction.keep_mask_R, metrics
+
+        torch.compiler.reset()
+        compiled = torch.compile(pipeline, fullgraph=True)
+        with _backend("eager"):
+            outputs = compiled(items[0]), pipeline(items[0])
+        verifying.check_same("compile and eager", *outputs, rtol=verifying.RTOL, atol=verifying.ATOL)
+        turns = iter(range(10**9))
+        return compiled, lambda: items[next(turns) % len(items)]
+
+    def say(self, line: str) -> None:
+        """Print once, whatever the number of ranks."""
+        if self.world.rank == 0:
+            print(line, flush=True)
+
+    def progress(self, line: str) -> None:
+        """The same on stderr."""
+        if self.world.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SxL", help="samples x mean response tokens")
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, choices=CONFIGS)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--metrics", choices=["core", "all"], default="core", help="what mis_ext emits")
+    parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds of timed calls per line; at least 5 calls")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks; the others are data-parallel")
+    parser.add_argument("--compile-shapes", nargs="*", default=COMPILED_SHAPES, metavar="SxL", help="compiling is slow")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--step", nargs="*", metavar="SxL", help="shapes whose policy-loss step is measured too")
+    parser.add_argument("--no-step", dest="step", action="store_const", const=[])
+    parser.add_argument("--seed", type=int, help="of the inputs; random by default")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there")
+    options = parser.parse_args(arguments)
+    if options.step is None:
+        options.step = STEP_SHAPES if options.device == "cuda" else []
+    return options
+
+
+def _keys(config: str, metrics: str) -> dict[str, Any]:
+    """The flat keys of a configuration."""
+    if config == "metrics only":
+        keys: dict[str, Any] = {"use_tis": False}
+    else:
+        file = {"gated MIS": "gated_mis", "sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
+        keys = yaml.safe_load((YAML_FOLDER / f"{file}.yaml").read_text())
+    if config == "sequence MIS + norm":
+        keys["tis_batch_normalize"] = True
+    # The watch over rejected shares ends with its first warning; here it never warns, and goes on.
+    return keys | {"mis_metrics": metrics, "mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+
+
+def _hook_call(module: Any, args: argparse.Namespace) -> measuring.Call:
+    return lambda item: module.compute_mis_weights_with_cp(args, **item)
+
+
+@contextmanager
+def _backend(name: str | None) -> Iterator[None]:
+    """Choose the package's backend for the calls inside."""
+    before = os.environ.get(BACKEND_VARIABLE)
+    if name is not None:
+        os.environ[BACKEND_VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[BACKEND_VARIABLE] = before
+        else:
+            os.environ.pop(BACKEND_VARIABLE, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+r"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
+
+    SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
+    SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py whole [RUN ...]
+    MILES_DIR=... MILES_MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded [RUN ...] --host miles \
+        --rollouts DIR
+    python lab/real_stack/slime_gpu.py table [--json FILE]
+
+``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
+router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
+``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
+that fails does not stop the others. With ``--in-turn`` runs start side by side and train one after the other: that is
+for their times, as a start takes longer than ten steps. ``table`` shows what was stopped from its log, and ``--json``
+keeps all numbers that the host logged.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "lab/hosts/slime_gpu.sh"
+MILES_SCRIPT = ROOT / "lab/hosts/miles_gpu.sh"
+PRESET = str(ROOT / "yaml/mis.yaml")
+CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
+HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", *CHECK)
+LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss", *CHECK)
+TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
+UNSCORED = "--use-rollout-logprobs"
+IN_TURN = ("--custom-megatron-before-train-step-hook-path", "slime_gpu.in_turn.wait")
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PORT, NUM_PORTS = 31000, 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: the host's flags after those of the script, keys of ours, and how often it is started and killed."""
+
+    flags: tuple[str, ...] = ()
+    keys: dict[str, Any] | None = None
+    seconds: int = 240
+    kill_after_rollout: int | None = None
+    path: str = ""
+    """A folder of the host's checkout for the Python path."""
+
+
+def method(name: str, *flags: str, **keys: Any) -> Run:
+    """Whole loss with a published method."""
+    # 0.2 counts as not set; the method says how it clips.
+    return Run((*LOSS, "--eps-clip-high", "0.2", *flags), {"mis_loss_method": name} | keys)
+
+
+GATED = TOKEN_TIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+RECORDED = {
+    "nothing": Run(),
+    # What times differ by without a reason.
+    "nothing_again": Run(),
+    "slime_tis": Run(("--use-tis", "--tis-clip", "2", "--tis-clip-low", "0")),
+    # slime's own example of a correction, with the keys that it reads.
+    "example": Run(
+        ("--use-tis", "--custom-tis-function-path", "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"),
+        TOKEN_TIS
+        | dict.fromkeys(("tis_lower_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"))
+        | {"use_rs": False, "rs_level": "token", "tis_batch_normalize": False},
+        path="examples",
+    ),
+    "hook_core": Run(("--use-tis", *HOOK), TOKEN_TIS),
+    "hook_all": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}),
+    "hook_gated": Run(("--use-tis", *HOOK), GATED),
+    "loss_baseline": Run(("--use-tis", *LOSS), TOKEN_TIS),
+    "loss_baseline_all": Run(("--use-tis", *LOSS), TOKEN_TIS | {"mis_metrics": "all"}),
+    "loss_current": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_proximal": "current"}),
+    "loss_gated": Run(("--use-tis", *LOSS), GATED),
+    "loss_decoupled": Run(LOSS, TOKEN_TIS | {"mis_loss_mode": "decoupled"}),
+    "loss_bypass": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_mode": "bypass"}),
+    "loss_reinforce": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_mode": "reinforce"}),
+    "method_icepop": method("icepop"),
+    "method_dppo_tv": method("dppo_tv"),
+    "method_gspo": method("gspo"),
+    "method_cispo": method("cispo"),
+    "method_topr": method("topr"),
+    "metrics_only": Run(("--get-mismatch-metrics", *HOOK), {"use_tis": False, "mis_metrics": "all"}),
+    "per_token": Run(("--use-tis", *HOOK, "--calculate-per-token-loss"), TOKEN_TIS),
+    "per_token_loss": Run(("--use-tis", *LOSS, "--calculate-per-token-loss"), TOKEN_TIS),
+    "prepare_rollout": Run(
+        # With one step slime scores nothing beforehand, and the function refuses.
+        (
+            *("--use-tis", *HOOK, "--num-steps-per-rollout", "2"),
+            *("--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        ),
+        TOKEN_TIS | {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"},
+    ),
+    "log_mismatch": Run(
+        ("--get-mismatch-metrics", *HOOK, "--rollout-data-postprocess-path", "mis_ext.log_mismatch"),
+        {"use_tis": False},
+    ),
+    "recompute": Run(("--use-tis", *HOOK, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
+    "recompute_loss": Run(("--use-tis", *LOSS, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
+    "two_steps": Run(("--use-tis", *HOOK, "--num-steps-per-rollout", "2"), TOKEN_TIS),
+    "two_steps_loss": Run(("--use-tis", *LOSS, "--num-steps-per-rollout", "2"), TOKEN_TIS),
+    "refused": Run(("--use-tis", *HOOK), {"tis_uper_bound": 2.0}, seconds=120),
+}
+WHOLE = {
+    **{
+        f"whole_{name}": replace(RECORDED[run], seconds=420)
+        for name, run in (("nothing", "nothing"), ("example", "example"), ("core", "hook_core"))
+    },
+    "whole": Run(("--use-tis", *HOOK), TOKEN_TIS | {"mis_metrics": "all"}, seconds=420),
+    "whole_loss": Run((UNSCORED, *LOSS), TOKEN_TIS | {"mis_loss_proximal": "current"}, seconds=420),
+    "killed": Run(
+        ("--use-tis", *HOOK, "--num-rollout", "8", "--save-interval", "4"),
+        TOKEN_TIS,
+        seconds=300,
+        kill_after_rollout=5,
+    ),
+    "two_turns": Run(
+        ("--use-tis", *HOOK, "--num-rollout", "4", "--rollout-max-context-len", "256"),
+        TOKEN_TIS | {"on_policy_tokens": {"environment": "arithmetic.second_try", "max_turns": 2}},
+        seconds=300,
+    ),
+}
+OF_BOTH = (
+    *(
+        "nothing",
+        "nothing_again",
+        "hook_core",
+        "hook_all",
+        "loss_baseline",
+        "loss_current",
+        "loss_bypass",
+        "method_icepop",
+    ),
+    *("metrics_only", "refused"),
+)
+MILES = {
+    **{name: RECORDED[name] for name in OF_BOTH},
+    "miles_tis": RECORDED["slime_tis"],
+    "example": replace(RECORDED["example"], path="examples/infra_features"),
+    # Miles scores a rollout beforehand, unless it is told not to.
+    "hook_unscored": replace(RECORDED["hook_core"], flags=(*RECORDED["hook_core"].flags, "--skip-actor-forward-only")),
+}
+STEP = re.compile(r"step (\d+): (\{.*\})")
+ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
+PERF = re.compile(r"perf (\d+): (\{.*\})")
+ERROR = re.compile(r"\w+(?:Error|Exception): .*")
+
+
+def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
+    """Dictionaries that the host logged, by step. Non-finite numbers become None."""
+    found: dict[int, dict[str, float]] = {}
+    for step, body in pattern.findall(text):
+        body = re.sub(r"\b(nan|inf)\b", "None", re.sub(r"-inf\b", "None", body))
+        try:
+            values = json.loads(
+                body.replace("'", '"').replace("None", "null").replace("True", "1").replace("False", "0")
+            )
+        except json.JSONDecodeError:
+            continue
+        found.setdefault(int(step), {}).update(values)
+    return found
+
+
+def logged(folder: Path) -> dict[str, Any]:
+    """What the host wrote into a run's log."""
+    text = (folder / "run.log").read_text(errors="replace")
+    return {
+        "steps": numbers(STEP, text),
+        "rollouts": numbers(ROLLOUT, text),
+        "perf": numbers(PERF, text),
+        "says": sorted({line[line.index("mis_ext: ") :] for line in text.splitlines() if "mis_ext: " in line})[:4],
+        "errors": [found[:300] for found in ERROR.findall(text)][-3:],
+    }
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """All runs below a folder, in their order here. One that was stopped has no exit code, and what its log has."""
+    found = []
+    order = {name: place for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *MILES)))}
+    logs = sorted(folder.glob("*/run.log"), key=lambda path: (order.get(path.parent.name, len(order)), path))
+    for log in logs:
+        done = log.with_name("done.json")
+        stopped = {"name": log.parent.name, "return_codes": ["stopped"], "seconds": None}
+        found.append(json.loads(done.read_text()) if done.exists() else stopped | logged(log.parent))
+    return found
+
+
+class Runner:
+    """Runs that write below one folder."""
+
+    def __init__(self, out: Path, *, shared: Sequence[str], python: str, patience: float, host: str = "slime") -> None:
+        self.out, self.shared, self.python, self.patience = out, tuple(shared), python, patience
+        self.host = host
+
+    def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
+        """Run it, unless it is done, and write what it logged."""
+        folder = self.out / name
+        done = folder / "done.json"
+        if done.exists():
+            return json.loads(done.read_text())
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = [*self.shared, *run.flags]
+        if run.keys is not None:
+            # JSON is YAML.
+            (folder / "keys.yaml").write_text(json.dumps(run.keys), encoding="utf-8")
+            flags += ["--custom-config-path", str(folder / "keys.yaml")]
+        environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
+        environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
+        environment["TURN_LOCK"] = str(self.out / "turn.lock")
+        if run.path:
+            folders = [str(Path(environment[f"{self.host.upper()}_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        if engine:
+            environment["ENGINE"] = engine
+        begin = time.monotonic()
+        codes = [self._process(name, flags, environment, run, first=True)]
+        if run.kill_after_rollout is not None:
+            codes.append(self._process(name, flags, environment, run, first=False))
+        result = {
+            "name": name,
+            # With the last part of each path.
+            "flags": " ".join(re.sub("^/.*/", "", flag) for flag in flags),
+            "keys": run.keys,
+            "return_codes": codes,
+            "seconds": round(time.monotonic() - begin, 1),
+            **logged(folder),
+        }
+        done.write_text(json.dumps(result, indent=1))
+        print(f"{name}: {codes}, {result['seconds']} s, {len(result['steps'])} steps", flush=True)
+        return result
+
+    def _process(self, name: str, flags: Sequence[str], environment: dict[str, str], run: Run, *, first: bool) -> int:
+        log = self.out / name / "run.log"
+        with log.open("a") as file:
+            script = MILES_SCRIPT if self.host == "miles" else SCRIPT
+            process = subprocess.Popen(
+                ["bash", str(script), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+        limit = run.seconds * self.patience
+        end = time.monotonic() + limit
+        while process.poll() is None:
+            reached = (
+                first
+                and run.kill_after_rollout is not None
+                and run.kill_after_rollout in numbers(STEP, log.read_text())
+            )
+            if reached or time.monotonic() > end:
+                os.killpg(process.pid, signal.SIGKILL)
+                with log.open("a") as file:
+                    file.write("\nKILLED " + ("as planned\n" if reached else f"after {limit:.0f} s\n"))
+            time.sleep(0.5)
+        return process.returncode
+
+
+def model_of(out: Path, *, python: str) -> Path:
+    """The model that all runs begin with, written once: several runs side by side would write it at the same time."""
+    model = out / "model"
+    if not (model / "config.json").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        subprocess.run([python, "-m", "slime_gpu.model", str(model)], check=True, cwd=SCRIPT.parent)
+    return model
+
+
+def checkpoint_of(out: Path, *, model: Path, python: str) -> Path:
+    """The model as Miles' Megatron trainer reads it, written once."""
+    checkpoint = out / "checkpoint"
+    given = {"OUT": str(out), "MODEL": str(model), "CHECKPOINT": str(checkpoint), "PYTHON": python, "PREPARE_ONLY": "1"}
+    # Its own rollouts are not needed.
+    command = ["bash", str(MILES_SCRIPT), "--load-debug-rollout-data", ""]
+    subprocess.run(command, env=os.environ | given, check=True)
+    return checkpoint
+
+
+@contextmanager
+def shared_engine(out: Path, *, port: int, python: str) -> Iterator[str]:
+    """SGLang's server, as ``slime_gpu.sh`` starts it: its address once it answers, and its end afterwards.
+
+    Raises:
+        subprocess.CalledProcessError: It ended, or does not answer in time; the end of its log is printed.
+    """
+    folder = out / "engine"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "engine.log"
+    given = {"OUT": str(folder), "CONFIG": "", "PORT": str(port), "PYTHON": python, "ENGINE_ONLY": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT)], env=os.environ | given, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        wait = [python, "-m", "slime_gpu.wait", f"http://127.0.0.1:{port}/health", str(process.pid), str(log)]
+        subprocess.run(wait, check=True, cwd=SCRIPT.parent)
+        yield f"127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def table(folder: Path) -> str:
+    """Markdown: one row per run."""
+    lines = [
+        "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step "
+        "| s of sampling, new weights, all | scoring pass | `train/mis_*` | reward, first to last |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in results(folder):
+        steps = [values for _, values in sorted((int(step), values) for step, values in run["steps"].items())]
+        perf = [values for _, values in sorted((int(step), values) for step, values in run["perf"].items())]
+        rollouts = [values for _, values in sorted((int(step), values) for step, values in run["rollouts"].items())]
+        norms = [step.get("train/grad_norm") for step in steps]
+        shown = [norms[0], norms[1] if len(norms) > 1 else None, norms[-1]] if norms else [None] * 3
+        rewards = [values["rollout/raw_reward"] for values in rollouts if "rollout/raw_reward" in values]
+        own = len({key for step in steps for key in step if key.startswith("train/mis_")})
+        # The first step compiles.
+        train, *loop = (
+            statistics.median(found) if (found := [each[key] for each in perf[1:] if key in each]) else None
+            for key in (f"perf/{name}_time" for name in ("train", "rollout", "update_weights", "step"))
+        )
+        cells = [
+            run["name"],
+            ", ".join(map(str, run["return_codes"])),
+            "" if run["seconds"] is None else f"{run['seconds']:.0f}",
+            *("" if norm is None else f"{norm:.9g}" for norm in shown),
+            f"{steps[0]['train/loss']:.6g}" if steps else "; ".join(run["errors"][-1:])[:120].replace("|", "/"),
+            f"{steps[0]['train/mis_k3_kl']:.3g}" if steps and steps[0].get("train/mis_k3_kl") is not None else "",
+            "" if train is None else f"{train:.2f}",
+            "" if None in loop else ", ".join(f"{seconds:.1f}" for seconds in loop if seconds is not None),
+            "yes" if any("perf/log_probs_time" in values for values in perf) else "no",
+            str(own),
+            f"{rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is asked for, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("recorded", "whole", "table"))
+    parser.add_argument("runs", nargs="*", help="names; default all")
+    parser.add_argument("--host", choices=("slime", "miles"), default="slime", help="miles: recorded only")
+    parser.add_argument("--out", type=Path, default=Path("runs/slime_gpu_record"))
+    parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
+    parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
+    parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
+    parser.add_argument("--in-turn", action="store_true", help="start recorded runs side by side, train one at a time")
+    parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
+    parser.add_argument("--port", type=int, default=PORT, help="of the engine that starts; two calls need two")
+    parser.add_argument("--flags", default="", help="the host's flags for every run, after those of the script")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of every run's time limit")
+    parser.add_argument("--limit", type=int, help="seconds after which no further run is started")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with table: write all numbers there")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    if args.what != "table":
+        known = MILES if args.host == "miles" else RECORDED if args.what == "recorded" else WHOLE
+        if args.host == "miles" and args.what == "whole":
+            parser.error("whole: lab/hosts/miles_gpu.sh starts no engine, and says why")
+        unknown = set(args.runs) - set(known)
+        if unknown:
+            parser.error(f"runs {sorted(unknown)}: must be among {', '.join(known)}")
+        shared = args.flags.split()
+        if args.what == "recorded":
+            if args.rollouts is None or not (args.rollouts / "0.pt").exists():
+                parser.error("recorded: --rollouts must name a folder with 0.pt")
+            files = str(args.rollouts.resolve() / "{rollout_id}.pt")
+            shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
+            if args.in_turn:
+                shared += IN_TURN
+                args.jobs = len(args.runs or known)
+        if "MODEL" not in os.environ:
+            os.environ["MODEL"] = str(model_of(args.out, python=sys.executable))
+        if args.host == "miles" and "CHECKPOINT" not in os.environ:
+            model = Path(os.environ["MODEL"])
+            os.environ["CHECKPOINT"] = str(checkpoint_of(args.out, model=model, python=sys.executable))
+        runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience, host=args.host)
+        begin = time.monotonic()
+
+        def start(item: tuple[int, str]) -> None:
+            index, name = item
+            if args.limit is None or time.monotonic() - begin < args.limit:
+                runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=args.engine)
+
+        with ExitStack() as stack:
+            is_left = any(not (args.out / name / "done.json").exists() for name in args.runs or known)
+            if args.what == "whole" and args.engine is None and is_left:
+                args.engine = stack.enter_context(shared_engine(args.out, port=args.port, python=sys.executable))
+            pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
+            list(pool.map(start, enumerate(args.runs or known)))
+    elif args.json is not None:
+        args.json.write_text("[\n" + ",\n".join(map(json.dumps, results(args.out))) + "\n]\n", encoding="utf-8")
+    print(table(args.out))
+
+
+if __name__ == "__main__":
+    main()

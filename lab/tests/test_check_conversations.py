@@ -1,0 +1,65 @@
+"""Drawn agents from the wire to samples: some conversations of the benchmark, and mistakes that it must find."""
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
+pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
+
+from check_conversations import check_some
+
+from mis_ext.rollout.conversations import builder, samples
+from mis_ext.rollout.conversations.boundary import BoundaryAction
+from mis_ext.rollout.readers import choices, evidence
+from mis_ext.rollout.streams import joining
+
+
+def test_drawn_conversations_become_exactly_the_samples_that_they_are() -> None:
+    first = random.randrange(10**6)
+    counts = check_some(range(first, first + 150))
+    assert counts["tokens: trained"] > 5000
+    assert sum(count for name, count in counts.items() if name.endswith(", refused")) > 300
+    streams = ("sglang cumulative", "sglang incremental", "vllm stream", "vllm-chat stream", "vllm-completions stream")
+    assert min(counts[f"responses: {name}"] for name in streams) > 10
+
+
+ACTION, EVENTS = builder.choose_action, joining._events
+
+
+def first_place(places, read):
+    return next((read(each) for each in places if each is not None), None)
+
+
+def trained_in_each(calls):
+    paths = []
+    for call in calls:
+        path = [call]
+        while path[0].ancestor is not None:
+            path.insert(0, path[0].ancestor)
+        paths.append(path)
+    return tuple(map(samples._sample_of, paths))
+
+
+def split_copies(policy, call, finding):
+    action = ACTION(policy, call, finding)
+    return BoundaryAction.SPLIT if action is BoundaryAction.DROPPED and call.sampled_ids else action
+
+
+MISTAKES = {
+    "only the first witness": (evidence, "agree", first_place),
+    "counts of a response": (evidence, "_check_counts", lambda *places: None),
+    "any index of a choice": (choices, "check_same", lambda one, other: None),
+    "a stream that breaks off": (joining, "_events", lambda lines, name: EVENTS([*lines, "data: [DONE]"], name)),
+    "all events are new": (joining, "_has_all", lambda event: False),
+    "shared calls are trained twice": (builder, "collect_samples", trained_in_each),
+    "a copy is a sample": (builder, "choose_action", split_copies),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name, monkeypatch) -> None:
+    place, attribute, planted = MISTAKES[name]
+    monkeypatch.setattr(place, attribute, planted)
+    with pytest.raises(RuntimeError, match="conversation "):
+        check_some(range(400))

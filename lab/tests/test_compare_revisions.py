@@ -1,0 +1,128 @@
+"""lab/benchmarks/compare_revisions.py sees one ULP, and times two revisions of the package, not one of them twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "lab" / "benchmarks"))
+
+from compare_revisions import differences  # noqa: E402
+from revision_outputs import packed, unpacked  # noqa: E402
+
+SLOWER = """
+from mis_ext.hosts.slime_miles import hook as _hook
+import time as _time
+def compute_mis_weights_with_cp(*args, **kwargs):
+    _time.sleep(0.05)
+    return _hook.compute_mis_weights_with_cp(*args, **kwargs)
+"""
+
+ONE_ULP = """
+import torch as _torch
+class _Off:
+    def __init__(self, row):
+        self._row = row
+    def __getattr__(self, name):
+        return getattr(self._row, name)
+    def __call__(self, **parameters):
+        method = self._row(**parameters)
+        def call(**given):
+            found = method(**given)
+            return found._replace(coefficient_T=_torch.nextafter(found.coefficient_T, found.coefficient_T + 1.0))
+        return call
+METHODS["sapo"] = _Off(METHODS["sapo"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), None),
+        (torch.tensor([float("nan")]), -torch.tensor([float("nan")]), None),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 2**-22]), "1 of 2 differ, by at most 1 ULP (2.4e-07)"),
+        (torch.tensor([2.0**-149]), torch.tensor([-(2.0**-149)]), "1 of 1 differ, by at most 2 ULP (2.8e-45)"),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), "1 of 1 differ, by at most 0 ULP (0)"),
+        (torch.ones(1).bfloat16(), torch.tensor([1 + 2**-7]).bfloat16(), "1 of 1 differ, by at most 1 ULP (0.0078)"),
+        (torch.tensor([True, False]), torch.tensor([True, True]), "1 of 2 differ"),
+        (torch.ones(2), torch.ones(3), "torch.float32 [2] became torch.float32 [3]"),
+        ("says this", "says that", "'says this' became 'says that'"),
+        (torch.ones(1), None, "only in base"),
+    ],
+)
+def test_every_difference_is_a_line(before, after, line) -> None:
+    found = [*differences({"name": before}, {} if after is None else {"name": after})]
+    assert found == ([] if line is None else [f"name: {line}"])
+
+
+def test_a_number_that_one_side_has_not_is_said() -> None:
+    (line,) = differences({"name": torch.tensor([1.0])}, {"name": torch.tensor([float("inf")])})
+    assert line.endswith(", 1 of them finite in one alone")
+
+
+def test_what_is_packed_comes_out_again() -> None:
+    given = {"a": torch.ones(2, 3), "b": "text", "c": torch.zeros(0, 2), "d": torch.tensor(4), "e": torch.zeros(2)}
+    found = unpacked(packed(given))
+    assert [*found] == [*given]
+    assert [*differences(given, found)] == []
+
+
+@pytest.mark.whole_run
+def test_one_ulp_in_one_method_is_listed_and_nothing_else(tmp_path: Path) -> None:
+    copy = tmp_path / "mis_ext"
+    (copy / "methods").mkdir(parents=True)
+    for folder in (copy, copy / "methods"):
+        for entry in (ROOT / folder.relative_to(tmp_path)).iterdir():
+            if entry.name not in ("methods", "catalogue.py", "__pycache__"):
+                (folder / entry.name).symlink_to(entry)
+    catalogue = (ROOT / "mis_ext" / "methods" / "catalogue.py").read_text(encoding="utf-8")
+    (copy / "methods" / "catalogue.py").write_text(catalogue + ONE_ULP, encoding="utf-8")
+    (tmp_path / "yaml").symlink_to(ROOT / "yaml")
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare_revisions.py"), str(ROOT), str(tmp_path)]
+    done = subprocess.run([*command, "--parts", "methods", "--capabilities", "default"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("- ")]
+    assert len(lines) == 3
+    assert all(line.startswith("- methods: sapo ") and "coefficient_T" in line for line in lines)
+    assert all("by at most 1 ULP" in line for line in lines)
+
+
+def compare(other: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(ROOT / "lab" / "benchmarks" / "compare_revisions.py"), str(other)]
+    options = ("--device", "cpu", "--calls", "5", "--shapes", "2x8", "--cp", str(ranks), *options)
+    return subprocess.run([*command, *options], capture_output=True, text=True)
+
+
+def cells(printed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()[2:]]
+
+
+@pytest.mark.whole_run
+def test_a_slower_revision_is_seen_and_equals_itself_on_two_ranks(tmp_path: Path) -> None:
+    copy = tmp_path / "mis_ext"
+    copy.mkdir()
+    for entry in (ROOT / "mis_ext").iterdir():
+        if entry.name != "__init__.py":
+            (copy / entry.name).symlink_to(entry)
+    package = (ROOT / "mis_ext" / "__init__.py").read_text(encoding="utf-8")
+    (copy / "__init__.py").write_text(package + SLOWER, encoding="utf-8")
+
+    rows = cells(compare(tmp_path, "--what", "hook", "--configs", "metrics_only", ranks=2).stdout)
+    assert [row[:2] for row in rows] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
+    for row in rows:
+        assert float(row[4].split()[0]) < 0.5, "the other revision sleeps"
+        assert float(row[6].split()[0]) > 0.5, "loaded twice, it is as slow as itself"
+
+
+@pytest.mark.whole_run
+def test_only_the_rows_that_are_named_are_timed_and_an_unknown_name_is_an_error() -> None:
+    found = compare(ROOT, "--what", "methods", "--rows", "veto", "ppo")
+    assert [row[:2] for row in cells(found.stdout)] == [["2x8", "veto"], ["2x8", "ppo"]]
+    found = compare(ROOT, "--what", "methods", "--rows", "ppo", "no_such_method")
+    assert found.returncode != 0
+    assert "--rows no_such_method" in found.stderr
+    assert cells(found.stdout) == []

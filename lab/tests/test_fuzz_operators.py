@@ -1,0 +1,65 @@
+"""Random runs of operators in the batch-invariant mode: none differs silently, and a planted mistake is found."""
+
+import random
+import subprocess
+import sys
+
+import fuzz_operators
+import pytest
+import torch
+from fuzz_operators import OUTCOMES, draw, run
+
+from mis_ext.onpolicy.batch_invariant import overrides, row_reductions
+
+aten = torch.ops.aten
+# Of torch: sparse and complex results, outputs of another shape.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("runs", [60, pytest.param(2500, marks=pytest.mark.whole_run)])
+def test_no_operator_that_is_drawn_differs_silently(runs):
+    for _ in range(3):
+        options = ["--runs", str(runs), "--seed", str(random.randrange(10**6))]
+        command = [sys.executable, fuzz_operators.__file__, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        # Some of torch's operators write outside of their memory, where arguments do not fit: that process dies later.
+        if done.returncode >= 0:
+            break
+    assert done.returncode == 0, (command, done.stdout, done.stderr[-2000:])
+    assert "silent" not in done.stdout
+    assert f"'same': {runs}" in done.stdout
+
+
+def test_a_silent_row_is_printed_and_fails(monkeypatch, capsys):
+    one = draw(aten.mul.Tensor, random.Random(0))
+    monkeypatch.setattr(fuzz_operators, "fuzz", lambda runs, seed, seconds: [(one, "same"), (one, "3 of 5 numbers")])
+    monkeypatch.setattr(fuzz_operators.resource, "setrlimit", lambda *limit: None)
+    monkeypatch.setattr(sys, "argv", ["fuzz_operators.py"])
+    with pytest.raises(SystemExit, match="True"):
+        fuzz_operators.main()
+    assert "3 of 5 numbers: aten.mul.Tensor" in capsys.readouterr().out
+
+
+PLANTS = {
+    "integers as they are": (aten.mul.Tensor, overrides, "_rounded", lambda factor, x: factor),
+    "sums over experts": (aten.sum.dim_IntList, row_reductions, "is_over_rows", lambda x, dim: dim == [x.dim() - 1]),
+    "a factor of integers": (
+        aten.add.Scalar,
+        overrides,
+        "_of_integers",
+        lambda f, args, kwargs: f(*args, **kwargs),
+    ),
+    "one number": (aten.var.correction, row_reductions, "_ANOTHER_WAY_ALONE", frozenset()),
+    "elementwise": (aten.cosh.default, overrides.elementwise, "compute", lambda func, *args, **kwargs: func(*args)),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_mistake_is_found(name, monkeypatch):
+    func, place, attribute, planted = PLANTS[name]
+    rng, threads = random.Random(0), torch.get_num_threads()
+    monkeypatch.setattr(place, attribute, planted)
+    with torch.no_grad():
+        is_found = any(run(draw(func, rng), rng) not in OUTCOMES for _ in range(4000))
+    torch.set_num_threads(threads)
+    assert is_found

@@ -1,0 +1,73 @@
+"""The attention of the runs on a CPU: with context parallelism it has the numbers of one rank."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from process_ranks import joined, run_processes
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from lab.hosts.host_cpu.context_parallel import zigzag_places
+from lab.hosts.host_cpu.layers import PackedAttention
+from mis_ext.onpolicy import simulate_kv_cache
+
+SIZE = 2
+# The last is padding, as in the hosts.
+LENGTHS = {False: (8, 20, 4, 12), True: (7, 20, 5, 12)}
+
+
+def config(size: int) -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, context_parallel_size=size)
+
+
+def attend(size: int, places: torch.Tensor, *, is_contiguous: bool, rounds: bool) -> list[torch.Tensor]:
+    """The output of the tokens at these places, and the gradients of their query, key and value."""
+    lengths = LENGTHS[is_contiguous]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (4, 4), "key": (2, 4), "value": (2, 4)}
+    whole = [torch.randn(sum(lengths), *shape, generator=generator) for shape in shapes.values()]
+    upstream = torch.randn(sum(lengths), 16, generator=generator)
+    local = [each[places].requires_grad_() for each in whole]
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    packed = PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends, qkv_format="thd")
+    layer = torch.nn.Module()
+    layer.core_attention = PackedAttention(config(size), is_contiguous=is_contiguous)
+    if rounds:
+        simulate_kv_cache(layer, "fp8_e5m2", queries=True)
+    output = layer.core_attention(*local, None, packed_seq_params=packed)
+    output.backward(upstream[places])
+    return [output.detach(), *(each.grad for each in local)]
+
+
+def compare(rank: int, folder: Path, is_contiguous: bool, rounds: bool) -> None:
+    lengths = LENGTHS[is_contiguous]
+    everything = torch.arange(sum(lengths))
+    places = everything if is_contiguous else zigzag_places(lengths, SIZE)
+    own = places.chunk(SIZE)[rank]
+    expected = attend(1, everything, is_contiguous=is_contiguous, rounds=rounds)
+    # Megatron-LM gathers into memory of the current GPU, under a name of before torch 2.13.
+    torch.cuda.current_device = lambda: "cpu"
+    warnings.simplefilter("ignore", FutureWarning)
+    with joined(rank, SIZE, folder, seconds=60):
+        parallel_state.initialize_model_parallel(context_parallel_size=SIZE)
+        found = attend(SIZE, own, is_contiguous=is_contiguous, rounds=rounds)
+    assert torch.equal(found[0], expected[0][own])
+    for gradient, of_one_rank in zip(found[1:], expected[1:], strict=True):
+        # Each rank's part of a sum over the queries is rounded by itself.
+        torch.testing.assert_close(gradient, of_one_rank[own], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize(
+    ("is_contiguous", "rounds"),
+    [(False, False), (True, False), (False, True)],
+    ids=["zigzag", "contiguous", "zigzag, a simulated cache"],
+)
+def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, rounds, tmp_path) -> None:
+    run_processes(compare, tmp_path, is_contiguous, rounds, world_size=SIZE)

@@ -1,0 +1,307 @@
+"""The runs of slime and Miles on one GPU: their command lines, tasks, and what they say where something is missing."""
+
+import asyncio
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from examples.questions.arithmetic import draw_task, is_right, reward, second_try, write_prompts
+from lab.hosts.slime_gpu.check import checkout_problems, is_patched
+from lab.real_stack import slime_gpu
+from lab.real_stack.slime_gpu import STEP, numbers, table
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "lab/hosts/slime_gpu.sh"
+MILES_SCRIPT = ROOT / "lab/hosts/miles_gpu.sh"
+CHECKOUTS = dict.fromkeys(("SLIME_DIR", "MEGATRON_DIR", "MILES_DIR", "MILES_MEGATRON_DIR"), str(ROOT))
+
+
+def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]:
+    """The command lines that the script would start."""
+    given = CHECKOUTS | {"PYTHON": sys.executable, "DRY_RUN": "1"}
+    result = subprocess.run(
+        ["bash", str(script), *flags], env=os.environ | given | environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return [line for line in result.stdout.splitlines() if line.strip()]
+
+
+@pytest.mark.whole_run
+def test_one_engine_and_one_training_with_our_flags() -> None:
+    engine, train = dry_run("--num-rollout", "3", ATTENTION="torch")
+    assert "sglang.launch_server" in engine
+    assert "--port 31000" in engine
+    assert "--rollout-external-engine-addrs 127.0.0.1:31000" in train
+    assert "--custom-megatron-init-path mis_ext.check_setup" in train
+    # Flags of the user win.
+    assert train.rstrip().endswith("--num-rollout 3")
+
+
+@pytest.mark.whole_run
+def test_recorded_rollouts_need_no_engine() -> None:
+    (train,) = dry_run("--debug-train-only", ATTENTION="torch")
+    assert "--rollout-external-engine-addrs" not in train
+    assert "--save " not in train
+
+
+@pytest.mark.whole_run
+def test_attention_has_two_values() -> None:
+    (_, train) = dry_run(ATTENTION="te")
+    assert "--spec" not in train
+    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": sys.executable, "ATTENTION": "flash"}
+    result = subprocess.run(["bash", str(SCRIPT)], env=os.environ | given, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ATTENTION=flash: must be te or torch" in result.stderr
+
+
+@pytest.mark.whole_run
+def test_miles_converts_records_and_trains_without_an_engine() -> None:
+    convert, rollouts, train = dry_run("--num-rollout", "3", script=MILES_SCRIPT, ATTENTION="torch", OUT="/out")
+    assert f"{ROOT}/tools/convert_hf_to_torch_dist.py" in convert
+    assert convert.rstrip().endswith("--hf-checkpoint /out/model --save /out/model_megatron")
+    assert "rollouts.py miles /out/model /out/rollouts" in rollouts
+    assert "-m slime_gpu.train miles" in train
+    assert "--ref-load /out/model_megatron" in train
+    assert r"--debug-train-only --load-debug-rollout-data /out/rollouts/\{rollout_id\}.pt" in train
+    assert "--custom-megatron-init-path mis_ext.check_setup" in train
+    assert "sglang" not in train
+    assert train.rstrip().endswith("--num-rollout 3")
+
+
+@pytest.mark.whole_run
+def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
+    flags = ("--load-debug-rollout-data", "/own/{rollout_id}.pt")
+    _, train = dry_run(*flags, script=MILES_SCRIPT, ATTENTION="torch", CONFIG="")
+    assert train.rstrip().endswith(r"--load-debug-rollout-data /own/\{rollout_id\}.pt")
+    assert "--dump-details" not in train
+    assert "mis_ext" not in train
+
+
+@pytest.mark.whole_run
+def test_a_rehearsal_of_miles_needs_no_gpu() -> None:
+    convert, _, train = dry_run(script=MILES_SCRIPT, ATTENTION="torch", ON_CPU="1")
+    assert "-m host_cpu.convert" in convert
+    assert "--distributed-backend gloo" in train
+
+
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_DIR", str(tmp_path))
+    monkeypatch.setenv("MILES_MEGATRON_DIR", str(tmp_path))
+    assert checkout_problems("miles") == [
+        f"MILES_DIR={tmp_path}: no train.py in it",
+        f"MILES_MEGATRON_DIR={tmp_path}: no megatron/core/__init__.py in it",
+    ]
+    (tmp_path / "train.py").touch()
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").touch()
+    assert checkout_problems("miles") == []
+
+
+RUN = """
+import os, sys
+print(" ".join(sys.argv[1:]), os.environ["CHECKPOINT"], os.environ.get("PREPARE_ONLY"), os.environ.get("PYTHONPATH"))
+"""
+
+
+def test_recorded_runs_of_miles_share_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(f'exec {sys.executable} {tmp_path / "run.py"} "$@" >> {tmp_path / "calls"}\n')
+    (tmp_path / "0.pt").touch()
+    monkeypatch.setattr(slime_gpu, "MILES_SCRIPT", script)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("CHECKPOINT", raising=False)
+    monkeypatch.setenv("MODEL", "a_model")
+    monkeypatch.setenv("MILES_DIR", "/miles")
+    words = ["recorded", "example", "hook_core", "--host", "miles", "--rollouts", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", *words, "--out", str(tmp_path / "out")])
+    slime_gpu.main()
+    prepared, example, hook = (tmp_path / "calls").read_text().splitlines()
+    checkpoint = tmp_path / "out/checkpoint"
+    assert prepared.endswith(f" {checkpoint} 1 None")
+    assert example.endswith(f" {checkpoint} None /miles/examples/infra_features")
+    assert hook.endswith(f" {checkpoint} None None")
+    assert "mis_ext.compute_mis_weights_with_cp" in hook
+    assert f"--debug-train-only --load-debug-rollout-data {tmp_path}" in hook
+
+
+def test_miles_has_no_whole_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", "whole", "--host", "miles"])
+    with pytest.raises(SystemExit):
+        slime_gpu.main()
+    assert "miles_gpu.sh starts no engine" in capsys.readouterr().err
+
+
+def test_tasks_have_one_right_answer(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "prompts.jsonl", 50)
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len(lines) == 50
+    for line in lines:
+        question = line["prompt"][0]["content"]
+        if " x " in question:
+            a, b = (int(word) for word in question.removeprefix("What is ").split("?")[0].split(" x "))
+            assert line["label"] == str(a * b)
+    assert draw_task(random.Random(1)) == draw_task(random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("7 x 8 = 56", True), ("56 is not 55", False), ("", False), ("156", False)]
+)
+def test_the_last_integer_counts(text: str, right: bool) -> None:
+    sample = SimpleNamespace(response=text, label="56")
+    assert is_right(text, "56") is right
+    assert asyncio.run(reward(None, sample)) == float(right)
+    assert (asyncio.run(second_try(sample, text)) is None) is right
+
+
+def test_a_patch_is_found_by_its_first_line(tmp_path: Path) -> None:
+    patch = tmp_path / "a.patch"
+    patch.write_text("--- a/f.py\n+++ b/f.py\n@@\n one\n+two\n")
+    (tmp_path / "f.py").write_text("one\n")
+    assert not is_patched(tmp_path, patch)
+    (tmp_path / "f.py").write_text("one\ntwo\n")
+    assert is_patched(tmp_path, patch)
+
+
+def test_a_table_of_what_slime_logged(tmp_path: Path) -> None:
+    text = "x - step 0: {'train/loss': nan, 'train/grad_norm': 1.5}\nx - step 1: {'train/grad_norm': -inf}\n"
+    found = numbers(STEP, text)
+    assert found == {0: {"train/loss": None, "train/grad_norm": 1.5}, 1: {"train/grad_norm": None}}
+    run = {
+        "name": "a",
+        "return_codes": [1],
+        "seconds": 2.0,
+        "steps": {},
+        "rollouts": {},
+        "perf": {},
+        "errors": ["E: no"],
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "done.json").write_text(json.dumps(run))
+    (tmp_path / "a" / "run.log").write_text("")
+    assert table(tmp_path).splitlines()[-1].startswith("| a | 1 | 2 |  |  |  | E: no |")
+
+
+def test_of_an_error_its_beginning_is_kept(tmp_path: Path) -> None:
+    """The end of a long message says nothing: torch's is on a setting of its allocator, ours the list of known keys."""
+    line = "[36m(pid=7)[0m torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. " + "More. " * 100
+    (tmp_path / "run.log").write_text(f"step 0: {{'train/loss': 1.0}}\n{line}\n")
+    (error,) = slime_gpu.logged(tmp_path)["errors"]
+    assert error.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB.")
+    assert len(error) == 300
+
+
+def test_the_table_has_what_was_stopped_in_the_order_of_the_runs(tmp_path):
+    for name, norm in (("whole", 1.5), ("nothing", 2.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text(f"x) step 0: {{'train/grad_norm': {norm}, 'train/loss': 0.25}}\n")
+    rows = table(tmp_path).splitlines()[2:]
+    assert rows[0].startswith("| nothing | stopped |  | 2.5 |  | 2.5 | 0.25 |")
+    assert rows[1].startswith("| whole | stopped |  | 1.5 |")
+
+
+def test_times_are_medians_without_the_first_step(tmp_path: Path) -> None:
+    for name, keys in (("nothing", ("train",)), ("whole", ("train", "rollout", "update_weights", "step"))):
+        of_steps = (90.0, 3.0, 1.0, 2.0)
+        values = [{f"perf/{key}_time": seconds + at for at, key in enumerate(keys)} for seconds in of_steps]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text("".join(f"x) perf {at}: {each}\n" for at, each in enumerate(values)))
+    nothing, whole = table(tmp_path).splitlines()[2:]
+    assert " | 2.00 |  | no |" in nothing
+    assert " | 2.00 | 3.0, 4.0, 5.0 | no |" in whole
+
+
+ENGINE = """
+import http.server, os, sys
+print("arguments", os.environ["ENGINE_ONLY"], os.environ["PORT"], os.environ.get("MODEL"), flush=True)
+if {fails}:
+    sys.exit("no memory")
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), type("Answer", (http.server.BaseHTTPRequestHandler,), {
+    "do_GET": lambda self: self.send_response(200) or self.end_headers(), "log_message": lambda *_: None
+})).serve_forever()
+"""
+
+
+def engine_script(tmp_path: Path, *, fails: bool) -> Path:
+    """In the place of slime_gpu.sh: a server that answers."""
+    (tmp_path / "engine.py").write_text(ENGINE.replace("{fails}", str(fails)))
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(f"exec {sys.executable} {tmp_path / 'engine.py'}\n")
+    (tmp_path / "slime_gpu").symlink_to(SCRIPT.parent / "slime_gpu")
+    return script
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_whole_runs_share_an_engine_that_answers_and_ends_with_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(slime_gpu, "SCRIPT", engine_script(tmp_path, fails=False))
+    monkeypatch.setenv("MODEL", "a_model")
+    port = free_port()
+    with slime_gpu.shared_engine(tmp_path, port=port, python=sys.executable) as address:
+        assert address == f"127.0.0.1:{port}"
+        assert (tmp_path / "engine/engine.log").read_text() == f"arguments 1 {port} a_model\n"
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_an_engine_that_ends_is_told_with_its_log(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(slime_gpu, "SCRIPT", engine_script(tmp_path, fails=True))
+    with (
+        pytest.raises(subprocess.CalledProcessError),
+        slime_gpu.shared_engine(tmp_path, port=free_port(), python=sys.executable),
+    ):
+        pytest.fail("there is no engine")
+    assert "no memory" in capfd.readouterr().err
+
+
+def test_the_engine_alone_trains_nothing(tmp_path: Path) -> None:
+    """With what checks and makes the model replaced, the script becomes the engine's process."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$*" == *"slime_gpu.check"* ]] || echo "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    (tmp_path / "prompts.jsonl").touch()
+    given = {"SLIME_DIR": str(ROOT), "MEGATRON_DIR": str(ROOT), "PYTHON": str(python), "OUT": str(tmp_path)}
+    given |= {"CONFIG": "", "ATTENTION": "torch", "ENGINE_ONLY": "1"}
+    result = subprocess.run(["bash", str(SCRIPT)], env=os.environ | given, capture_output=True, text=True, check=True)
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    assert [line.split()[:2] for line in lines if "slime_gpu.train" in line or "launch_server" in line] == [
+        ["-m", "sglang.launch_server"]
+    ]
+
+
+def test_a_run_waits_for_its_turn_until_the_one_before_has_ended(tmp_path: Path) -> None:
+    code = (
+        "from slime_gpu.in_turn import wait; print('asks', flush=True); wait(); wait(None, 1); "
+        "print('trains', flush=True); input()"
+    )
+    environment = os.environ | {"TURN_LOCK": str(tmp_path / "lock"), "PYTHONPATH": str(SCRIPT.parent)}
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
+        assert first.stdout is not None
+        assert [first.stdout.readline() for _ in range(2)] == ["asks\n", "trains\n"]
+        with start() as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "asks\n"
+            assert not select.select([second.stdout], [], [], 1.0)[0], "both train"
+            first.kill()
+            assert second.stdout.readline() == "trains\n"
+            second.kill()
