@@ -80,7 +80,7 @@ NOT_RECORDED = {
 }
 """How the hosts score, and a method by its name that is their own loss.
 
-`tests/data/host_losses/record.py --check` compares them while the hosts run.
+`lab/peers/host_losses/record.py --check` compares them while the hosts run.
 """
 KEPT = ("true on-policy", "all-gather")
 """Where the hosts' own function is kept."""

@@ -1,4 +1,4 @@
-"""What goes into runs of other frameworks' own trainers, ``data/*/train.py``, and how their numbers must lie."""
+"""What goes into runs of other frameworks' own trainers, ``lab/peers/*/train.py``, and how their numbers must lie."""
 
 from __future__ import annotations
 

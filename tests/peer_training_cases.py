@@ -1,4 +1,4 @@
-"""Runs of other frameworks' own trainers, ``data/*/train.py``: their options, and our keys.
+"""Runs of other frameworks' own trainers, ``lab/peers/*/train.py``: their options, and our keys.
 
 A run with ``like`` must have the gradient norms and the weights of another one; one with ``unlike`` must not. What
 ``logs`` names must be in the framework's log.

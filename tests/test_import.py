@@ -107,7 +107,9 @@ def test_nothing_but_the_lab_imports_the_lab() -> None:
     folders = ("benchmarks", "studies", "hosts", "real_stack", "tests")
     lab = {path.stem for folder in folders for path in _modules(folder)}
     outside = [
-        path for pattern in ("mis_ext/**/*.py", "examples/**/*.py", "tests/*.py") for path in REPOSITORY.glob(pattern)
+        path
+        for pattern in ("mis_ext/**/*.py", "examples/**/*.py", "tests/**/*.py")
+        for path in REPOSITORY.glob(pattern)
     ]
     assert lab >= {"bench_correction", "evidence", "host_cpu", "slime_gpu", "te_study", "evidence_runs"}
     assert [str(path) for path in outside if imported_names(path) & {"lab", *lab}] == []

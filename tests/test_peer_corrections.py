@@ -1,4 +1,6 @@
-"""Ours are the corrections of SkyRL's, OpenRLHF's and ROLL's own code, recorded by ``peer_corrections/record.py``.
+"""Ours are the corrections of SkyRL's, OpenRLHF's and ROLL's own code.
+
+Recorded by ``lab/peers/peer_corrections/record.py``.
 
 Their modules stand in here by what of them we look at.
 """

@@ -1,4 +1,4 @@
-"""Our losses are those of prime-rl's and NeMo-RL's own code, recorded by ``tests/data/peer_losses/record.py``."""
+"""Our losses are those of prime-rl's and NeMo-RL's own code, recorded by ``lab/peers/peer_losses/record.py``."""
 
 import json
 import lzma

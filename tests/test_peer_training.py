@@ -1,6 +1,6 @@
 """Real updates by the trainers of other frameworks: ours and their own correction take the same steps.
 
-Recorded on a CPU by ``data/verl/train.py`` and ``data/peer_training/train.py``.
+Recorded on a CPU by ``lab/peers/verl/train.py`` and ``lab/peers/peer_training/train.py``.
 """
 
 import copy

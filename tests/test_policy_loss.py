@@ -17,7 +17,7 @@ RECORDED = Path(__file__).parent / "data" / "host_losses" / "losses.pt.xz"
 HOSTS = {"slime": frozenset(), "miles": MILES_METRICS}
 GRADIENT_TOLERANCE = {"slime": {"rtol": 1e-5, "atol": 1e-6}, "miles": {"rtol": 2**-7, "atol": 2e-5}}
 """Megatron-Core's fused cross entropy, with which Miles scores, rounds its gradient to bfloat16. With the host's own
-log-probs ours is equal to 1e-5 there too: `tests/data/host_losses/record.py --check`."""
+log-probs ours is equal to 1e-5 there too: `lab/peers/host_losses/record.py --check`."""
 
 
 @pytest.fixture(scope="module")

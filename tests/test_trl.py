@@ -1,4 +1,4 @@
-"""Ours are the ratios and losses of TRL's own ``GRPOTrainer``, recorded by ``data/trl/record.py``.
+"""Ours are the ratios and losses of TRL's own ``GRPOTrainer``, recorded by ``lab/peers/trl/record.py``.
 
 The trainer stands in here by what of it we look at.
 """
@@ -272,7 +272,7 @@ def test_the_example_trains_and_trl_logs_our_metrics_in_each_step() -> None:
 @pytest.mark.whole_run
 @in_trl
 def test_in_trl_itself_ours_has_the_numbers_of_its_own_correction() -> None:
-    command = [str(VENV / "bin" / "python"), "tests/data/trl/record.py", "--check"]
+    command = [str(VENV / "bin" / "python"), "lab/peers/trl/record.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env=alone(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "97 cases, 0 differ" in done.stdout

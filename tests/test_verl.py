@@ -1,4 +1,4 @@
-"""Our numbers are those that verl's own code gave, recorded by ``tests/data/verl/record.py``."""
+"""Our numbers are those that verl's own code gave, recorded by ``lab/peers/verl/record.py``."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
 """What slime and Miles do after the log-probs, in this repository's words: a loop over samples for every name.
 
 Written from their behaviour, for timing beside ``mis_ext.policy_loss`` on equal inputs, which both must then answer
-alike; the hosts' own functions were compared with ours in ``tests/data/host_losses/record.py``.
+alike; the hosts' own functions were compared with ours in ``lab/peers/host_losses/record.py``.
 """
 
 from __future__ import annotations

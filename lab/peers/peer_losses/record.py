@@ -3,7 +3,7 @@
 Their code is not part of this repository. With a clone of each at its revision, and what their modules of losses
 import (no GPU), from the repository's root:
 
-    python tests/data/peer_losses/record.py --prime-rl ~/prime-rl --nemo-rl ~/RL [--check]
+    python lab/peers/peer_losses/record.py --prime-rl ~/prime-rl --nemo-rl ~/RL [--check]
 
 prime-rl builds our loss itself, from a configuration with its import path. NeMo-RL's loss is wrapped as a script of a
 user wraps it. The largest difference of both is printed. ``--check`` writes nothing, and compares with the file.
@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "numbers.json.xz"
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "tests" / "data" / "peer_losses" / "numbers.json.xz"
 REVISIONS = {
     "prime_rl": "559b44772e471d1538537b8805cc77f3824a5e64",
     "nemo_rl": "7ea279abfbeb698b092856d0dab61e7cf39bc909",
 }
 TOLERANCE = 2e-6
 
-sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import peer_cases  # noqa: E402
 import verl_cases  # noqa: E402

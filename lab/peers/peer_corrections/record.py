@@ -3,7 +3,7 @@
 Their code is not part of this repository. With a clone of each at its revision, torch, ray, omegaconf and what else
 their modules of losses import, from the repository's root:
 
-    python tests/data/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL [--check]
+    python lab/peers/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL [--check]
 
 OpenRLHF 0.11.2 is a second host, ``--openrlhf_0_11_2``: a folder with the package. A host that is not given is not
 recorded anew.
@@ -28,8 +28,8 @@ from unittest.mock import MagicMock
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "numbers.json.xz"
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "tests" / "data" / "peer_corrections" / "numbers.json.xz"
 REVISIONS = {
     "skyrl": "a9564572eb8e91076be43c1bd5e4615e3de17265",
     "openrlhf": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",
@@ -57,7 +57,7 @@ ABSENT = (
 )
 """Packages that are imported and not called."""
 
-sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import peer_correction_cases as cases  # noqa: E402
 import verl_cases  # noqa: E402
@@ -185,8 +185,10 @@ def largest(wanted: Any, found: Any) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Record, or compare; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, revision in REVISIONS.items():
-        parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {revision}")
+    parser.add_argument("--skyrl", type=Path, help=f"a checkout of {REVISIONS['skyrl']}")
+    parser.add_argument("--openrlhf", type=Path, help=f"a checkout of {REVISIONS['openrlhf']}")
+    parser.add_argument("--openrlhf_0_11_2", type=Path, help=f"a checkout of {REVISIONS['openrlhf_0_11_2']}")
+    parser.add_argument("--roll", type=Path, help=f"a checkout of {REVISIONS['roll']}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parsed = parser.parse_args(arguments)
     sys.meta_path.append(Absent())

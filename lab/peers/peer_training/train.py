@@ -3,7 +3,7 @@
 Their code is not part of this repository. With a clone of one or more at its revision, and what their trainers import,
 from the repository's root:
 
-    python tests/data/peer_training/train.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF [--check]
+    python lab/peers/peer_training/train.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF [--check]
 
 Likewise ``--nemo-rl``, ``--roll`` and ``--prime-rl``. Each trains a tiny random Llama: it scores the rollout itself,
 then takes its optimizer steps. Rollouts are made up, and the same in every run. ``lab/hosts/host_cpu/device.py``
@@ -31,9 +31,10 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-FILE = HERE / "training.json.xz"
+DATA = ROOT / "tests" / "data"
+FILE = DATA / "peer_training" / "training.json.xz"
 
-sys.path += [str(HERE.parents[1]), str(HERE.parent / "peer_corrections"), str(ROOT), str(ROOT / "examples" / "cpu")]
+sys.path += [str(ROOT / "tests"), str(HERE.parent / "peer_corrections"), str(ROOT), str(ROOT / "lab" / "hosts")]
 
 import peer_correction_cases  # noqa: E402
 import peer_training  # noqa: E402
@@ -41,7 +42,7 @@ import peer_training_cases as cases  # noqa: E402
 from host_cpu import device  # noqa: E402
 from record import ABSENT, REVISIONS, Absent, without_init  # noqa: E402
 
-with lzma.open(HERE.parent / "peer_losses" / "numbers.json.xz", "rt") as file:
+with lzma.open(DATA / "peer_losses" / "numbers.json.xz", "rt") as file:
     REVISIONS |= json.load(file)["revisions"]
 LOGGERS = ("mlflow", "swanlab")
 OF_PRIME_RL = (

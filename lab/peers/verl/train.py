@@ -3,7 +3,7 @@
 verl is not part of this repository. With a clone of it at the revision of ``record.py``, and its requirements (no GPU,
 no engine), from the repository's root:
 
-    python tests/data/verl/train.py --verl ~/verl [--check] [RUN ...]
+    python lab/peers/verl/train.py --verl ~/verl [--check] [RUN ...]
 
 The model is a tiny random Llama. ``on_cpu.py`` stands for the GPU and for the engine: every run gets the same
 rollouts. All else is verl's: its command line, its trainer with TransferQueue, its agent loop, its FSDP2 worker, its
@@ -30,9 +30,9 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-FILE = HERE / "training.json.xz"
+FILE = ROOT / "tests" / "data" / "verl" / "training.json.xz"
 
-sys.path += [str(HERE.parents[1])]
+sys.path += [str(ROOT / "tests")]
 
 import peer_training  # noqa: E402
 import peer_training_cases as cases  # noqa: E402

@@ -2,7 +2,7 @@
 
 TRL is not part of this repository. In the environment that ``examples/trl/run.sh`` makes, from the repository's root:
 
-    .venv-trl/bin/python tests/data/trl/record.py [--check]
+    .venv-trl/bin/python lab/peers/trl/record.py [--check]
 
 The trainer is TRL's, with a tiny random model. Three things stand in: ``use_vllm`` is set once the trainer is built, a
 ``rollout_func`` returns the batch, and log-probs of the trainer are given instead of scored. Last it trains a few steps
@@ -28,12 +28,12 @@ import torch
 import transformers
 import trl
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "numbers.json.xz"
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "tests" / "data" / "trl" / "numbers.json.xz"
 VERSION = "1.16.0"
 TOLERANCE = 2e-6
 
-sys.path += [str(HERE.parents[2]), str(HERE.parents[1]), str(HERE.parents[2] / "examples" / "trl")]
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "trl")]
 
 import train  # noqa: E402
 import trl_cases as cases  # noqa: E402

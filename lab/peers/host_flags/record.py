@@ -2,7 +2,7 @@
 
 The hosts' code is not part of this repository. With a clone of each, from the repository's root:
 
-    python tests/data/host_flags/record.py --slime ~/slime --miles ~/miles --megatron ~/Megatron-LM
+    python lab/peers/host_flags/record.py --slime ~/slime --miles ~/miles --megatron ~/Megatron-LM
 
 A name is an option of any of their parsers, a field of a dataclass of settings of which Megatron-LM or Miles makes
 options, or an attribute that they read of their ``args``. SGLang's own options have a prefix in both hosts.
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SETTINGS = re.compile(r"(Config|Args)$")
-FILE = Path(__file__).with_name("names.txt")
+FILE = Path(__file__).resolve().parents[3] / "tests" / "data" / "host_flags" / "names.txt"
 REVISIONS = {
     "slime": "624b824a898ab0ec1fcb4d373004c7f3852bf515",
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
@@ -57,9 +57,11 @@ def sources(clone: Path, host: str) -> Iterator[str]:
 
 
 def main() -> None:
+    """Write the names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for host in REVISIONS:
-        parser.add_argument(f"--{host}", type=Path, required=True)
+    parser.add_argument("--slime", type=Path, required=True)
+    parser.add_argument("--miles", type=Path, required=True)
+    parser.add_argument("--megatron", type=Path, required=True)
     clones = vars(parser.parse_args())
     names = {name for host in REVISIONS for source in sources(clones[host], host) for name in names_of(source)}
     text = textwrap.fill(" ".join(sorted(name for name in names if name.isidentifier() and len(name) > 1)), 120)

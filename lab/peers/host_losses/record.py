@@ -2,7 +2,7 @@
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:
 
-    python tests/data/host_losses/record.py --slime ~/slime --miles ~/miles [--check] [--compiled]
+    python lab/peers/host_losses/record.py --slime ~/slime --miles ~/miles [--check] [--compiled]
 
 Each host runs at one revision (``REVISIONS``, and in the file) on the micro-batch and the options of
 ``tests/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-FILE = HERE / "losses.pt.xz"
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "tests" / "data" / "host_losses" / "losses.pt.xz"
 REVISIONS = {
     "slime": "624b824a898ab0ec1fcb4d373004c7f3852bf515",
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
@@ -50,7 +49,7 @@ TOPOLOGIES = {False: ((1, 1), (2, 1)), True: ((1, 1), (2, 1), (1, 2))}
 NO_CACHED_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 """With them torch 2.13 takes a graph of other clip bounds from the disk (docs/errors.md): ``gspo`` is wrong then."""
 
-sys.path += [str(ROOT), str(HERE.parents[1])]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import loss_cases  # noqa: E402
 

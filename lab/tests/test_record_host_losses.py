@@ -1,4 +1,4 @@
-"""`tests/data/host_losses/record.py --check` without the hosts: what it compares, prints and leaves alone."""
+"""`lab/peers/host_losses/record.py --check` without the hosts: what it compares, prints and leaves alone."""
 
 import copy
 import importlib.util
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-DATA = Path(__file__).parent / "data" / "host_losses"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "host_losses"
+RECORDER = ROOT / "lab" / "peers" / "host_losses" / "record.py"
 CLONES = ["--slime", "slime", "--miles", "miles"]
 
 
@@ -22,7 +24,7 @@ def recorded() -> dict:
 @pytest.fixture
 def recorder(monkeypatch, tmp_path, recorded):
     """The program over a copy of its file, and with the hosts' numbers of that file in place of a run of them."""
-    spec = importlib.util.spec_from_file_location("record_host_losses", DATA / "record.py")
+    spec = importlib.util.spec_from_file_location("record_host_losses", RECORDER)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     monkeypatch.setattr(program, "FILE", Path(shutil.copy(DATA / "losses.pt.xz", tmp_path)))

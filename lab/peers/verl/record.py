@@ -3,7 +3,7 @@
 verl's code is not part of this repository. With a clone of it, in an environment with torch, tensordict, omegaconf,
 ray, transformers and orjson, from the repository's root:
 
-    python tests/data/verl/record.py --verl ~/verl [--check]
+    python lab/peers/verl/record.py --verl ~/verl [--check]
 
 It runs at one revision (``REVISION``). Every preset, every criterion and every loss runs on the batches of
 ``tests/verl_cases.py``: first as verl is, then after ``mis_ext.hosts.verl.register`` with the converted options. The
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "numbers.json.xz"
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "tests" / "data" / "verl" / "numbers.json.xz"
 REVISION = "1dda039b9c6311889a9c9a26040677e1254814f9"
 TOLERANCE = 2e-6
 
-sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import verl_cases  # noqa: E402
 
