@@ -11,7 +11,7 @@ train_only=""
 [[ " $* " != *" --debug-train-only "* ]] || train_only=1
 
 export ON_CPU="${ON_CPU:-}"
-# Both hosts have a package "examples": ours is not on their path, only two folders of it.
+# Both hosts have a package "examples": ours is not on their path, only one folder of it.
 export PYTHONPATH="$megatron_dir:$host_dir:$root:$root/lab/hosts:$root/examples/questions${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 PYTHONUNBUFFERED=1
 export TENSORBOARD_DIR="$out/tensorboard"

@@ -17,7 +17,7 @@ while [[ $# -gt 0 && "$1" != -- ]]; do studies+=("$1"); shift; done
 [[ $# -eq 0 ]] || shift
 [[ ${#studies[@]} -gt 0 ]] || { echo "which studies? lab/studies/evidence.py list names them" >&2; exit 1; }
 python="${PYTHON:-python3}"
-export PYTHONPATH="$PWD:$PWD/examples/slime:$site/site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$site/site${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}"
 gpus="$(nvidia-smi --list-gpus | wc -l)"
