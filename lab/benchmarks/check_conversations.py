@@ -6,7 +6,7 @@ Each conversation goes the whole way. Agents append, render anew, strip, lose re
 turns, call tools, are aborted, and ask for several answers (``tests/agents.py``). What they were answered is written as
 SGLang or vLLM write it, whole or as a stream (``tests/wire.py``). It is joined, read and built into samples, which are
 compared with what was sampled (``tests/truth.py``). Beside each response that is read, one fault is planted in a
-copy of it (``tests/wire_faults.py``): it must be refused, or leave exactly the truth.
+copy of it (``wire_faults.py``): it must be refused, or leave exactly the truth.
 
 A number is one conversation, whatever the others are: an error names it, and ``--first`` goes on from there.
 """
