@@ -166,6 +166,16 @@ def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
     assert by_guards(tokens) == []
 
 
+def test_placeholders_of_the_trainer_are_named_as_such() -> None:
+    tokens = planted(0)
+    for proximal in tokens.proximal[::3]:
+        proximal[7:9] = -9999.0
+    for found in (by_report(tokens), by_audit(tokens)):
+        assert [each.cause for each in found] == ["placeholder_log_probs"]
+        assert " proximal log-probs on trainable tokens are placeholders below -1000" in found[0].evidence
+    assert by_guards(tokens) == ["placeholder_log_probs"]
+
+
 def test_the_share_of_placeholders_is_that_of_their_tokens() -> None:
     tokens = SINGLE["zeros of greedy tokens"][1](0)
     d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()

@@ -208,7 +208,9 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
     of_all = f"of {tokens.num_valid:.0f} behavior log-probs on trainable tokens are"
     few = tokens.num_placeholders + num_zeros
     if tokens.num_placeholders and few >= MIN_PLACEHOLDERS:
-        yield f"{tokens.num_placeholders:.0f} {of_all} placeholders below {PLACEHOLDER:g}"
+        lowest = {"behavior": tokens.lowest, "proximal": tokens.lowest_proximal}
+        sides = " or ".join(side for side, value in lowest.items() if value < PLACEHOLDER)
+        yield f"{tokens.num_placeholders:.0f} {of_all.replace('behavior', sides)} placeholders below {PLACEHOLDER:g}"
     if num_zeros and few >= MIN_PLACEHOLDERS:
         yield f"{num_zeros:.0f} {of_all} 0, where the proximal ones are below {IMPROBABLE:g}"
     if tokens.num_constant:

@@ -151,7 +151,8 @@ def token_sums(tokens: TokenRatios, *, response_mask_R: Tensor, layout: PackedLa
 def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     """Tokens by whether they have a log-prob of the engine at all."""
     index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
-    placeholder_T = valid_T & (behavior_T < PLACEHOLDER) & (proximal_T > PLACEHOLDER)
+    # On both sides they are padding, and no fault.
+    placeholder_T = valid_T & ((behavior_T < PLACEHOLDER) != (proximal_T < PLACEHOLDER))
     is_zero_T, improbable_T = valid_T & (behavior_T == 0.0), valid_T & (proximal_T < IMPROBABLE)
     is_positive_T = valid_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
     zero_T = is_zero_T & improbable_T
