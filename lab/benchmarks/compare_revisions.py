@@ -1,6 +1,6 @@
 """Whether a revision gives other numbers than another one, and whether it is slower.
 
-    python lab/benchmarks/compare_revisions.py BASE [NEW] [--seed 7] [--capabilities default avx2 avx512] [--device cuda]
+    python lab/benchmarks/compare_revisions.py BASE [NEW] [--seed 7] [--capabilities default avx2] [--device cuda]
     python lab/benchmarks/compare_revisions.py BASE [NEW] --what hook policy_loss methods [--calls 300] [--shapes ...]
     torchrun --standalone --nproc-per-node 4 lab/benchmarks/compare_revisions.py BASE --what hook --cp 4 --shapes 8x2048
 
