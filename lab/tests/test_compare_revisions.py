@@ -81,7 +81,7 @@ def test_one_ulp_in_one_method_is_listed_and_nothing_else(tmp_path: Path) -> Non
     catalogue = (ROOT / "mis_ext" / "methods" / "catalogue.py").read_text(encoding="utf-8")
     (copy / "methods" / "catalogue.py").write_text(catalogue + ONE_ULP, encoding="utf-8")
     (tmp_path / "yaml").symlink_to(ROOT / "yaml")
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare_revisions.py"), str(ROOT), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "lab" / "benchmarks" / "compare_revisions.py"), str(ROOT), str(tmp_path)]
     done = subprocess.run([*command, "--parts", "methods", "--capabilities", "default"], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("- ")]
@@ -93,12 +93,13 @@ def test_one_ulp_in_one_method_is_listed_and_nothing_else(tmp_path: Path) -> Non
 def compare(other: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, str(ROOT / "lab" / "benchmarks" / "compare_revisions.py"), str(other)]
-    options = ("--device", "cpu", "--calls", "5", "--shapes", "2x8", "--cp", str(ranks), *options)
+    options = (*options, "--device", "cpu", "--calls", "5", "--shapes", "2x8", "--cp", str(ranks))
     return subprocess.run([*command, *options], capture_output=True, text=True)
 
 
 def cells(printed: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()[2:]]
+    rows = [line for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[2:]]
 
 
 @pytest.mark.whole_run
@@ -111,11 +112,14 @@ def test_a_slower_revision_is_seen_and_equals_itself_on_two_ranks(tmp_path: Path
     package = (ROOT / "mis_ext" / "__init__.py").read_text(encoding="utf-8")
     (copy / "__init__.py").write_text(package + SLOWER, encoding="utf-8")
 
-    rows = cells(compare(tmp_path, "--what", "hook", "--configs", "metrics_only", ranks=2).stdout)
+    (copy.parent / "yaml").symlink_to(ROOT / "yaml")
+    printed = compare(ROOT, str(tmp_path), "--what", "hook", "--configs", "metrics_only", ranks=2).stdout
+    rows = cells(printed)
     assert [row[:2] for row in rows] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
     for row in rows:
-        assert float(row[4].split()[0]) < 0.5, "the other revision sleeps"
-        assert float(row[6].split()[0]) > 0.5, "loaded twice, it is as slow as itself"
+        assert float(row[4].split()[0]) > 2.0, "the new revision sleeps"
+        assert float(row[6].split()[0]) > 0.5, "the base, loaded twice, is as slow as itself"
+    assert printed.splitlines()[-1].endswith("above 1.05: 2x8 metrics_only, same; 2x8 metrics_only, new")
 
 
 @pytest.mark.whole_run
