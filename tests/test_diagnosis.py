@@ -383,14 +383,6 @@ def test_precision_of_any_size_is_named_or_among_the_alternatives(kind, noise) -
     assert noise == 1.0 or any("kernels" in words for words in said)
 
 
-def test_stale_tokens_that_differ_much_may_be_those_of_low_precision_in_another_model() -> None:
-    tokens = pair_of("flat", noise=1.0)
-    tokens.versions_behind = [1] * len(tokens.proximal)
-    (found,) = by_report(tokens)
-    assert (found.cause, found.confidence) == ("stale_weights", "possible")
-    assert "low precision of another model" in found.alternatives[0]
-
-
 @pytest.mark.parametrize("change", ["late_positions", "stale_prefix_cache", "expert_routing"])
 def test_a_place_or_a_tail_may_be_that_of_low_precision_in_another_model(change) -> None:
     made = {"late_positions": plants.late, "stale_prefix_cache": plants.stale_prefix, "expert_routing": plants.experts}
