@@ -332,15 +332,37 @@ def test_a_base_beside_much_noise_is_possible(kind) -> None:
     assert (found.cause, found.confidence) == ("log_base", "possible")
 
 
-@pytest.mark.parametrize(("scale", "temperature"), [(0.7, 1.25), (0.7, 1.4), (2.0, 1.6), (1.5, 1.6)])
-def test_a_cut_that_leaves_tokens_that_are_alike_is_no_certain_base(scale, temperature) -> None:
+def cut_of(scale: float, temperature: float, share: float, trainer: str, engine: str) -> Tokens:
+    """Log-probs of tokens that were sampled at a temperature and with top-p; of what, each side says."""
     generator = torch.Generator().manual_seed(1)
     raw = (scale * torch.randn(32, 80, 64, generator=generator)).log_softmax(-1)
-    kept = top_p((raw / temperature).log_softmax(-1), 0.3).log_softmax(-1)
+    divided = (raw / temperature).log_softmax(-1)
+    kept = top_p(divided, share).log_softmax(-1)
     ids = torch.multinomial(kept.flatten(0, 1).exp(), 1, generator=generator).view(32, 80, 1)
-    proximal, behavior = (each.gather(-1, ids)[..., 0] for each in (raw, kept))
-    found = by_report(Tokens([*proximal], [*behavior]))
-    assert ("log_base", "certain") not in {(each.cause, each.confidence) for each in found}
+    sides = {"raw": raw, "divided": divided, "kept": kept}
+    return Tokens(*([*sides[name].gather(-1, ids)[..., 0]] for name in (trainer, engine)))
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        *((0.7, temperature, 0.3, "raw", "kept") for temperature in (1.25, 1.4)),
+        # Undone, a base makes the mean ratio 1 by chance; or the engine's log-probs are not of what it sampled from.
+        (2.0, 0.71, 0.1, "raw", "divided"),
+        (5.0, 2.0, 1.0, "divided", "raw"),
+    ],
+)
+def test_neither_a_cut_of_tokens_that_are_alike_nor_a_temperature_is_a_base(drawn) -> None:
+    assert "log_base" not in {each.cause for each in by_report(cut_of(*drawn))}
+
+
+def test_a_base_beside_a_cut_is_possible() -> None:
+    tokens = cut_of(2.0, 1.0, 0.9, "raw", "kept")
+    for values in tokens.behavior:
+        values /= math.log(2.0)
+    (found,) = by_report(tokens)
+    assert (found.cause, found.confidence) == ("log_base", "possible")
+    assert any("top-p" in words for words in found.alternatives)
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked"])
