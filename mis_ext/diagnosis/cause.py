@@ -87,10 +87,10 @@ class Diagnosis:
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
         k3_share: Of the k3 of the tokens that were left when it was looked for, that it explains; NaN where that is not
             known.
-        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
         takes_out: Whether what follows was looked for without its tokens.
         is_pattern: Whether so many tokens show it that a run should stop.
         alternatives: What would look the same in this evidence.
+        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
     """
 
     cause: str
@@ -100,10 +100,10 @@ class Diagnosis:
     advice: str
     is_fault: bool = False
     k3_share: float = math.nan
-    is_up_to: bool = False
     takes_out: bool = False
     is_pattern: bool = True
     alternatives: tuple[str, ...] = ()
+    is_up_to: bool = False
 
     @classmethod
     def of(cls, cause: Cause, finding: Finding) -> Diagnosis:

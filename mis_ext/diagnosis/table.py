@@ -45,12 +45,12 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="placeholder_log_probs",
             title="placeholders in place of log-probs",
-            looks_like="log-probs below -1000 on one side; 0 where the trainer is below -1, unless few of a response's zeros "
-            "are; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
+            looks_like="log-probs below -1000 on one side; 0 where the trainer is below -1, unless few of a response's "
+            "zeros are; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
             needs=("tokens",),
             rule=placeholders,
-            advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), or "
-            "set the loss_masks of tokens without one to 0. An engine returns 0 for tokens that it sampled greedily.",
+            advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
+            "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
             is_fault=True,
             guard="degenerate_behavior",
             takes_out=True,
