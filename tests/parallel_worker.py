@@ -447,7 +447,7 @@ class Worker:
 
     def run_dithering(self) -> list[str]:
         """Rank 0 alone has a weight that cannot be dithered: no rank goes on, to wait for it in its next step."""
-        from test_master_weights import Quantized, optimizer_of
+        from megatron_optimizer import Quantized, optimizer_of
 
         failures: list[str] = []
         rank, args = dist.get_rank(), SimpleNamespace(seed=1, rank=1)

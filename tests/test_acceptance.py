@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 from cases import flat, random_samples
+from hook_batches import make_batch
 from reference import Samples
-from test_guards import make_batch
-from test_host_synchronisation import recorded
+from synchronisation import recorded
 from thread_ranks import Rank, run_ranks
 from triton_support import DEVICE, OBSTACLE
 from zigzag import take

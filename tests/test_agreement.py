@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_guards import make_batch
+from hook_batches import make_batch
 from thread_ranks import Rank, run_ranks
 from triton_support import OBSTACLE
 from zigzag import take

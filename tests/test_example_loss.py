@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from example_runs import SMALL_RUN, WHOLE_LOSS, target, train
-from test_example import parse_args
+from grpo.arguments import parse_args
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from test_method_yaml import HOOK
+from method_cases import HOOK
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from test_method_gradients import apply, make_data, parameters
-from test_method_yaml import HOOK
-from test_method_yaml import PARAMETERS as FIRING
+from method_cases import HOOK, apply, make_data, parameters
+from method_cases import HOOK_PARAMETERS as FIRING
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight

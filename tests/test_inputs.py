@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_guards import call, make_batch
+from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext.correction.collectives import gather_rows, merge_bits

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_method_gradients import apply, make_data
+from method_cases import apply, make_data
 
 from mis_ext import PackedLayout
 from mis_ext.hosts.groups import Groups

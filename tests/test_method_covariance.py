@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from method_cases import apply, make_data
 from method_losses import Data, covariance
-from test_method_gradients import apply, make_data
 
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS

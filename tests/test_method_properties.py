@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_method_gradients import apply, each_preset, make_data, needs_one_advantage, parameters
+from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
 
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio, RatioWeight, Score

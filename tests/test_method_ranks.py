@@ -5,8 +5,8 @@ import dataclasses
 import method_losses
 import pytest
 import torch
-from test_host_synchronisation import recorded
-from test_method_gradients import apply, make_data, parameters
+from method_cases import apply, make_data, parameters
+from synchronisation import recorded
 from thread_ranks import run_ranks
 from zigzag import local_tokens
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from drawn_configs import draw_point
-from test_method_gradients import apply, make_data
+from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 
 import mis_ext
 from mis_ext.cli import main
@@ -24,35 +24,6 @@ from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.chosen import choose_method
 from mis_ext.methods.published import published
 
-# Wide enough that some sequences of random data pass.
-PARAMETERS = {
-    "sequence_mis": {"low": 0.3, "high": 3.0},
-    "geometric_rs": {"low": 0.92, "high": 1.08},
-    "geometric_rs_token_tis": {"low": 0.92, "high": 1.08, "bound": 1.2},
-    "sequence_mask_tis": {"low": 0.92, "high": 1.08},
-    "veto": {"low": 0.5},
-    "trm": {"high_max": 0.3, "high_mean": 0.1},
-    "decoupled_token_tis": {"high": 1.25},
-    "icepop": {"high": 1.5},
-    "sequence_error": {"high": 1.4},
-}
-HOOK = [
-    "decoupled",
-    "decoupled_token_tis",
-    "decoupled_sequence_tis",
-    "decoupled_token_clip",
-    "icepop",
-    "glm_5_reasoning",
-    "token_mis",
-    "sequence_mis",
-    "geometric_rs",
-    "segment_rs",
-    "geometric_rs_token_tis",
-    "sequence_mask_tis",
-    "veto",
-    "trm",
-    "sequence_error",
-]
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {
     "mis": "decoupled_token_tis",
@@ -91,7 +62,7 @@ def test_the_rows_that_the_hook_can_do_are_these() -> None:
 @pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("name", HOOK)
 def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
-    method = METHODS[name](**PARAMETERS.get(name, {}))
+    method = METHODS[name](**HOOK_PARAMETERS.get(name, {}))
     data, mask, layout = make_data()
     found = as_correction(method)
     host = Method(surrogate=Ratio(low=1.0 - found.low, high=1.0 + found.high, dual=found.dual))

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from method_cases import apply, make_data
 from method_losses import psis
-from test_host_synchronisation import recorded
-from test_method_gradients import apply, make_data
+from synchronisation import recorded
 from test_method_ranks import part
 from thread_ranks import run_ranks
 from zigzag import local_tokens

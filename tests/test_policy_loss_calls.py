@@ -10,7 +10,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
-from test_host_synchronisation import recorded
+from synchronisation import recorded
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK
-from test_method_gradients import parameters
+from method_cases import parameters
 from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 

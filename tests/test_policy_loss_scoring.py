@@ -12,7 +12,7 @@ from host_stand_ins import HOSTS, called, running
 from loss_cases import GATES, TOP_P
 from parallel_worker import Counter
 from process_ranks import run_checks
-from test_host_synchronisation import recorded
+from synchronisation import recorded
 from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hook_batches import make_batch
 from process_ranks import run_checks
-from test_guards import make_batch
 from torch.distributed.device_mesh import init_device_mesh
 
 import mis_ext

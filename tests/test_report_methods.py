@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_method_yaml import HOOK
-from test_method_yaml import PARAMETERS as FIRING
+from method_cases import HOOK
+from method_cases import HOOK_PARAMETERS as FIRING
 
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main

@@ -9,7 +9,7 @@ import torch
 from cases import args_of, flat, random_samples, sprinkle
 from drawn_configs import LEVELS, OF_TOKENS, Balanced, correct_point, draw_point
 from reference import Samples, correct
-from test_host_synchronisation import ENOUGH, call, recorded
+from synchronisation import ENOUGH, call, recorded
 from thread_ranks import run_ranks
 from triton_support import OBSTACLE
 from zigzag import local_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_guards import make_batch
+from hook_batches import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning

@@ -1,9 +1,9 @@
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from test_documentation import DOCS
 from trained_pairs import DOUBTFUL, KERNELS, LIMITS, MIN_SHARE, NEVER_TOGETHER, PAIRS, RIGHT, WRONG, judged, recorded
 from trained_pairs import JUDGED as ALL_JUDGED
 from trained_plants import EXPERTS, PLANTS, collected, sides_of
@@ -119,7 +119,7 @@ def test_the_record_is_what_is_judged_now() -> None:
 
 def test_the_page_counts_the_pairs() -> None:
     signs = Counter(each.sign for plants, each in recorded().items() if len(plants) == 2)
-    page = (DOCS / "report_causes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "report_causes.md").read_text(encoding="utf-8")
     assert (
         f"Of {len(PAIRS)} pairs {signs['+']} are right, in {signs['o']} a cause is among the alternatives, and "
         f"{signs[WRONG]} are told wrong:"

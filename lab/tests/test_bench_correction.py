@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import verifying
 from cases import args_of, call_hook, flat, random_samples
+from parity_cases import averaged, batch, compat, settings_of
 from process_ranks import joined, run_processes
 from reference import Samples
-from test_parity import averaged, batch, compat, settings_of
 from torch.autograd import DeviceType
 from workload import Shape, Workload, World
 from zigzag import take
