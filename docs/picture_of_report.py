@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("lab/studies", "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("lab/studies", "tests/support")]
 
 from browser import NAMES, Browser, find_browser  # noqa: E402
 from evidence.pictures import with_palette  # noqa: E402

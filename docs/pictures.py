@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "lab/studies", "tests"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "lab/studies", "tests/support"))]
 
 import matplotlib.pyplot as plt  # noqa: E402
 from evidence.pictures import save  # noqa: E402

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 from commands import json_of
 from rollout_logs import genuine, good, write
 from signatures import dotted, is_module, offered, still_called

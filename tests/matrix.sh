@@ -13,8 +13,11 @@ dir="$(mkdir -p "$1" && cd "$1" && pwd)"
 shift
 # Compiled graphs, the batch-invariant mode, routers and optimizers of Megatron-Core, caches of transformers; then masks,
 # continuous batching, and the demonstration, which has all of them.
-package=(policy_loss_calls batch_invariant_mode routing routing_replay sequence_invariance master_weights)
-examples=(recorder_transformers batch_invariant_mixtures true_on_policy)
+package=(loss/test_policy_loss_calls hosts/test_master_weights onpolicy/routing/test_routing
+    onpolicy/routing/test_routing_replay onpolicy/batch_invariant/test_batch_invariant_mode
+    onpolicy/batch_invariant/test_sequence_invariance)
+examples=(onpolicy/recording/test_recorder_transformers onpolicy/batch_invariant/test_batch_invariant_mixtures
+    examples/test_true_on_policy)
 # What a row pins itself, and what no test needs.
 own='^(-r|(torch|triton|megatron-core|transformers|tokenizers|huggingface-hub|mypy|ruff|types-PyYAML)==)'
 
@@ -26,7 +29,7 @@ run() {  # PYTHON TESTS PIN...
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${@:3}" -r "$venv/pins.txt" >&2 ||
         { echo "not installed"; return; }
     [ "$2" = package ] || files+=("${examples[@]}")
-    files=("${files[@]/#/tests/test_}")
+    files=("${files[@]/#/tests/}")
     files=("${files[@]/%/.py}")
     [ "$2" = package ] || files+=(lab/tests/test_model_zoo.py)
     PYTHONPATH="$PWD" OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -q --timeout 600 "${files[@]}" 2>&1 |

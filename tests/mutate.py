@@ -145,7 +145,7 @@ class Copy:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        of_checkout = (str(self._root), str(self._root / "tests"))
+        of_checkout = [str(self._root / name) for name in ("", "tests", "tests/support")]
         sys.path[:] = [str(self._folder), *(each for each in sys.path if each not in of_checkout)]
         os.environ["PYTHONPATH"] = str(self._folder)
         # The same examples each time, and a failing one as it is found.

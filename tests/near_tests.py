@@ -1,5 +1,11 @@
-"""Which test files see a module of the package: by what they import, and by the names of functions."""
+"""Which test files see a module of the package: by what they import, and by the names of functions.
 
+    python -m pytest $(python tests/near_tests.py mis_ext/correction/weights.py)
+
+It prints the nearest first.
+"""
+
+import argparse
 import ast
 import re
 from collections import defaultdict
@@ -30,7 +36,7 @@ class NearTests:
         for module, path in self._path_of.items():
             for other in self._named_in(path):
                 self._importers[other].add(module)
-        helpers = {path.stem: path for path in (root / "tests").glob("*.py")}
+        helpers = {path.stem: path for path in (root / "tests").rglob("*.py")}
         self._files = {}
         for path in helpers.values():
             if path.stem.startswith("test_"):
@@ -111,3 +117,18 @@ def _with_helpers(path: Path, helpers: dict[str, Path]) -> set[Path]:
         }
         new = {helpers[name] for name in words if name in helpers} - found
     return found
+
+
+def main() -> None:
+    """Print the test files that are near a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="a file of the package, such as mis_ext/correction/weights.py")
+    path, root = parser.parse_args().path.resolve(), Path(__file__).parents[1]
+    if not path.is_file() or not path.is_relative_to(root / "mis_ext"):
+        parser.error(f"{path} is no file of {root / 'mis_ext'}")
+    near = NearTests(root, "mis_ext").files(path.relative_to(root).as_posix(), ())
+    print("\n".join(sorted(near, key=lambda file: (near[file], file))))
+
+
+if __name__ == "__main__":
+    main()

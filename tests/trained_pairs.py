@@ -1,4 +1,4 @@
-"""Every pair of the causes of `tests/trained_plants.py` that makes sense together: what is named, and if it is right.
+"""Every pair of the causes of `support/trained_plants.py` that makes sense together: what is named, and if it is right.
 
 `python tests/trained_pairs.py` judges all of them anew in some minutes, and writes `tests/data/planted_pairs.csv`, from
 which the documentation is generated. With numbers behind it, it judges other tokens and prints what differs.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 from trained_plants import OF_ALL, PLANTS, collected
 
 from mis_ext.correction.tables import Table

@@ -8,14 +8,14 @@ first equal the judges of the tests (float64, smaller inputs of the same shape);
 
 - ``eager``, ``fused``: the hook of mis_ext as the hosts call it, ``MIS_EXT_BACKEND`` being ``eager`` or ``triton``;
   with lengths it has seen (*same*: what it caches per layout is there) and with lengths that no call has had before
-  (*new*, as in training). Verified against ``tests/reference.py``; on the full inputs two runs give the same bits, and
-  fused equals eager within 1e-6.
+  (*new*, as in training). Verified against ``tests/support/reference.py``; on the full inputs two runs give the same
+  bits, and fused equals eager within 1e-6.
 - ``compile``: ``torch.compile(fullgraph=True)`` of the eager pipeline alone: packed tensors to weights, masks and one
   number per metric; it packs nothing and spreads no metric over tokens. Verified against the uncompiled pipeline on the
   full inputs. One process only.
-- ``baseline``: ``host_baseline.py``, a loop over samples. Verified against ``tests/host_loop.py``. It emits all of its
-  metrics whatever ``--metrics`` says, and normalises over valid tokens of the rank instead of over kept ones of all:
-  what is timed is each side's own reading of the configuration.
+- ``baseline``: ``host_baseline.py``, a loop over samples. Verified against ``tests/support/host_loop.py``. It emits all
+  of its metrics whatever ``--metrics`` says, and normalises over valid tokens of the rank instead of over kept ones of
+  all: what is timed is each side's own reading of the configuration.
 
 Times are those of the slowest rank, from the call until its device is idle (*host*: until the call returns); all ranks
 start together and idle. *Device* adds up kernels and copies, collectives apart behind a plus. *Launches* are kernels,

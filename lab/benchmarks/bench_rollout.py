@@ -32,7 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from tiny_tokenizers import ENGLISH_TEXT, encode, encode_bytewise, english_tokenizer
 

@@ -3,9 +3,9 @@
     python lab/benchmarks/check_conversations.py [--conversations 10000] [--first 0] [--processes 2]
 
 Each conversation goes the whole way. Agents append, render anew, strip, lose reasoning, retry, repeat, edit, remove
-turns, call tools, are aborted, and ask for several answers (``tests/agents.py``). What they were answered is written as
-SGLang or vLLM write it, whole or as a stream (``tests/wire.py``). It is joined, read and built into samples, which are
-compared with what was sampled (``tests/truth.py``). Beside each response that is read, one fault is planted in a
+turns, call tools, are aborted, and ask for several answers (``tests/support/agents.py``). What they were answered is
+written as SGLang or vLLM write it, whole or as a stream (``wire.py`` there). It is joined, read and built into samples,
+which are compared with what was sampled (``truth.py``). Beside each response that is read, one fault is planted in a
 copy of it (``wire_faults.py``): it must be refused, or leave exactly the truth.
 
 A number is one conversation, whatever the others are: an error names it, and ``--first`` goes on from there.
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from agents import TEMPLATES, Conversation
 from streamed import lines_of

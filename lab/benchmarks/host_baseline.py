@@ -9,7 +9,7 @@ It emits every metric of the reference example that the configuration implies; t
 of mis_ext alone (``mis_*``, ``tis_normalize_*``, ``rs_gates``, the upper and the probability veto) are not read. Its
 numbers therefore differ from the package's in what docs/differences.md lists: it
 divides by the mean over this rank's valid tokens, the package over kept tokens of all data-parallel ranks; with
-``yaml/miles_compat.yaml`` both agree. ``tests/host_loop.py`` states the same behaviour in float64.
+``yaml/miles_compat.yaml`` both agree. ``tests/support/host_loop.py`` states the same behaviour in float64.
 """
 
 from __future__ import annotations

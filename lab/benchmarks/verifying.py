@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from workload import Responses, Shape, World, draw, hook_item
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 import host_loop
 import reference
@@ -52,7 +52,7 @@ class Judged:
         self.response = self.responses.mask[self.own] != 0
 
     def check_package(self, hook: Hook, args: Namespace, *, name: str) -> None:
-        """A hook of the package against ``tests/reference.py``; twice, since the first call of ``args`` is special."""
+        """A hook of the package against ``tests/support/reference.py``, twice: the first call is special."""
         expected = self.expected
         for _ in range(2):
             loss, masks, metrics = hook(args, **self._item())
@@ -69,7 +69,7 @@ class Judged:
                     self._close(f"{name}: {metric}", values, _flat(expected.tokens[metric]), on_response=True)
 
     def check_baseline(self, hook: Hook, args: Namespace) -> None:
-        """The per-sample loop against ``tests/host_loop.py``."""
+        """The per-sample loop against ``tests/support/host_loop.py``."""
         samples = _samples(self.responses)
         expected = host_loop.correct(self.keys, train=samples.train, rollout=samples.rollout, masks=samples.masks)
         loss, masks, metrics = hook(args, **self._item())

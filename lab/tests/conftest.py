@@ -1,4 +1,4 @@
-"""What these tests import: programs of the lab, the examples, and helpers of `tests/`, which imports none of these."""
+"""What these tests import besides the helpers of `tests/support`: programs of the lab, and the examples."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tests", "lab/studies", "lab/benchmarks", "lab/hosts", "examples", "examples/questions", "docs")
+FOLDERS = ("lab/studies", "lab/benchmarks", "lab/hosts", "examples", "examples/questions", "docs")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 

@@ -5,7 +5,7 @@ The hosts' code is not part of this repository. With a clone of each, and httpx 
     python lab/peers/host_losses/record.py --slime ~/slime --miles ~/miles [--check] [--compiled]
 
 Each host runs at one revision (``REVISIONS``, and in the file) on the micro-batch and the options of
-``tests/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
+``tests/support/loss_cases.py``, with the hook of mis_ext where an option has a correction; some options also with two
 context-parallel ranks, in Miles packed and padded. ``--check`` writes nothing. It compares the hosts' own losses with
 the file, and ``mis_ext.policy_loss`` with them: that one runs in each host's process, where it takes the host's own
 groups, once with the host's own log-probs and once with fused scoring. There are then more options, which are about
@@ -49,7 +49,7 @@ TOPOLOGIES = {False: ((1, 1), (2, 1)), True: ((1, 1), (2, 1), (1, 2))}
 NO_CACHED_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 """With them torch 2.13 takes a graph of other clip bounds from the disk (docs/errors.md): ``gspo`` is wrong then."""
 
-sys.path += [str(ROOT), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 
 import loss_cases  # noqa: E402
 

@@ -57,7 +57,7 @@ ABSENT = (
 )
 """Packages that are imported and not called."""
 
-sys.path += [str(ROOT), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 
 import peer_correction_cases as cases  # noqa: E402
 import verl_cases  # noqa: E402

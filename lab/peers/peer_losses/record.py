@@ -31,7 +31,7 @@ REVISIONS = {
 }
 TOLERANCE = 2e-6
 
-sys.path += [str(ROOT), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 
 import peer_cases  # noqa: E402
 import verl_cases  # noqa: E402

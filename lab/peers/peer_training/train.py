@@ -34,7 +34,7 @@ ROOT = HERE.parents[2]
 DATA = ROOT / "tests" / "data"
 FILE = DATA / "peer_training" / "training.json.xz"
 
-sys.path += [str(ROOT / "tests"), str(HERE.parent / "peer_corrections"), str(ROOT), str(ROOT / "lab" / "hosts")]
+sys.path += [str(ROOT / "tests" / "support"), str(HERE.parent / "peer_corrections"), str(ROOT), str(ROOT / "lab/hosts")]
 
 import peer_correction_cases  # noqa: E402
 import peer_training  # noqa: E402

@@ -33,7 +33,7 @@ FILE = ROOT / "tests" / "data" / "trl" / "numbers.json.xz"
 VERSION = "1.16.0"
 TOLERANCE = 2e-6
 
-sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "trl")]
+sys.path += [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "examples" / "trl")]
 
 import train  # noqa: E402
 import trl_cases as cases  # noqa: E402

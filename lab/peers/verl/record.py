@@ -6,9 +6,9 @@ ray, transformers and orjson, from the repository's root:
     python lab/peers/verl/record.py --verl ~/verl [--check]
 
 It runs at one revision (``REVISION``). Every preset, every criterion and every loss runs on the batches of
-``tests/verl_cases.py``: first as verl is, then after ``mis_ext.hosts.verl.register`` with the converted options. The
-largest difference of both is printed, and must be below ``TOLERANCE``. Masks of options that an older release had are
-of its own file, which git has. ``--check`` writes nothing, and compares verl's numbers with the file.
+``tests/support/verl_cases.py``: first as verl is, then after ``mis_ext.hosts.verl.register`` with the converted
+options. The largest difference of both is printed, and must be below ``TOLERANCE``. Masks of options that an older
+release had are of its own file, which git has. ``--check`` writes nothing, and compares verl's numbers with the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE = ROOT / "tests" / "data" / "verl" / "numbers.json.xz"
 REVISION = "1dda039b9c6311889a9c9a26040677e1254814f9"
 TOLERANCE = 2e-6
 
-sys.path += [str(ROOT), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 
 import verl_cases  # noqa: E402
 

@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 FILE = ROOT / "tests" / "data" / "verl" / "training.json.xz"
 
-sys.path += [str(ROOT / "tests")]
+sys.path += [str(ROOT / "tests" / "support")]
 
 import peer_training  # noqa: E402
 import peer_training_cases as cases  # noqa: E402

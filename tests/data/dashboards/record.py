@@ -28,7 +28,7 @@ PAGE = HERE.parents[2] / "docs" / "metrics.md"
 NAMES = ("wandb", "TensorBoard", "MLflow")
 BLOCK = 32768
 
-sys.path += [str(HERE.parents[2]), str(HERE.parents[1])]
+sys.path += [str(HERE.parents[2]), str(HERE.parents[1] / "support")]
 
 import dashboard_cases as cases  # noqa: E402
 

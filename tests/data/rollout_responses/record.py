@@ -4,9 +4,9 @@ With the environment of ``examples/sglang_environment.sh``, from the repository'
 
     .venv-sglang/bin/python tests/data/rollout_responses/record.py
 
-The model is a Qwen3 of two layers with random weights, its tokenizer the English one of ``tests/tiny_tokenizers.py``,
-which is written to ``tokenizer.json`` next to the responses. A file has the request as it was sent, the HTTP status and
-the response as it came.
+The model is a Qwen3 of two layers with random weights, its tokenizer the English one of
+``tests/support/tiny_tokenizers.py``, which is written to ``tokenizer.json`` next to the responses. A file has the
+request as it was sent, the HTTP status and the response as it came.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from tiny_tokenizers import encode, english_tokenizer
 
     tokenizer = english_tokenizer()

@@ -92,7 +92,7 @@ def cases(prompt: list[int]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from tiny_tokenizers import encode, english_tokenizer
 
     tokenizer = english_tokenizer()

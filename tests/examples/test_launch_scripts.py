@@ -1,0 +1,246 @@
+"""The launch scripts add our flags to the hosts' own scripts, and nothing else."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from examples.grpo.arguments import parse_args
+from examples.launch_flags import launch_flags
+
+pytestmark = pytest.mark.whole_run
+
+REPOSITORY = Path(__file__).parents[2]
+FUNCTION = "mis_ext.compute_mis_weights_with_cp"
+CHECK = ["--custom-megatron-init-path", "mis_ext.check_setup"]
+SLIME_SCRIPT = """\
+#!/bin/bash
+MISC_ARGS=(--attention-backend flash)
+ray job submit --address="http://127.0.0.1:8265" \\
+   -- python3 train.py \\
+   --colocate \\
+   ${MISC_ARGS[@]}
+"""
+# Miles' script hands the text of --extra-args to a shell, behind flags of its own.
+MILES_SCRIPT = """\
+import subprocess, sys
+extra_args = sys.argv[sys.argv.index("--extra-args") + 1]
+subprocess.run(["bash", "-c", f"ray job submit -- python3 train.py --colocate {extra_args}"], check=True)
+"""
+# Ray joins and quotes what it was given, and a shell on the cluster runs that.
+RAY = f"""\
+#!{sys.executable}
+import json, os, pathlib, sys
+pathlib.Path(os.environ["SUBMITTED"]).write_text(json.dumps(sys.argv[sys.argv.index("train.py") + 1 :]))
+"""
+AWKWARD_NAME = """with spaces, R&D a|b it's "quoted" back\\slash $HOME;#*"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    """Checkouts of slime and Miles with just the scripts that ours wrap, and a ``ray`` that notes what it is given."""
+    for host, name, text in (
+        ("slime", "run-qwen3-4B.sh", SLIME_SCRIPT),
+        ("miles", "run_qwen3_4b.py", MILES_SCRIPT),
+    ):
+        (tmp_path / host / "scripts").mkdir(parents=True)
+        (tmp_path / host / "scripts" / name).write_text(text)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ray").write_text(RAY)
+    (tmp_path / "bin" / "ray").chmod(0o755)
+    return tmp_path
+
+
+def launch(hosts: Path, host: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(REPOSITORY / "examples" / host / "run-qwen3-4b-mis.sh"), *map(str, arguments)]
+    set_here = {
+        "PATH": os.pathsep.join([str(hosts / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+        "SUBMITTED": str(hosts / "submitted.json"),
+        f"{host.upper()}_DIR": str(hosts / host),
+    }
+    return subprocess.run(command, env=os.environ | set_here | environment, capture_output=True, text=True)
+
+
+def submitted(hosts: Path) -> list[str]:
+    return json.loads((hosts / "submitted.json").read_text())
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def config_of(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_host_gets_three_more_flags_and_their_check_and_keeps_its_own(hosts: Path, host: str) -> None:
+    result = launch(hosts, host)
+    assert result.returncode == 0, result.stderr
+    mis_yaml = str(REPOSITORY / "yaml" / "mis.yaml")
+    ours = ["--use-tis", "--custom-tis-function-path", FUNCTION, "--custom-config-path", mis_yaml]
+    theirs = ["--colocate"] if host == "miles" else ["--colocate", "--attention-backend", "flash"]
+    assert sorted(submitted(hosts)) == sorted(CHECK + ours + theirs)
+    assert " ".join(ours) in " ".join(submitted(hosts))
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_file_that_only_measures_is_launched_to_measure(hosts: Path, host: str) -> None:
+    result = launch(hosts, host, REPOSITORY / "yaml" / "metrics_only.yaml")
+    assert result.returncode == 0, result.stderr
+    assert "--get-mismatch-metrics" in submitted(hosts)
+    assert "--use-tis" not in submitted(hosts)
+
+
+@pytest.mark.parametrize("preset", sorted((REPOSITORY / "yaml").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_is_launched_with_the_switch_that_it_needs(preset: Path) -> None:
+    switch = "--get-mismatch-metrics" if preset.stem == "metrics_only" else "--use-tis"
+    assert launch_flags(preset)[0] == switch
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ("get_mismatch_metrics: true\n", "--get-mismatch-metrics"),
+        ("# use_tis: false\nuse_tis: yes\n", "--use-tis"),
+        ("mis: {weight: {level: token}}\nuse_tis: off\n", "--get-mismatch-metrics"),
+        ("rollout: {use_tis: false}\n", "--use-tis"),
+    ],
+)
+def test_the_switch_is_read_as_yaml_and_not_as_text(tmp_path: Path, text: str, switch: str) -> None:
+    assert launch_flags(config_of(tmp_path, text))[0] == switch
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "use_tis: null\n",
+        "use_tis: false\nget_mismatch_metrics: false\n",
+        "use_tis: false\nmis_metrics: []\n",
+        "custom_tis_function_path: null\n",
+        "use_tis: 'false'\n",
+        "tis_levle: token\n",
+        "- use_tis\n",
+        "use_tis: [\n",
+    ],
+)
+def test_a_file_with_which_nothing_would_be_measured_has_no_flags(tmp_path: Path, text: str) -> None:
+    config = config_of(tmp_path, text)
+    with pytest.raises((ValueError, TypeError), match=re.escape(str(config))):
+        launch_flags(config)
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_launch_that_would_measure_nothing_is_refused(hosts: Path, host: str) -> None:
+    config = config_of(hosts, "use_tis: false\nget_mismatch_metrics: false\n")
+    before = files(hosts)
+    result = launch(hosts, host, config)
+    assert result.returncode == 2
+    assert f"{config}: nothing would be corrected or measured" in result.stderr
+    assert files(hosts) == before
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_any_path_arrives_as_it_is(hosts: Path, host: str) -> None:
+    checkout = hosts / AWKWARD_NAME / host
+    shutil.copytree(hosts / host, checkout)
+    config = hosts / AWKWARD_NAME / f"{AWKWARD_NAME}.yaml"
+    shutil.copy(REPOSITORY / "yaml" / "icepop.yaml", config)
+    result = launch(hosts, host, config, **{f"{host.upper()}_DIR": str(checkout)})
+    assert result.returncode == 0, result.stderr
+    assert submitted(hosts)[submitted(hosts).index("--custom-config-path") + 1] == str(config)
+
+
+def test_a_relative_checkout_and_file_are_found(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(hosts, "use_tis: true\n")
+    monkeypatch.chdir(hosts)
+    for host in ("slime", "miles"):
+        result = launch(hosts, host, config.name, **{f"{host.upper()}_DIR": host})
+        assert result.returncode == 0, result.stderr
+        assert str(config) in submitted(hosts)
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_dry_run_shows_the_flags_writes_nothing_and_starts_nothing(hosts: Path, host: str) -> None:
+    before = files(hosts)
+    result = launch(hosts, host, DRY_RUN="1")
+    assert result.returncode == 0, result.stderr
+    assert FUNCTION in result.stdout
+    assert files(hosts) == before
+
+
+def test_slime_runs_a_copy_of_its_script_with_one_more_line(hosts: Path) -> None:
+    assert launch(hosts, "slime").returncode == 0
+    written = (hosts / "slime" / "scripts" / "run-qwen3-4B-mis_ext.sh").read_text().splitlines()
+    added = [line for line in written if line not in SLIME_SCRIPT.splitlines()]
+    assert [line for line in written if line not in added] == SLIME_SCRIPT.splitlines()
+    assert len(added) == 1
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_another_function_at_start_is_not_replaced(hosts: Path, host: str) -> None:
+    """The hosts' parsers take the last one."""
+    mine = "--custom-megatron-init-path mine.init"
+    script = hosts / "slime" / "scripts" / "run-qwen3-4B.sh"
+    script.write_text(SLIME_SCRIPT.replace("--attention-backend flash", mine))
+    assert launch(hosts, host, MILES_SCRIPT_EXTRA_ARGS=mine).returncode == 0
+    given = submitted(hosts)
+    assert [value for flag, value in pairwise(given) if flag == CHECK[0]] == [CHECK[1], "mine.init"]
+
+
+def test_a_slime_script_of_another_shape_is_refused(hosts: Path) -> None:
+    (hosts / "slime" / "scripts" / "run-qwen3-4B.sh").write_text("python3 train_async.py\n")
+    result = launch(hosts, "slime")
+    assert result.returncode == 1
+    assert "by hand" in result.stderr
+
+
+def test_arguments_of_miles_are_passed_on_and_its_further_flags_are_kept(hosts: Path) -> None:
+    config = REPOSITORY / "yaml" / "icepop.yaml"
+    arguments = (config, "--mode", "debug_minimal")
+    result = launch(hosts, "miles", *arguments, DRY_RUN="1", MILES_SCRIPT_EXTRA_ARGS="--seed 7")
+    python, script, option, text, *rest = shlex.split(result.stdout)
+    assert [python, script, option, *rest] == [
+        "python3",
+        "scripts/run_qwen3_4b.py",
+        "--extra-args",
+        "--mode",
+        "debug_minimal",
+    ]
+    assert shlex.split(text) == [*CHECK, "--seed", "7", *launch_flags(config)]
+
+
+@pytest.mark.parametrize("arguments", [("--extra-args", "--seed 7"), ("--extra-args=--seed 7",)])
+def test_extra_arguments_of_miles_cannot_replace_ours(hosts: Path, arguments: tuple[str, ...]) -> None:
+    result = launch(hosts, "miles", REPOSITORY / "yaml" / "mis.yaml", *arguments)
+    assert result.returncode == 2
+    assert "MILES_SCRIPT_EXTRA_ARGS" in result.stderr
+
+
+def test_the_readme_counts_the_flags_that_it_shows() -> None:
+    sections = (REPOSITORY / "README.md").read_text().split("\n## ")
+    (section,) = [section for section in sections if section.split("\n")[0].endswith(" flags")]
+    shown = " ".join(re.findall(r"^--.*$", section, flags=re.MULTILINE))
+    assert len(re.findall(r"--[a-z]", shown)) == {"Two": 2, "Three": 3}[section.split()[0]]
+    assert shlex.split(shown) == [*launch_flags(REPOSITORY / "yaml" / "mis.yaml")[:-1], "yaml/mis.yaml"]
+
+
+def test_the_example_refuses_a_run_that_names_a_correction_and_never_calls_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    metrics_only = REPOSITORY / "yaml" / "metrics_only.yaml"
+    as_in_run_sh = ["--use-tis", "--custom-tis-function-path", FUNCTION, "--custom-config-path", str(metrics_only)]
+    with pytest.raises(SystemExit):
+        parse_args(as_in_run_sh)
+    assert "--get-mismatch-metrics" in capsys.readouterr().err
+    assert parse_args([*as_in_run_sh, "--get-mismatch-metrics"]).get_mismatch_metrics

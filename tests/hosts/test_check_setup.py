@@ -1,0 +1,477 @@
+"""The check at start refuses what the first step would refuse, or what would do nothing. Else it says what will run."""
+
+import argparse
+import base64
+import functools
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mis_ext
+from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.slime_miles.host import MILES, SLIME
+
+PATH = "mis_ext.check_setup"
+HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
+MEASURE = HOOK | {"use_tis": False, "get_mismatch_metrics": True}
+LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
+# What both hosts' parsers set by themselves, and the rank that they write over it.
+OF_HOSTS = {
+    "use_tis": False,
+    "get_mismatch_metrics": False,
+    "use_rollout_logprobs": False,
+    "custom_tis_function_path": None,
+}
+OF_HOSTS |= {"loss_type": "policy_loss", "custom_loss_function_path": None, "rollout_data_postprocess_path": None}
+OF_HOSTS |= {"tis_clip": 2.0, "tis_clip_low": 0, "eps_clip": 0.2, "rollout_temperature": 1.0, "rank": 0}
+OF_HOSTS |= {
+    "custom_rm_path": None,
+    "custom_generate_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+}
+OF_HOSTS |= {"custom_config_path": None, "custom_megatron_init_path": PATH}
+
+
+def arguments(keys: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**OF_HOSTS | keys)
+
+
+def flag_of(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
+
+
+def start(keys: dict[str, Any]) -> None:
+    """As ``init(args)`` of both hosts has it: the function is found by its path, and gets ``args`` alone."""
+    args = arguments(keys)
+    module, _, name = args.custom_megatron_init_path.rpartition(".")
+    custom_init = getattr(importlib.import_module(module), name)
+    assert custom_init(args) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            HOOK,
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp "
+            "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
+        ),
+        (
+            HOOK
+            | {"tis_level": "none", "use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 4.0, "mis_metrics": []},
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | gate rs_mask: 0.5 <= rho_t <= 4 "
+            "| 0 metrics train/mis_*",
+        ),
+        (
+            MEASURE | {"mis_metrics": ["mis_kl"]},
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | measures only | 1 metrics train/mis_*",
+        ),
+        (
+            LOSS | {"use_tis": True, "tis_upper_bound": 3.0},
+            "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline "
+            "| weight, token: x = rho_t; w = x, at most 3 | 9 metrics train/mis_*",
+        ),
+        (
+            LOSS | {"mis_loss_method": "dppo_tv"},
+            "mis_ext: policy_loss in place of the host's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
+        ),
+    ],
+    ids=["hook", "gate alone", "metrics only", "whole loss", "method"],
+)
+def test_a_good_configuration_passes_and_says_in_one_line_what_will_run(capsys, keys, line) -> None:
+    start(keys)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_only_rank_0_says_it_and_every_rank_refuses(capsys) -> None:
+    for rank in range(4):
+        start(HOOK | {"rank": rank})
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    for rank in range(4):
+        with pytest.raises(ValueError, match="tis_levl"):
+            start(HOOK | {"tis_levl": "token", "rank": rank})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "preset", sorted((Path(__file__).parents[2] / "yaml").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_preset_passes_with_the_flags_of_its_launch(preset: Path) -> None:
+    switches = MEASURE if preset.stem == "metrics_only" else HOOK
+    start(switches | yaml.safe_load(preset.read_text()))
+
+
+def calls_prepare_grads(optimizer: Any) -> None:
+    optimizer.prepare_grads()
+    optimizer.step()
+
+
+def calls_step_alone(optimizer: Any) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+@pytest.mark.parametrize(
+    ("keys", "step", "is_warned"),
+    [
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, calls_prepare_grads, True),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, functools.wraps(calls_prepare_grads)(start), True),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": False}, calls_step_alone, False),
+        ({"fp16": True, "check_for_nan_in_loss_and_grad": True}, calls_prepare_grads, False),
+        ({"fp16": False, "check_for_nan_in_loss_and_grad": False}, calls_prepare_grads, False),
+        ({}, calls_prepare_grads, False),
+    ],
+    ids=["twice", "wrapped", "mended", "constant scale", "bf16", "neither"],
+)
+def test_it_warns_of_gradients_in_fp16_that_the_host_would_unscale_twice(
+    monkeypatch, capsys, host, keys, step, is_warned
+) -> None:
+    if host == "miles":
+        monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    name = f"{host}.backends.megatron_utils.model"
+    training = types.ModuleType(name)
+    training.train_one_step = step
+    monkeypatch.setitem(sys.modules, name, training)
+    for rank in (0, 1):
+        start(HOOK | keys | {"rank": rank})
+        first, *others = capsys.readouterr().out.splitlines() or [""]
+        assert first.startswith("mis_ext: the host's own loss") == (rank == 0)
+        assert len(others) == (is_warned and rank == 0)
+        assert all(f"this {host} divides gradients by the scale twice" in line for line in others)
+
+
+WRONG = [
+    HOOK | {"tis_levl": "token"},
+    HOOK | {"tis_level": "tokn"},
+    HOOK | {"tis_upper_bound": "1e-4"},
+    HOOK | {"rs_level": "token"},
+    HOOK | {"use_rollout_logprobs": True},
+    HOOK | {"tis_clip": 5.0},
+    HOOK | {"mis_loss_mode": "decoupled"},
+    LOSS | {"mis_loss_mode": "decoupled"},
+    LOSS | {"mis_loss_mode": "bypas"},
+    LOSS | {"mis_loss_proximal": "current", "num_steps_per_rollout": 4},
+    LOSS | {"use_tis": True, "use_rollout_logprobs": True},
+]
+
+
+@pytest.mark.parametrize("keys", WRONG, ids=lambda keys: str([*keys.items()][-1]))
+def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
+    with pytest.raises((ValueError, TypeError)) as at_step:
+        run_of(arguments(keys), whole_loss=keys.get("loss_type") == "custom_loss")
+    with pytest.raises(type(at_step.value), match=f"^{re.escape(str(at_step.value))}$"):
+        start(keys)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        # --custom-tis-function-pth: the hosts' parsers drop it.
+        (
+            {"use_tis": True, "rs_veto_threshold": 1e-4},
+            ["--custom-tis-function-path is not set, so the host's own TIS would run", "do nothing: rs_veto_threshold"],
+        ),
+        ({"use_tis": True}, ["--custom-tis-function-path is not set"]),
+        ({"custom_tis_function_path": HOOK["custom_tis_function_path"]}, ["neither use_tis nor get_mismatch_metrics"]),
+        ({"mis": {"weight": {}}}, ["neither use_tis nor get_mismatch_metrics", "do nothing: mis;"]),
+        (
+            {"use_tis": True, "custom_tis_function_pth": "x"},
+            ["'custom_tis_function_pth': did you mean 'custom_tis_function_path'?"],
+        ),
+        (HOOK | {"loss_type": "sft_loss"}, ["--loss-type sft_loss calls no function of mis_ext"]),
+        (HOOK | {"loss_type": "custom_loss"}, ["--custom-loss-function-path is not set; "]),
+        (
+            HOOK | {"custom_tis_function_path": "torch.nn.functional.relu"},
+            ["--custom-tis-function-path torch.nn.functional.relu is not mis_ext.compute_mis_weights_with_cp"],
+        ),
+        (
+            LOSS | {"custom_loss_function_path": HOOK["custom_tis_function_path"]},
+            ["--custom-loss-function-path mis_ext.compute_mis_weights_with_cp is not mis_ext.policy_loss"],
+        ),
+    ],
+)
+def test_it_refuses_a_launch_that_would_not_call_mis_ext(capsys, keys, messages) -> None:
+    with pytest.raises(ValueError, match=r"^mis_ext would not be called: ") as raised:
+        start(keys)
+    assert [message for message in messages if message not in str(raised.value)] == []
+    assert capsys.readouterr().out == ""
+
+
+def test_names_of_the_hosts_are_no_misspellings(capsys) -> None:
+    with pytest.raises(ValueError, match="would not be called") as raised:
+        start({})
+    assert "did you mean" not in str(raised.value)
+
+
+def test_a_path_that_leads_nowhere_is_the_hosts_own_error_with_the_flag() -> None:
+    flag = "--custom-tis-function-path"
+    with pytest.raises(AttributeError, match=f"^{flag} mis_ext.compute_mis_weights_with_pc: .* has no attribute"):
+        mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_pc"}))
+    with pytest.raises(ImportError, match=f"^{flag} no_such_package.hook: No module named 'no_such_package'"):
+        mis_ext.check_setup(arguments(HOOK | {"custom_tis_function_path": "no_such_package.hook"}))
+    with pytest.raises(AttributeError, match=r"^--custom-loss-function-path mis_ext\.policy_los: "):
+        mis_ext.check_setup(arguments(LOSS | {"custom_loss_function_path": "mis_ext.policy_los"}))
+
+
+def test_the_long_path_of_our_function_and_a_wrapper_of_it_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(HOOK | {"custom_tis_function_path": "mis_ext.hosts.slime_miles.hook.compute_mis_weights_with_cp"})
+    mine = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+
+    @functools.wraps(mis_ext.compute_mis_weights_with_cp)
+    def wrapper(args: Any, **given: Any) -> Any:
+        return mis_ext.compute_mis_weights_with_cp(args, **given)
+
+    mine.wrapper, mine.other = wrapper, lambda args, **given: wrapper(args, **given)
+    start(HOOK | {"custom_tis_function_path": "mine.wrapper"})
+    with pytest.raises(ValueError, match=r"functools\.wraps"):
+        start(HOOK | {"custom_tis_function_path": "mine.other"})
+
+
+STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"
+
+
+@pytest.mark.parametrize(
+    ("argument", "path", "message"),
+    [
+        (STEP, "mis_ext.dither_weight", "module 'mis_ext' has no attribute 'dither_weight'"),
+        (STEP, "mis_ext.hosts.dithering.dither_weights", "No module named 'mis_ext.hosts.dithering'"),
+        (STEP, "dither_weights", "Empty module name"),
+        (STEP, "no_such_package.hook", "No module named 'no_such_package'"),
+        (STEP, "mis_ext.dither_master_weights", "the flag takes mis_ext.dither_weights"),
+        (STEP, "mis_ext.hosts.slime_miles.dither_weights", "the flag takes mis_ext.dither_weights"),
+        (SCORING, "mis_ext.dither_weights", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
+        (SCORING, "mine.renamed", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
+        (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),
+        ("rollout_data_postprocess_path", "mis_ext.prepare_rollouts", "has no attribute 'prepare_rollouts'"),
+        ("rollout_data_postprocess_path", "mis_ext.dither_weights", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
+        ("custom_generate_function_path", "mis_ext.generate", "has no attribute 'generate'"),
+        ("custom_generate_function_path", "mis_ext.policy_loss", "the flag takes mis_ext.rollout.generate"),
+        ("rollout_function_path", "mis_ext.rollout.generate", "this one is for --custom-generate-function-path"),
+        ("custom_loss_function_path", "mis_ext.check_setup", "this one is for --custom-megatron-init-path"),
+        ("custom_pg_loss_reducer_function_path", "mis_ext.policy_loss", "takes no function of mis_ext; this one is"),
+    ],
+)
+def test_a_function_of_ours_that_is_misspelt_or_at_another_flag_is_refused(
+    argument, path, message, monkeypatch
+) -> None:
+    mine = types.ModuleType("mine")
+    mine.renamed = mis_ext.dither_weights
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    expected = f"^{re.escape(f'{flag_of(argument)} {path}: ')}.*{re.escape(message)}"
+    with pytest.raises((ValueError, ImportError, AttributeError), match=expected):
+        start(HOOK | {"bf16": True, argument: path})
+
+
+def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_none() -> None:
+    start(
+        HOOK
+        | {"bf16": True, STEP: "mis_ext.dither_weights", "custom_generate_function_path": "mis_ext.rollout.generate"}
+    )
+    for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"):
+        start(HOOK | {"rollout_data_postprocess_path": path})
+    # The host's own process of rollouts loads that of the user, and may have what a training rank has not.
+    start(HOOK | {"custom_config_path": "mis_ext.yaml", "custom_rm_path": "no_such_package.reward"})
+    start(HOOK | {"custom_generate_function_path": "no_such_package.generate", SCORING: "os.path.join"})
+    # No function is loaded there, whatever the file is called.
+    start(HOOK | {"save_path": "mis_ext.compute_mis_weights_with_cp"})
+
+
+TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}
+TARGET |= {"rs_lower_bound": 0.1, "rs_upper_bound": 9.0}
+SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs) -> None:
+    for switches in (HOOK, LOSS | {"use_tis": True}):
+        with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
+            start(switches | needs)
+        start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED, {}], ids=["target", "scope", "nothing"])
+def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}
+
+    def warned(keys: dict[str, Any]) -> bool:
+        start(launch | keys)
+        _, *lines = capsys.readouterr().out.splitlines()
+        return any("slime skips the pass that scores the rollout" in line for line in lines)
+
+    assert not warned({})
+    monkeypatch.setitem(sys.modules, SLIME, types.ModuleType(SLIME))
+    assert warned({}) == bool(needs)
+    sizes = {"num_steps_per_rollout": None, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    assert warned(sizes | {"global_batch_size": 32}) == bool(needs)
+    assert not warned(sizes | {"global_batch_size": 16})
+    for scored in ({"num_steps_per_rollout": 2}, {"kl_coef": 0.1}, {"advantage_estimator": "gspo"}, LOSS):
+        assert not warned(scored)
+    assert not warned({"use_routing_replay": True})
+    assert warned({"use_routing_replay": True, "use_rollout_routing_replay": True}) == bool(needs)
+
+
+@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+@pytest.mark.parametrize("path", [None, "os.path.join"], ids=["none", "of the user"])
+def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
+    needs, path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    for switches in (HOOK, LOSS | {"use_tis": True}):
+        start(switches | {"rollout_data_postprocess_path": path})
+        with pytest.raises(ValueError, match="Miles passes no rollout data; write fixed bounds, and tis_normalize_sco"):
+            start(switches | needs | {"rollout_data_postprocess_path": path})
+
+
+@pytest.mark.parametrize("path", ["mis_ext.prepare_rollout", "mis_ext.log_mismatch"])
+def test_in_miles_a_function_of_ours_gets_no_rollout_and_is_refused(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
+        start(switches | {"rollout_data_postprocess_path": path})
+    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
+        with pytest.raises(ValueError, match=f"--rollout-data-postprocess-path {path}: Miles passes no rollout data"):
+            start(switches | {"rollout_data_postprocess_path": path})
+
+
+def test_the_session_of_the_check_is_the_one_of_the_run() -> None:
+    args = arguments(HOOK)
+    mis_ext.check_setup(args)
+    session = mis_ext.session_for(args)
+    mis_ext.check_setup(args)
+    assert mis_ext.session_for(args) is session
+
+
+def with_file(path: str, content: dict[str, Any]) -> argparse.Namespace:
+    """As both hosts have it: their parser, the file over it, and what they set later."""
+    parser = argparse.ArgumentParser()
+    flags = OF_HOSTS | HOOK | {"eps_clip_high": None}
+    del flags["custom_config_path"], flags["rank"]
+    for flag, default in (flags | {"custom_config_path": path, "padded_vocab_size": None}).items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", default=default)
+    args = parser.parse_args([])
+    args.sglang_mem_fraction = 0.8
+    for key, value in content.items():
+        setattr(args, key, value)
+    args.rank, args.world_size = 0, 1
+    return args
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("max_turns: 3\n", ["'max_turns'"]),
+        ("eps_clip_hihg: 0.28\nname: x\n", ["'eps_clip_hihg' (did you mean 'eps_clip_high'?)", "'name'"]),
+        ("tau: 0.1\nmis_loss_x: null\n", None),
+        ("eps_clip_high: 0.28\ntis_upper_bound: 3.0\nrs_veto_threshold: 1.0e-4\nsglang_mem_fraction: 0.7\n", []),
+        ("on_policy_tokens: {max_turns: 3}\nmis_metrics: [mis_kl]\n", []),
+        ("# Nothing yet.\n", []),
+    ],
+)
+@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
+def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, inline, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
+    args = with_file(given, yaml.safe_load(text) or {})
+    if named is None:
+        with pytest.raises(ValueError, match="unknown keys: 'mis_loss_x'"):
+            mis_ext.check_setup(args)
+        return
+    mis_ext.check_setup(args)
+    _, *lines = capsys.readouterr().out.splitlines()
+    about = f"keys of {'base64:...' if inline else path} that neither mis_ext nor the host has, without effect unless a"
+    assert lines == [f"mis_ext: warning: {about} function of yours reads them: {', '.join(named)}"] * bool(named)
+
+
+# As a reward or generate function of the user's reads them. Both hosts put every key of the file on ``args``.
+OF_OTHERS = {"weights": {"acc": 0.7, "fmt": 0.3}, "metric": "accuracy", "scopes": ["math"], "guards": ["length"]}
+OF_OTHERS |= {"low": 1, "high": 0.9, "after": 100, "gate": "linear", "statistic": "x", "reduce": "mean", "name": "x"}
+OF_OTHERS |= {"action": "zero", "normalize": True, "warn_only": True, "per_token_loss": True, "only_outside": [0.5]}
+OF_OTHERS |= {"bypass": True, "ppo": True, "veto": 1, "reinforce": True, "decoupled": True, "icepop": True}
+OF_OTHERS |= {"metrics_only": ["reward"], "gated_mis": "on"}
+ADVISED = {
+    "normalize": "write tis_batch_normalize: true",
+    "gate": "write rs_gates",
+    "ppo": "write mis_loss_method: ppo",
+}
+ADVISED |= {"high": "indent it under the weight or a gate of mis:", "statistic": "indent it under a gate of mis:"}
+ADVISED |= {"after": ADVISED["statistic"], "metrics_only": "write use_tis: false, and give --get-mismatch-metrics"}
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
+def test_keys_that_may_be_somebody_elses_stop_nothing_and_are_named_with_advice(inline, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text := yaml.safe_dump(OF_OTHERS))
+    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
+    mis_ext.check_setup(args := with_file(given, OF_OTHERS))
+    assert mis_ext.session_for(args).config == mis_ext.CorrectionConfig()
+    _, line = capsys.readouterr().out.splitlines()
+    assert [key for key in OF_OTHERS if f"{key!r}" not in line] == []
+    assert [key for key, hint in ADVISED.items() if f"{key!r} (if it is meant for mis_ext: {hint})" not in line] == []
+
+
+@pytest.mark.parametrize("value", [True, "tokens", {"low": 0.5}, 1], ids=str)
+def test_words_of_ours_are_named_whatever_their_value(value, capsys) -> None:
+    for key in ("normalize", "statistic", "gate", "high", "after"):
+        start(HOOK | {key: value})
+        _, line = capsys.readouterr().out.splitlines()
+        assert f"{key!r} (if it is meant for mis_ext: " in line
+
+
+def test_own_flags_and_what_slime_sets_behind_the_file_are_read_by_somebody(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    text = "{debug_train_only: true, load_debug_rollout_data: x, padded_vocab_size: 8, train_backend: megatron}"
+    path.write_text(text)
+    mis_ext.check_setup(with_file(str(path), yaml.safe_load(text) | {"debug_rollout_only": False}))
+    mis_ext.check_setup(argparse.Namespace(high=2.0, **OF_HOSTS | HOOK))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+FOREIGN = {
+    "twice": b"lr: 1.0\nlr: 2.0\n",
+    "twice below": b"reward: {a: 1, a: 2}\n",
+    "many numbers": f"table: {[0] * 100_001}\n".encode(),
+    "UTF-16": "lr: 1.0\n".encode("utf-16"),
+    "merged": b"base: &base {tis_upper_bound: 3.0}\n<<: *base\ntis_upper_bound: 2.0\n",
+    "no YAML": b"lr: [",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(text)
+    mis_ext.check_setup(with_file(str(path), {}))
+    _, line = capsys.readouterr().out.splitlines()
+    named = (
+        "cannot be read here"
+        if text == b"lr: ["
+        else repr(text.decode("utf-16" if text[0] > 127 else "ascii").split(":")[0])
+    )
+    assert named in line
+
+
+@pytest.mark.parametrize("text", ["mis: {weight: {low: 0.5, low: 0.6}}", "rs_gates: [{high: 2.0, high: 3.0}]"])
+def test_a_key_below_one_of_ours_is_there_once(text, tmp_path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"lr: 1\nlr: 2\n{text}\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'(low|high)' is there twice"):
+        mis_ext.check_setup(with_file(str(path), {}))
+
+
+def test_a_file_that_is_not_here_is_said_and_a_key_twice_refused(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    mis_ext.check_setup(with_file(str(path), {"max_turns": 3}))
+    _, said = capsys.readouterr().out.splitlines()
+    why = "(No such file or directory): not every key in it that nobody reads is named"
+    assert said == f"mis_ext: {path} cannot be read here {why}"
+    path.write_text("tis_upper_bound: 2.0\ntis_upper_bound: 5.0\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'tis_upper_bound' is there twice"):
+        mis_ext.check_setup(with_file(str(path), {"tis_upper_bound": 5.0}))

@@ -1,0 +1,182 @@
+"""Ours are the corrections of SkyRL's, OpenRLHF's and ROLL's own code.
+
+Recorded by ``lab/peers/peer_corrections/record.py``.
+
+Their modules stand in here by what of them we look at.
+"""
+
+import json
+import lzma
+import sys
+import types
+from pathlib import Path
+
+import peer_correction_cases as cases
+import pytest
+import torch
+
+from mis_ext.hosts import roll, skyrl
+from mis_ext.hosts.openrlhf import MisLoss
+
+with lzma.open(Path(__file__).parents[1] / "data" / "peer_corrections" / "numbers.json.xz", "rt") as file:
+    RECORD = json.load(file)
+BATCHES = {
+    name: {key: torch.tensor(values) for key, values in batch.items()} for name, batch in RECORD["batches"].items()
+}
+# float32: sums of 60 tokens in another order.
+TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
+pytestmark = pytest.mark.filterwarnings("ignore::mis_ext.MismatchWarning")
+
+
+class Registry:
+    """Stands for SkyRL's ``PolicyLossRegistry``, which refuses a name that it has."""
+
+    losses: dict
+
+    @classmethod
+    def list_available(cls) -> list[str]:
+        return [*cls.losses]
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        del cls.losses[name]
+
+    @classmethod
+    def register(cls, name: str):
+        assert name not in cls.losses
+        return lambda loss: cls.losses.setdefault(name, loss)
+
+
+OPENRLHF = {"openrlhf": cases.OPENRLHF, "openrlhf_0_11_2": cases.OPENRLHF_0_11_2}
+
+
+class PolicyLoss:
+    """Stands for OpenRLHF's."""
+
+    def __init__(self, settings: dict) -> None:
+        self.token_level_loss = settings.get("token_level_loss", True) and settings.get("policy_loss_type") != "gspo"
+
+    def __call__(self, *_: object, **__: object) -> tuple:
+        assert not torch.is_grad_enabled()
+        return None, "clip ratio", "kl", "vllm kl"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What a host's module holds after registration, by host; the modules are stand-ins."""
+
+    def put(path: str, **content: object) -> types.ModuleType:
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(names[:end]), types.ModuleType(names[end - 1]))
+        module = sys.modules[path]
+        vars(module).update(content)
+        if len(names) > 1:
+            setattr(sys.modules[".".join(names[:-1])], names[-1], module)
+        return module
+
+    Registry.losses = {}
+    path = "skyrl.backends.skyrl_train.utils.ppo_utils"
+    put(path, PolicyLossRegistry=Registry, register_policy_loss=Registry.register)
+    corrections = put("roll.utils.train_infer_corrections")
+
+    def register(host: str, keys: dict):
+        if host == "skyrl":
+            skyrl.register(keys)
+            return Registry.losses["mis_ext"]
+        roll.register(keys)
+        return corrections.compute_train_infer_correction
+
+    return register
+
+
+def assert_loss(loss_fn, batch: dict, wanted: dict, *rest: object, **sizes: object) -> tuple:
+    current = batch["log_prob"].clone().requires_grad_()
+    loss, *rest = loss_fn(current, *rest, **sizes)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor(wanted["loss"]), **TOLERANCE)
+    torch.testing.assert_close(current.grad, torch.tensor(wanted["gradient"]), **TOLERANCE)
+    return tuple(rest)
+
+
+def test_the_record_holds_every_case_and_ours_agreed_in_their_own_code() -> None:
+    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, **OPENRLHF}
+    assert {host: set(numbers) for host, numbers in RECORD["numbers"].items()} == {h: set(n) for h, n in named.items()}
+    assert set(RECORD["worst"]) == {f"{host} {name}" for host in named for name in named[host]}
+    assert max(RECORD["worst"].values()) < 2e-6
+
+
+@pytest.mark.parametrize("name", cases.SKYRL)
+def test_the_loss_is_that_of_skyrl(name, registered) -> None:
+    loss_fn = registered("skyrl", cases.SKYRL[name][1])
+    for each, wanted in RECORD["numbers"]["skyrl"][name].items():
+        batch = BATCHES[each]
+        rest = batch["old_log_prob"], batch["advantages"], None, batch["response_mask"].float()
+        (metrics,) = assert_loss(loss_fn, batch, wanted, *rest, batch["rollout_log_prob"])
+        assert all(isinstance(value, float) for value in metrics.values())
+        # Under this name docs/metrics.md finds it on a dashboard.
+        assert "pg_clipfrac" in metrics
+        # SkyRL would add these up over micro-batches.
+        assert not any(key.endswith("loss") for key in metrics)
+
+
+def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
+    first, second = (registered("skyrl", {"mis_loss_method": name}) for name in ("ppo", "reinforce"))
+    assert first is not second
+    with pytest.raises(ValueError, match="loss_mask is missing"):
+        second(*[torch.zeros(1, 2)] * 3, None)
+
+
+@pytest.mark.parametrize(("host", "name"), [(host, name) for host, named in OPENRLHF.items() for name in named])
+def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
+    settings, keys = OPENRLHF[host][name]
+    loss_fn = MisLoss(PolicyLoss(settings), keys)
+    for each, wanted in RECORD["numbers"][host][name].items():
+        said, sizes = each.partition(", ")[::2]
+        batch = BATCHES[said]
+        rest = batch["old_log_prob"], batch["advantages"], batch["response_mask"].float(), batch["rollout_log_prob"]
+        found = assert_loss(loss_fn, batch, wanted, *rest, **cases.SIZES[sizes])
+        assert found == ("clip ratio", "kl", "vllm kl")
+        assert all(value.dim() == 0 for value in loss_fn.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs"),
+    [
+        ({"mis_loss_method": "ppo"}, False),
+        ({"mis_loss_method": "icepop"}, True),
+        ({"mis_loss_mode": "bypass"}, True),
+        ({"mis_loss_method": "ppo", "use_tis": True}, True),
+    ],
+)
+def test_keys_that_need_what_openrlhf_did_not_ask_its_engine_for_name_its_options(keys, needs) -> None:
+    batch = BATCHES["apart"]
+    streams = [batch[name] for name in ("log_prob", "old_log_prob", "advantages")]
+    loss_fn = MisLoss(PolicyLoss({}), keys)
+    if not needs:
+        assert loss_fn(*streams, batch["response_mask"].float())[0].isfinite()
+        return
+    with pytest.raises(ValueError, match=r"is_correction_enable, from OpenRLHF 0.11.2 on .*is_correction_level token"):
+        loss_fn(*streams, batch["response_mask"].float())
+
+
+@pytest.mark.parametrize("name", cases.ROLL)
+def test_weights_and_masks_are_those_of_roll(name, registered) -> None:
+    settings, keys = cases.ROLL[name]
+    function = registered("roll", keys)
+    for each, wanted in RECORD["numbers"]["roll"][name].items():
+        batch, mask = BATCHES[each], BATCHES[each]["response_mask"]
+        streams = batch["old_log_prob"], batch["rollout_log_prob"]
+        weights, kept, metrics = function(cases.roll_config(settings), mask, *streams, global_valid_samples=3)
+        torch.testing.assert_close(weights * kept * mask, torch.tensor(wanted["weights"]), **TOLERANCE)
+        assert (kept * mask).tolist() == wanted["kept"]
+        assert kept.dtype == torch.int64
+        assert all(name.startswith("actor/mis_") for name in metrics)
+
+
+def test_roll_must_not_drop_weights_and_keeps_its_loss(registered) -> None:
+    function = registered("roll", cases.ROLL["token"][1])
+    with pytest.raises(ValueError, match=r"is_weight\.enabled is False"):
+        function(cases.roll_config({}), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="keys of a whole loss"):
+        registered("roll", {"mis_loss_method": "ppo"})

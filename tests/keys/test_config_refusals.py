@@ -1,0 +1,400 @@
+"""Configuration: what is refused, what is warned of, and that each message names key, value and legal range."""
+
+import argparse
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flat_keys import from_yaml
+
+from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
+from mis_ext.correction.config import GUARD_NAMES
+from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, STRAY_KEYS
+from mis_ext.keys.native import NATIVE_KEYS
+from mis_ext.keys.stray import HOST_CLIPS, PLAIN_WORDS, PREFIXES
+from mis_ext.methods import METHODS
+
+REFUSED = {
+    "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
+    "{use_tis: true, mis_metric: all}": r"mis_metric.*did you mean 'mis_metric",
+    "{use_tis: true, tis_level: tokn}": r"tis_level must be one of token \| sequence .*'tokn'.*did you mean 'token'",
+    "{use_tis: false, tis_level: tokn}": r"tis_level",
+    "{use_tis: true, rs_level: mean}": r"rs_level",
+    "{use_tis: true, tis_mode: cap}": r"tis_mode must be one of truncate \| clip",
+    "{use_tis: true, tis_upper_bound: 0.0}": r"tis_upper_bound must be in \(0, inf\], got 0.0",
+    "{use_tis: true, tis_lower_bound: -0.5}": r"tis_lower_bound must be in \[0, inf\), got -0.5",
+    "{use_tis: true, tis_lower_bound: .inf}": r"tis_lower_bound must be in \[0, inf\), got inf",
+    "{use_tis: true, use_rs: true, rs_upper_bound: 0.0}": r"rs_upper_bound must be in \(0, inf\], got 0.0",
+    "{use_tis: true, use_rs: false, rs_lower_bound: -1.0}": r"rs_lower_bound must be in \[0, inf\), got -1.0",
+    "{use_tis: true, use_rs: true, rs_lower_bound: 0.0, rs_upper_bound: .inf}": r"rs_upper_bound=inf reject nothing",
+    "{use_tis: true, tis_mode: clip, tis_lower_bound: 3.0}": r"tis_lower_bound must be below tis_upper_bound, got 3\.0",
+    "{use_tis: true, tis_upper_bound: .inf}": r"tis_upper_bound must be in .* got inf; write tis_mode: unbounded",
+    "{use_tis: true, tis_mode: mask, tis_upper_bound: 1.0}": r"tis_lower_bound must be below tis_upper_bound",
+    "{use_tis: true, use_rs: true, rs_upper_bound: 1.0, rs_lower_bound: 1.0}": r"rs_lower_bound must be below",
+    "{use_tis: true, rs_veto_threshold: 0.0}": r"rs_veto_threshold must be in \(0, 1\], got 0.0",
+    "{use_tis: true, rs_veto_upper_threshold: 0.5}": r"rs_veto_upper_threshold must be in \[1, inf\), got 0.5",
+    "{use_tis: true, rs_veto_probability: 2.0}": r"rs_veto_probability",
+    "{use_tis: true, tis_batch_normalize: true, tis_normalize_scope: batch}": r"tis_normalize_scope",
+    "{use_tis: true, tis_batch_normalize: true, tis_normalize_over: all}": r"tis_normalize_over",
+    "{use_tis: true, mis_denominator: survivors}": r"mis_denominator",
+    "{use_tis: true, mis_max_reject_fraction: 1.5}": r"mis_max_reject_fraction must be in \[0, 1\]",
+    "{use_tis: true, mis_guard: off}": r"mis_guard",
+    "{use_tis: true, mis_guard: {shifted_logprobs: warn}}": r"did you mean 'shifted_log_probs'",
+    "{use_tis: true, mis_metrics: most}": r"mis_metrics must be all, core or a list of names, got 'most'",
+    "{use_tis: true, mis_metrics: [mis_k4_kl]}": r"'mis_k4_kl'.*did you mean 'mis_k3_kl'",
+    "{use_tis: true, mis_metrics: [mis_tis_clip_fraction_low]}": r"not emitted by this configuration",
+    # Keys without effect.
+    "{use_tis: true, rs_level: geometric}": r"rs_level='geometric': no effect, because use_rs is not set",
+    "{use_tis: true, rs_lower_bound: 0.9}": r"rs_lower_bound=0.9: no effect",
+    "{use_tis: true, tis_normalize_scope: rollout}": r"no effect, because tis_batch_normalize is not set",
+    "{use_tis: true, tis_normalize_over: valid}": r"no effect, because tis_batch_normalize is not set",
+    "{use_tis: true, tis_level: none, use_rs: true, tis_mode: clip}": r"no effect, because tis_level is none",
+    "{use_tis: true, tis_mode: unbounded, tis_upper_bound: 3.0}": r"no effect, because tis_mode is unbounded",
+    "{use_tis: true, tis_level: none, use_rs: true, tis_batch_normalize: true}": r"tis_batch_normalize: true has no",
+    "{use_tis: true, rs_veto_requires_rs: true}": r"no effect, because no veto is set",
+    "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
+    # The native form.
+    "mis: {wight: {level: token}}": r"unknown keys of mis: 'wight' \(did you mean 'weight'\?\)",
+    "mis: {weight: {level: token}, scope: rollout}": r"scope='rollout': no effect",
+    "mis: {weight: {levle: token}}": r"did you mean 'level'",
+    "mis: {gates: [{higj: 2.0}]}": r"unknown keys of gates\[0\]: 'higj' \(did you mean 'high'\?\)",
+    "mis: {gates: [{level: token}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{level: token, low: 0.0, high: .inf}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{reduce: max, statistic: k3, low: 0.0}]}": r"gates\[0\]: a gate needs low or high",
+    "mis: {gates: [{reduce: max, statistic: probability_difference, high: 1.0}]}": r"a gate needs low or high",
+    "mis: {gates: [{statistic: probability_gain, high: 1.5}]}": r"gates\[0\]: high must be in \[-1, 1\], got 1.5",
+    "mis: {gates: [{statistic: exp_abs_log_ratio, reduce: mean, high: 0.9}]}": r"high must be in \[1, inf\], got 0.9",
+    "mis: {gates: [{level: token, reduce: token, low: 0.5}]}": r"gates\[0\]: level and reduce are two spellings",
+    "mis: {gates: [{level: mean, low: 0.5}]}": r"gates\[0\]: level must be one of token \| sequence \| geometric",
+    "mis: {gates: [{reduce: geometric, low: 0.5}]}": r"gates\[0\]: reduce must be one of token \| sum",
+    "mis: {gates: [{reduce: token, low: 2.0, high: 0.5}]}": r"gates\[0\]: low must be below high",
+    "mis: {gates: [{reduce: token, low: 0.5, action: drop}]}": r"gates\[0\]: action must be one of reject \| zero",
+    "mis: {gates: [{reduce: token, low: 0.5, name: 5}]}": r"gates\[0\]: name must be made of letters.*got 5",
+    "mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}": r"'nobody', which is no gate on tokens",
+    "mis: {weight: {mode: mask}, gates: [{reduce: token, low: 0.5, name: tis_mask}]}": r"two metrics one name \(tis_m",
+    "{use_rs: true, rs_lower_bound: 0.5, rs_gates: [{reduce: tokn, low: 0.5}]}": r"rs_gates\[0\]: reduce must be one",
+    "mis: {weight: {mode: clip, low: 3.0}}": r"weight: low must be below high, got low=3.0 and high=2.0",
+    "mis: {weight: {mode: clip, high: 0.5}}": r"weight: low must be below high, got low=2.0 \(1 / high by default\)",
+    "mis: {weight: {high: 0.0}}": r"weight: high must be in \(0, inf\], got 0.0",
+    "mis: {weight: {level: sequence, only_outside: {low: 0.5}}}": r"only_outside needs .* not of tokens",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, name: x}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, after: x}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, action: zero}}}": r"name have no effect",
+    "mis: {weight: {level: sequence, mode: mask, only_outside: {reduce: max, high: 2.0}}}": r"no effect with mode: m",
+    "mis: {weight: {level: null}}": r"weight: level must be one of token .* got None",
+    # Also where nothing is corrected.
+    "{use_tis: false, mis: {weight: {levle: token}}}": r"did you mean 'level'",
+    "{use_tis: false, mis: {weight: {high: -1.0}}}": r"weight: high must be in",
+    "{use_tis: false, mis: {gates: [{reduce: token, low: 3.0, high: 2.0}]}}": r"low must be below high",
+    "{use_tis: false, mis: {weight: {}, scope: everywhere, denominator: kept}}": r"scope must be one of micro_batch",
+    "{use_tis: false, mis: {denominator: survivors}}": r"denominator must be one of fixed \| kept",
+    "{use_tis: false, mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}}": r"'nobody', which is no gate on tokens",
+    "mis: {weight: {mode: unbounded, high: 3.0}}": r"unbounded takes no bounds",
+    "mis: {weight: {mode: truncate, low: 0.5}}": r"truncate has no low bound",
+    "{mis: {weight: {level: token}}, tis_level: token}": r"two spellings",
+    "mis: {gates: [{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}]}": r"two vetoes of the same kind",
+    # Nothing where something is meant.
+    "weight: {level: sequence}": r"keys without effect: 'weight' \(indent it under mis:\)$",
+    "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(indent it under mis:, or write rs_gates\)",
+    "{use_tis: true, denominator: kept}": r"'denominator' \(indent it under mis:, or write mis_denominator\)",
+    "{mis: {weight: {}}, scope: rollout, metrics: all}": r"'scope' \(indent it under mis:\); 'metrics' \(indent",
+    "{use_tis: true, metrics_only: true}": r"'metrics_only' \(write use_tis: false, and give --get-mismatch-metrics\)",
+    "{use_tis: true, gated_mis: true}": r"'gated_mis' \(the name of a preset: write what mis-ext presets gated_mis",
+    "{use_tis: true, target_accept: 0.9}": r"'target_accept' \(indent it under a gate of mis:\)",
+    "{use_tis: true, use_rss: true}": r"'use_rss' \(did you mean 'use_rs'\?\)",
+    "{use_tis: true, use_rs_: true}": r"'use_rs_' \(did you mean 'use_rs'\?\)",
+    "{use_tis: true, veto_threshold: 1.0e-4}": r"'veto_threshold' \(write rs_veto_threshold\)",
+    "{use_tis: true, batch_normalize: true}": r"'batch_normalize' \(write tis_batch_normalize\)",
+    "{use_tis: true, upper_bound: 1.5}": r"'upper_bound' \(write tis_upper_bound or rs_upper_bound\)",
+    "{use_tis: true, loss_mode: bypass}": r"'loss_mode' \(write mis_loss_mode\)",
+    "{use_tis: true, level: sequence}": r"'level' \(write tis_level or rs_level\)",
+    "{use_tis: true, mode: clip}": r"'mode' \(write tis_mode\)",
+    "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(write tis_level\)",
+    "use_mis: true": r"'use_mis' \(write use_tis: true, and use_rs: true for a gate\)",
+    "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(indent it under mis:, or write tis_normalize_over\)",
+    # The host's built-in correction, in whose place ours runs.
+    "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
+    "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.* write tis_mode: clip with tis_",
+    "mis:": r"mis: is empty; remove it, or write what to compute",
+    "mis: {}": r"mis: is empty; remove it",
+    "{use_tis: false, mis: {}}": r"mis: is empty; remove it",
+    "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none .*, or remove the key",
+    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded .*, or remove the key",
+    "{use_tis: true, rs_level: null}": r"rs_level: null .* write use_rs: false .*, or remove the key",
+    # Homoglyphs are shown as what they are.
+    "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level'\?\)",
+    "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
+    "{use_tis: true, tis_level: TOKEN}": r"did you mean 'token'",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_is_not_legal_is_refused_with_key_and_range(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_yaml(text)
+
+
+WRONG_TYPES = {
+    "{use_tis: true, rs_veto_threshold: 1e-4}": r"rs_veto_threshold .* write 1\.0e-4, not 1e-4",
+    "{use_tis: true, rs_veto_upper_threshold: 1e4}": r"write 1\.0e\+4, not 1e4",
+    "{use_tis: true, tis_upper_bound: '2.0'}": r"tis_upper_bound must be a number.*remove the quotes",
+    "{use_tis: true, tis_upper_bound: inf}": r"YAML writes infinity as \.inf",
+    "{use_tis: true, tis_upper_bound: true}": r"tis_upper_bound must be a number",
+    "{use_tis: 1}": r"use_tis must be true or false, got 1",
+    "{use_tis: true, use_rs: 'yes'}": r"use_rs must be true or false",
+    "{use_tis: true, tis_batch_normalize: 1}": r"tis_batch_normalize must be true or false",
+    "{use_tis: true, use_rs: true, rs_gates: {level: token}}": r"rs_gates must be a list",
+    "mis: [weight]": r"mis must be a mapping",
+    "mis: {gates: [{level: token, high: '2'}]}": r"gates\[0\]: high must be a number",
+    "mis: {gates: [[token]]}": r"gates\[0\] must be a mapping, got \['token'\]",
+    "{use_tis: true, use_rs: true, rs_gates: [[token]]}": r"rs_gates\[0\] must be a mapping, got \['token'\]",
+    "mis: {weight: token}": r"weight must be a mapping, got 'token'",
+    # The hosts' flags that we read.
+    "{get_mismatch_metrics: 'false'}": r"get_mismatch_metrics must be true or false, got 'false' \(remove the quotes\)",
+    "{calculate_per_token_loss: 'False'}": r"calculate_per_token_loss must be true .* \(remove the quotes\)",
+    "{use_rollout_logprobs: 'true'}": r"use_rollout_logprobs must be true or false, got 'true' \(remove the quotes\)",
+    # A selection is a list of names.
+    "{use_tis: true, mis_metrics: {mis_kl: false}}": r"mis_metrics must be all, core or a list .*: list the names",
+    "mis: {weight: {}, metrics: {mis_kl: true}}": r"metrics must be all, core or a list .* list the names",
+    "{use_tis: true, mis_metrics: [[mis_kl]]}": r"mis_metrics must be all, .* got \[\['mis_kl'\]\]",
+    "{use_tis: true, mis_metrics: true}": r"mis_metrics must be all, core or a list of names, got True",
+    # Keys that YAML does not read as text.
+    "{1: 2, use_tis: true}": r"keys of the configuration must be strings, got 1$",
+    "{on: 2, use_tis: true}": r"must be strings, got True \(YAML reads yes, no, on and off",
+    "mis: {1: 2}": r"keys of mis must be strings, got 1",
+    "mis: {gates: [{1: 2}]}": r"keys of gates\[0\] must be strings, got 1",
+    "{mis_guard: {1: warn}}": r"keys of mis_guard must be strings, got 1",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_TYPES.items(), ids=WRONG_TYPES)
+def test_wrong_types_are_refused_and_the_message_names_the_fix(text: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        from_yaml(text)
+
+
+NEAR_MISSES = {
+    "tis-level": "tis_level",
+    "tis level": "tis_level",
+    "TIS_LEVEL": "tis_level",
+    "tisLevel": "tis_level",
+    "is_level": "tis_level",
+    "tsi_upper_bound": "tis_upper_bound",
+    "USE_TIS": "use_tis",
+    "useTis": "use_tis",
+    "usetis": "use_tis",
+    "use_tsi": "use_tis",
+    "use_ts": "use_tis",
+    "use_tis ": "use_tis",
+    "use-rs": "use_rs",
+    "useRS": "use_rs",
+    "user_rs": "use_rs",
+    "RS_VETO_TRESHOLD": "rs_veto_threshold",
+    "ts_uper_bound": "tis_upper_bound",
+    "Mis": "mis",
+    "MIS": "mis",
+    " mis": "mis",
+    # Cyrillic letters, a full-width one, and a space without width.
+    "use_t\u0456s": "use_tis",
+    "us\u0435_rs": "use_rs",
+    "m\u0456s": "mis",
+    "\u0442is_mode": "tis_mode",
+    "\uff54is_level": "tis_level",
+    "\uff4d\uff49\uff53": "mis",
+    "use_rs\u200b": "use_rs",
+    # The hosts' flags that are read.
+    "get_mismatch_metric": "get_mismatch_metrics",
+    "get-mismatch-metrics": "get_mismatch_metrics",
+    "calculate_per_token_los": "calculate_per_token_loss",
+    "calculate_per_tokens_loss": "calculate_per_token_loss",
+    "use_rollout_logprob": "use_rollout_logprobs",
+    "use_rollout_log_probs": "use_rollout_logprobs",
+}
+
+
+@pytest.mark.parametrize("value", [True, None, {"weight": {}}], ids=["true", "null", "a mapping"])
+@pytest.mark.parametrize(("name", "key"), NEAR_MISSES.items(), ids=map(ascii, NEAR_MISSES))
+def test_a_near_miss_of_our_keys_is_no_key_of_the_host(name: str, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{key}'") as refused:
+        config_from_mapping({"use_tis": True, "lr": 1e-6, name: value})
+    assert ascii(name) in str(refused.value)
+
+
+def test_all_near_misses_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"'user_rs' \(did you mean 'use_rs'\?\); 'tis-level' \(did you mean"):
+        config_from_mapping({"user_rs": True, "tis-level": "token"})
+
+
+# Of slime, Miles and Megatron-LM, and words that somebody's own key may be.
+LOOK_ALIKES = """
+    use_r3 use_te use_ref use_opd use_opsm use_kl_loss use_tiling use_wandb use_mup use_rollout_entropy use_unbiased_kl
+    tis-clip TIS_CLIP custom_tis_function_path custom_pg_loss_reducer_function_path enable_mis
+    level test_mode train_mode mode list dist limit tito_model tito_allowed_append_roles
+    timing_log_level ci_train_rollout_logprob_abs_diff_threshold true_on_policy_mode calculate_entropy loss_type
+    qkv_format miles_router_timeout mimo_encoder_prefetch mid_level_dataset_surplus min_lr mscale misc mismatch
+    mismatch_threshold misc_metrics misc_guard vis_mode log_level users use_sr use_rms use_irs use_bias rs ts is m mi
+    miss sim reset_position_ids normalization gr\u00f6\u00dfe
+"""
+
+
+def test_names_of_the_hosts_are_not_near_misses() -> None:
+    others = dict.fromkeys(LOOK_ALIKES.split(), 1)
+    assert config_from_mapping({"use_tis": True, **others}) == CorrectionConfig()
+
+
+def test_no_name_on_the_args_of_a_host_is_refused_whatever_its_value() -> None:
+    names = set((Path(__file__).parents[1] / "data" / "host_flags" / "names.txt").read_text().split())
+    assert {"eps_clip", "rollout_top_p", "tensor_model_parallel_size", "tis_clip", "mode"} < names
+    others = names - {*READ_KEYS, *HOST_CLIPS}
+    assert len(others) > 1500
+    for value in (1, "train", ["a"], {"a": 1}):
+        assert config_from_mapping({"use_tis": True, **dict.fromkeys(others, value)}) == CorrectionConfig()
+
+
+def test_the_name_of_a_method_is_no_slip_of_the_hand() -> None:
+    others = {name: ["anything"] for name in METHODS if not name.startswith(PREFIXES)}
+    assert len(others) > 50
+    assert config_from_mapping({"use_tis": True, **others}) == CorrectionConfig()
+    assert config_from_mapping({"use_tis": True, **dict.fromkeys(others, True)}) == CorrectionConfig()
+
+
+def test_what_would_do_nothing_may_stand_there_as_null_or_false() -> None:
+    """As flags of a host do that are not used."""
+    for value in (None, False):
+        strays = dict.fromkeys(STRAY_KEYS, value)
+        assert config_from_mapping({"use_tis": True, **strays}) == CorrectionConfig()
+        assert session_for(argparse.Namespace(use_tis=True, **strays)).config == CorrectionConfig()
+
+
+def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
+    bare = {key.removeprefix(prefix) for key in FLAT_KEYS for prefix in PREFIXES if key.startswith(prefix)}
+    assert {*bare, *NATIVE_KEYS} <= set(STRAY_KEYS)
+    # Words that may be anybody's: with values that are ours only.
+    for name, values in PLAIN_WORDS.items():
+        for value in () if name in METHODS else values:
+            with pytest.raises(ValueError, match=f"'{name}' "):
+                config_from_mapping({"use_tis": True, name: value})
+    assert {"metrics_only", "gated_mis", "level"} <= {name for name, values in PLAIN_WORDS.items() if values}
+    assert {"target_accept", "target_gain", "veto_threshold", "weight"} <= STRAY_KEYS.keys() - PLAIN_WORDS
+    for name in STRAY_KEYS.keys() - PLAIN_WORDS:
+        with pytest.raises(ValueError, match=f"'{name}' "):
+            config_from_mapping({"use_tis": True, name: "anything"})
+        with pytest.raises(ValueError, match=f"'{name}' "):
+            session_for(argparse.Namespace(use_tis=True, **{name: ["anything"]}))
+
+
+def test_the_hosts_own_bounds_may_be_changed_where_nothing_of_ours_runs() -> None:
+    assert config_from_mapping({"use_tis": False, "tis_clip": 5.0}).metrics_only
+    with pytest.raises(ValueError, match=r"tis_clip=5\.0: no effect"):
+        session_for(argparse.Namespace(use_tis=True, tis_clip=5.0))
+    for defaults in ({"tis_clip": 2.0, "tis_clip_low": 0.0}, {"tis_clip": 2, "tis_clip_low": None}):
+        assert config_from_mapping({"use_tis": True, **defaults}) == CorrectionConfig()
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_numbers_beyond_floats_are_refused_as_out_of_range(value: int) -> None:
+    for mapping in ({"tis_upper_bound": value}, {"mis": {"weight": {"high": value}}}, {"mis_metric_max": value}):
+        with pytest.raises(
+            ValueError, match=r"(upper_bound|high|metric_max) must be in .* got an integer beyond 1.8e\+308"
+        ):
+            config_from_mapping({"use_tis": True, **mapping})
+
+
+def test_metrics_that_are_no_tuple_of_names_are_refused_in_python_too() -> None:
+    for metrics in ({"mis_kl": False}, ["mis_kl"], (["mis_kl"],)):
+        with pytest.raises(ValueError, match="metrics must be all, core or a tuple of names"):
+            CorrectionConfig(metrics=metrics)  # type: ignore[arg-type]
+
+
+WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a level for a weight": ({"weight": "token"}, "weight must be a Weight, got 'token'"),
+    "a gate for gates": ({"gates": Gate(high=3.0)}, r"gates must be a tuple or list, got Gate\("),
+    "a mapping for a gate": ({"gates": [{"high": 3.0}]}, "each of gates must be a Gate, got {'high': 3.0}"),
+    "a name for names": ({"warn_only": "degenerate_behavior"}, "warn_only must be .* got 'degenerate_behavior'"),
+    "a number for a name": ({"warn_only": [1]}, "each of warn_only must be a str, got 1"),
+}
+
+
+@pytest.mark.parametrize(("parts", "message"), WRONG_PARTS.values(), ids=WRONG_PARTS)
+def test_parts_of_another_type_are_refused_in_python(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        CorrectionConfig(**parts)
+
+
+def test_a_condition_that_is_no_gate_is_refused_in_python() -> None:
+    with pytest.raises(TypeError, match="only_outside must be a Gate, got 'max'"):
+        Weight(level="sequence", only_outside="max")  # type: ignore[arg-type]
+
+
+def test_guards_and_limits_are_checked_in_python_too() -> None:
+    with pytest.raises(ValueError, match="did you mean 'shifted_log_probs'"):
+        CorrectionConfig(warn_only=frozenset({"shifted_logprobs"}))
+    with pytest.raises(ValueError, match=r"max_reject_fraction must be in \[0, 1\], got 1.5"):
+        CorrectionConfig(max_reject_fraction=1.5)
+    with pytest.raises(TypeError, match="metrics_only must be true or false, got 1"):
+        CorrectionConfig(weight=None, metrics_only=1)  # type: ignore[arg-type]
+    assert from_yaml("mis_guard: warn").warn_only == frozenset(GUARD_NAMES)
+    assert from_yaml("mis_guard: {shifted_log_probs: error}").warn_only == frozenset()
+
+
+def test_nan_is_never_a_legal_bound() -> None:
+    with pytest.raises(ValueError, match="tis_upper_bound"):
+        config_from_mapping({"use_tis": True, "tis_upper_bound": math.nan})
+
+
+WARNED = {
+    "{use_tis: true, tis_lower_bound: 0.5}": "tis_lower_bound=0.5 has no effect with tis_mode: truncate",
+    "{use_tis: true, use_rs: true, rs_level: geometric}": "of the geometric-level gate come from the token-level tis",
+    "{use_rs: true, rs_level: sequence, rs_lower_bound: 0.5}": "rs_upper_bound of the sequence-level gate come from",
+    "{use_tis: true, tis_level: sequence, use_rs: true}": "of the token-level gate come from the sequence-level tis",
+    "{use_rs: true, rs_lower_bound: 0.99, rs_upper_bound: 1.001}": "reduce: token, with bounds 0.99 to 1.001",
+    "mis: {gates: [{reduce: sum, low: 0.985, high: 1.01}]}": "reduce: sum, with bounds 0.985 to 1.01 rejects much",
+    "mis: {weight: {mode: mask, low: 0.99, high: 1.01}}": "reduce: token, with bounds 0.99 to 1.01 rejects much",
+    "{use_tis: true, use_rs: true, rs_level: geometric, rs_lower_bound: 0.5, rs_upper_bound: 1.01}": "almost never",
+    "{use_tis: true, tis_level: geometric, tis_mode: mask, tis_upper_bound: 2.0}": "almost never fires",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WARNED.items(), ids=WARNED)
+@pytest.mark.filterwarnings("ignore")
+def test_legal_but_doubtful_settings_warn(text: str, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        from_yaml(text)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gate_that_inherits_the_band_of_a_geometric_preset_is_warned_of() -> None:
+    text = (Path(__file__).parents[2] / "yaml" / "geometric_mis.yaml").read_text()
+    with pytest.warns(UserWarning, match=r"token-level gate come from the geometric-level tis bounds \[0.99, 1.001\]"):
+        config = from_yaml(f"{text}use_rs: true\n")
+    assert config.gates[0] == Gate(reduce="token", low=0.99, high=1.001)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_yaml(text).gates == config.gates[1:]
+
+
+def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_nothing() -> None:
+    for text in (
+        "{use_tis: true, use_rs: true}",
+        "{use_tis: true, tis_level: sequence, use_rs: true, rs_level: sequence}",
+        "{use_tis: true, tis_level: none, tis_upper_bound: 3.0, use_rs: true, rs_level: sequence}",
+        "{use_tis: true, tis_level: sequence, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 2.0}",
+        "mis: {gates: [{reduce: token, low: 0.98, high: 1.001}, {reduce: sum, low: 0.99, high: 1.02}]}",
+        "mis: {gates: [{reduce: min, low: 0.999}]}",
+        "mis: {gates: [{reduce: mean, low: 0.999, high: 1.001}]}",
+        "mis: {gates: [{reduce: token, low: 0.99, high: 1.01, target_accept: 0.9}]}",
+    ):
+        from_yaml(text)
+
+
+def test_a_file_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("use_tis: true\ntis_level: tokn\n")
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*tis_level"):
+        load_config(path)
+    path.write_text("- use_tis\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        load_config(path)

@@ -1,0 +1,359 @@
+"""The whole loss as it is called: what it refuses, recomputation, synchronisations, and a plain Megatron-Core loop."""
+
+import re
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import loss_cases
+import pytest
+import torch
+from loss_cases import GATES, HOOK, KL
+from synchronisation import recorded
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import mis_ext
+from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.slime_miles import host as hosts
+from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
+from mis_ext.loss.policy import MILES_METRICS
+from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+
+PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
+BEHAVIOR = {"use_rollout_logprobs": True}
+
+
+def local(**more) -> dict:
+    return loss_cases.local_batch(loss_cases.whole_batch()) | more
+
+
+def called(keys: dict, batch: dict | None = None, *, function=None):
+    batch = dict(local() if batch is None else batch)
+    logits = batch.pop("logits").clone().requires_grad_()
+    args = loss_cases.host_args(**keys)
+    loss, metrics = (function or mis_ext.policy_loss)(args, batch, logits)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), metrics, gradient
+
+
+REFUSED = [
+    (
+        {"mis_loss_mode": "by-pass"},
+        "mis_loss_mode must be one of baseline | decoupled | bypass | reinforce, got 'by-pass'",
+    ),
+    ({"mis_loss_mode": "decoupled"}, "mis_loss_mode: decoupled needs a correction: set use_tis: true"),
+    ({"mis_loss_mode": "reinforce"}, "mis_loss_mode: reinforce needs a correction"),
+    ({"mis_loss_mode": "decoupled"} | HOOK | BEHAVIOR, "drop the flag, or write mis_loss_mode: bypass"),
+    ({"mis_loss_mode": "reinforce", "advantage_estimator": "gspo"} | HOOK, "gspo and cispo have no effect there"),
+    (
+        {"mis_loss_mode": "reinforce", "eps_clip_c": 3.0} | HOOK,
+        "eps_clip_c=3.0: no effect, because mis_loss_mode: r",
+    ),
+    ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "because --advantage-estimator cispo has no dual clip"),
+    (HOOK | BEHAVIOR | {"mis_guard": "error"}, "counts the mismatch twice"),
+    ({"eps_clip": -0.1}, r"eps_clip must be in \[0, inf\], got -0.1"),
+    ({"eps_clip": "0.1"}, "eps_clip must be a number"),
+    ({"eps_clip_high": -0.1}, "eps_clip_high must be in"),
+    ({"eps_clip_c": 1.0}, r"eps_clip_c must be in \(1, inf\], got 1.0"),
+    ({"entropy_coef": float("nan")}, "entropy_coef must be in"),
+    (KL | {"kl_loss_type": "k4"}, "kl_loss_type must be one of k1 | k2 | k3 | low_var_kl, got 'k4'"),
+    (KL | {"kl_loss_coef": float("inf")}, "kl_loss_coef must be in"),
+    ({"mis_loss_unbiased_kl": True}, "mis_loss_unbiased_kl: no effect, because --use-kl-loss is not set"),
+    ({"mis_loss_kl_tokens": "all"}, "mis_loss_kl_tokens: no effect"),
+    (KL | {"mis_loss_kl_tokens": "some"}, r"mis_loss_kl_tokens must be one of kept | all, got 'some'"),
+    ({"mis_loss_entropy_tokens": "some"}, "mis_loss_entropy_tokens must be one of"),
+    (KL | {"mis_loss_unbiased_kl": True, "use_unbiased_kl": True}, "are two ratios: drop one of them"),
+    ({"mis_loss_denominator": "tokens"}, "mis_loss_denominator must be one of original | kept | sequence | constant"),
+    ({"mis_loss_denominator": "constant"}, "needs mis_loss_constant, a number of tokens"),
+    ({"mis_loss_denominator": "constant", "mis_loss_constant": 0.0}, r"mis_loss_constant must be in \(0, inf\)"),
+    ({"mis_loss_constant": 8.0}, "mis_loss_constant=8.0: no effect, because mis_loss_denominator is original"),
+    ({"mis_loss_denominator": "kept", "calculate_per_token_loss": True}, "write mis_denominator: kept"),
+    ({"mis_loss_denominator": "kept", "mis_denominator": "kept"} | HOOK, "are two denominators: drop one of them"),
+    (
+        {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
+        "mis_loss_denominator: sequence: no effect, because --custom-pg-loss-reducer",
+    ),
+    (HOOK | {"custom_tis_function_path": "others.hook"}, "others.hook: mis_ext.policy_loss applies"),
+    (HOOK | {"tis_clip": 3.0}, "tis_clip=3.0: no effect, because it belongs to the host's built-in correction"),
+    (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
+    ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
+    ({"use_opsm": "yes"}, "use_opsm must be true or false"),
+    (
+        {"mis_loss_compile": True, "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
+        "mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled",
+    ),
+    ({"mis_loss_mode": ["bypass"]}, r"mis_loss_mode must be a single value, got \['bypass'\]"),
+    ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
+    (
+        {"mis_loss_mode": "bypass", "loss_type": "policy_loss"},
+        "mis_loss_mode: no effect, because --loss-type is pol",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_what_cannot_be_honoured_is_refused_by_name(keys, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=message.replace(" | ", r" \| ")):
+        called(keys)
+
+
+def test_what_the_correction_refuses_the_loss_refuses_too() -> None:
+    with pytest.raises(ValueError, match="tis_level must be one of"):
+        called(HOOK | {"tis_level": "tokens"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "message"),
+    [
+        ({"mis_loss_mode": "bypass"} | BEHAVIOR, "rollout_log_probs", "with which mis_loss_mode: bypass compares"),
+        (BEHAVIOR, "rollout_log_probs", "with which --use-rollout-logprobs compares"),
+        (KL | {"mis_loss_unbiased_kl": True}, "rollout_log_probs", "with which mis_loss_unbiased_kl compares"),
+        (HOOK, "rollout_log_probs", "rollout_log_probs are missing: the rollout function must store"),
+        (KL, "ref_log_probs", "--ref-load makes the host score them.*with which --use-kl-loss compares"),
+    ],
+)
+@pytest.mark.parametrize("missing", [None, []])
+def test_missing_log_probs_are_named(keys, key, message, missing) -> None:
+    with pytest.raises(ValueError, match=message):
+        called(keys | {"mis_guard": "error"}, local(**{key: missing}))
+
+
+def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
+    loss, metrics, gradient = called({}, local(rollout_log_probs=None))
+    assert "train_rollout_logprob_abs_diff" not in metrics
+    full = called({})
+    assert torch.equal(loss, full[0])
+    assert torch.equal(gradient, full[2])
+    measured = called({"get_mismatch_metrics": True, "mis_guard": "warn"}, local(rollout_log_probs=None))
+    assert torch.equal(measured[2], gradient)
+    assert all(value.isnan() for name, value in measured[1].items() if name.startswith("mis_"))
+
+
+def test_a_host_that_skips_its_pass_has_the_current_policy_as_proximal_one() -> None:
+    skipped = called({"skip_actor_forward_only": True})
+    absent = called({}, local(log_probs=None))
+    assert torch.equal(skipped[2], absent[2])
+    assert float(skipped[1]["ppo_kl"]) == 0.0 != float(called({})[1]["ppo_kl"])
+
+
+def test_lengths_that_disagree_are_named() -> None:
+    with pytest.raises(ValueError, match="advantages has samples of"):
+        called({}, local(advantages=[torch.ones(3)] * len(loss_cases.RESPONSES)))
+    with pytest.raises(ValueError, match=r"rollout_mask_sums has shape \[2\], there are 6 samples"):
+        called({}, local(rollout_mask_sums=torch.ones(2)))
+
+
+def test_denominators_come_as_a_tensor_or_a_list_or_not_at_all() -> None:
+    sums = local()["rollout_mask_sums"]
+    as_tensor = called({})
+    for given in (list(sums.unbind()), sums.tolist(), [int(x) for x in sums]):
+        assert torch.equal(called({}, local(rollout_mask_sums=given))[2], as_tensor[2])
+    own = torch.stack([mask.sum() for mask in local()["loss_masks"]]).float()
+    batch = local()
+    del batch["rollout_mask_sums"]
+    assert torch.equal(called({}, batch)[2], called({}, local(rollout_mask_sums=own))[2])
+
+
+@pytest.mark.parametrize("mode", ["bypass", "reinforce"])
+def test_a_pass_that_nobody_needs_is_said(mode) -> None:
+    with pytest.warns(UserWarning, match=f"mis_loss_mode: {mode} does not use .* --use-rollout-logprobs"):
+        with_pass = called(HOOK | {"mis_loss_mode": mode})
+    without = called(HOOK | BEHAVIOR | {"mis_loss_mode": mode})
+    assert torch.equal(with_pass[2], without[2])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_gives_the_same(use_reentrant) -> None:
+    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1}
+    plain = called(keys)
+
+    def twice(args, batch, logits):
+        return checkpoint(mis_ext.policy_loss, args, batch, logits, None, use_reentrant=use_reentrant)
+
+    again = called(keys, function=twice) if not use_reentrant else reentrant(keys, twice)
+    assert torch.equal(plain[0], again[0])
+    assert torch.equal(plain[2], again[2])
+    assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
+
+
+def reentrant(keys: dict, function) -> tuple:
+    """Which knows `backward` only."""
+    batch = local()
+    logits = batch.pop("logits").clone().requires_grad_()
+    loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
+    loss.backward()
+    return loss.detach(), metrics, logits.grad
+
+
+@pytest.mark.parametrize("mode", ["baseline", "bypass"])
+def test_one_graph_holds_the_whole_pass_over_tokens(mode, graphs) -> None:
+    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1, "mis_loss_mode": mode}
+    keys |= {"mis_loss_constant": 5.0, "mis_loss_denominator": "constant"} | (BEHAVIOR if mode == "bypass" else {})
+    shorter = loss_cases.whole_batch()
+    for key in (*loss_cases.PER_TOKEN, "loss_masks", "unconcat_tokens", "logits", "total_lengths", "response_lengths"):
+        shorter[key] = shorter[key][1:]
+    shorter["rollout_mask_sums"] = shorter["rollout_mask_sums"][1:]
+    for batch in (local(), loss_cases.local_batch(shorter)):
+        found, wanted = called(keys | {"mis_loss_compile": True}, batch), called(keys, batch)
+        assert torch.equal(found[2], wanted[2])
+        assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"advantage_estimator": "gspo", "calculate_per_token_loss": True}, {"use_opsm": True, "opsm_delta": 1e-4}],
+    ids=["gspo", "opsm"],
+)
+def test_few_graphs_hold_sums_over_sequences_of_any_lengths(keys, graphs) -> None:
+    """One for several sequences, one for a sequence alone; where one is far longer than the others, none."""
+    host = hosts.Host(Groups(), given_scores, MILES_METRICS)
+    args = [loss_cases.host_args(**GATES | keys | {"mis_loss_compile": compiled}) for compiled in (True, False)]
+    for lengths in ([5, 9, 4], [7, 3], [300] + [1] * 11, [6] * 4, [900, 2] + [1] * 20, [40], [3], [8, 8, 7, 9, 2]):
+        batch = of_lengths(lengths)
+        found, wanted = (policy_loss_of(run_of(each, whole_loss=True), host, batch, batch["logits"]) for each in args)
+        assert torch.equal(found.loss, wanted.loss)
+        assert all(torch.equal(found.metrics[name], wanted.metrics[name]) for name in wanted.metrics)
+    assert 1 <= len(graphs) <= 2
+
+
+def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:
+    _, metrics, _ = called(GATES)
+    assert len({value.untyped_storage().data_ptr() for value in metrics.values()}) == 1
+    assert all(value.shape == () and not value.requires_grad and not value.is_cuda for value in metrics.values())
+
+
+def of_lengths(lengths: list) -> dict:
+    """A micro-batch with log-probs in place of logits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def column() -> list:
+        return list((torch.randn(sum(lengths), generator=generator) * 0.05 - 1.0).split(lengths))
+
+    keys = ("current", "entropy", "advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
+    return {key: column() for key in keys} | {
+        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
+        "rollout_mask_sums": torch.tensor(lengths).float(),
+        "total_lengths": [length + 3 for length in lengths],
+        "response_lengths": lengths,
+        "logits": torch.zeros(1, 1, 2),
+    }
+
+
+def given_scores(_args, batch, _logits, _layout, _groups):
+    return hosts.Scores(torch.cat(batch["current"]).requires_grad_(), torch.cat(batch["entropy"]).requires_grad_())
+
+
+MODES = {
+    "baseline": {},
+    "gspo": {"advantage_estimator": "gspo", "use_opsm": True},
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0},
+    "bypass": {"mis_loss_mode": "bypass", **BEHAVIOR},
+    "reinforce": {"mis_loss_mode": "reinforce", **BEHAVIOR},
+    "kept": {"mis_loss_denominator": "kept"},
+} | {
+    # Of tokens, of segments, with an order statistic of the batch, and with a penalty of its own.
+    name: {"mis_loss_method": name, "eps_clip": 0.2, "eps_clip_high": None}
+    for name in ("dispo", "segment_rs", "kl_cov")
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(name, monkeypatch) -> None:
+    host = hosts.Host(Groups(), given_scores, MILES_METRICS)
+    args = loss_cases.host_args(**GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1} | MODES[name])
+    counts = []
+    for num_samples, length in ((40, 64), (8, 64), (24, 64)):
+        batch = of_lengths([length] * num_samples)
+        # The guards read until they have seen enough, and index tensors of new lengths are built from Python numbers.
+        policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
+        inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        with recorded(monkeypatch, *inputs) as recorder:
+            policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
+        counts.append(len(recorder.names))
+    assert counts[1] == counts[2]
+
+
+# --- a plain Megatron-Core loop
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_plain_megatron_loop_trains_on_the_mean(per_token) -> None:
+    keys = GATES | {"entropy_coef": 0.1, "calculate_per_token_loss": per_token}
+    batch = local()
+    del batch["rollout_mask_sums"]
+    loss, metrics, gradient = called(keys, batch)
+    logits = batch.pop("logits").clone().requires_grad_()
+    loss_func = mis_ext.make_loss_func(loss_cases.host_args(**keys), batch)
+    found, number, reported = loss_func(logits)
+    assert number.dtype == torch.int32
+    assert int(number) == (int(sum(m.sum() for m in batch["loss_masks"])) if per_token else len(loss_cases.RESPONSES))
+    # One function, called twice.
+    assert torch.equal(found, loss)
+    # The last sample is masked as a whole: the correction measures nothing in it.
+    measured = number if per_token else number - 1
+    for name, (total, count) in reported.items():
+        wanted = measured if name.startswith("mis_") else number
+        torch.testing.assert_close((total, count), (metrics[name], wanted.float()), msg=name)
+    if find_spec("megatron") is None:
+        return
+    config = SimpleNamespace(calculate_per_token_loss=per_token, timers=None, num_moe_experts=None, mtp_num_layers=None)
+    store: list = []
+    with warnings.catch_warnings():
+        # Of what is not installed beside it.
+        warnings.simplefilter("ignore")
+        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+        output, count = forward_step_calc_loss(
+            None, logits, loss_func, config, None, False, 4, store, cp_group_size=1, is_last_stage=True
+        )
+    output.backward()
+    assert torch.equal(count, number)
+    torch.testing.assert_close(logits.grad, gradient if per_token else gradient / len(loss_cases.RESPONSES) / 4)
+    assert [*store[0]] == [*metrics]
+
+
+def test_padded_logits_need_no_lengths_on_one_rank() -> None:
+    batch = loss_cases.local_batch(loss_cases.whole_batch(), is_padded=True)
+    del batch["max_seq_lens"]
+    found = called({"qkv_format": "bshd"}, batch)
+    torch.testing.assert_close(found[0], called({})[0])
+
+
+# --- settings
+
+
+def test_every_flag_that_is_read_is_a_flag_of_the_hosts_or_a_key_of_ours() -> None:
+    known = {*vars(loss_cases.host_args()), *LOSS_KEYS, "mis_denominator"}
+    assert {*HOST_KEYS} <= known
+
+
+def test_unset_flags_have_the_hosts_defaults() -> None:
+    assert loss_settings({}) == LossSettings()
+    assert loss_settings({"use_opsm": True}).opsm_delta == 1e-4
+
+
+# --- the page
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policy_loss.md").read_text(encoding="utf-8")
+
+
+def test_the_page_explains_every_key_and_flag() -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in HOST_KEYS if name != "mis_denominator"]
+    assert [name for name in (*LOSS_KEYS, *flags) if name not in PAGE] == []
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+def test_every_yaml_of_the_page_is_a_loss(block) -> None:
+    import yaml
+
+    keys = yaml.safe_load(block) | {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+    if "mis_loss_method" in keys:
+        keys |= BEHAVIOR | {"eps_clip": 0.2, "eps_clip_high": None}
+    skips = keys.get("mis_loss_mode") == "reinforce" or "mis_loss_proximal" in keys
+    called(keys | (BEHAVIOR if skips else {}))

@@ -1,0 +1,50 @@
+"""Numeric tests once more, with the kernels that torch has for CPUs without AVX-512 and without AVX2.
+
+A product, a mean or an exponential rounds otherwise there: a tolerance that this machine's kernels just meet, and a
+difference that only they make, fail here.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
+# The rest was run once: nothing in it depended on the kernels.
+FILES = (
+    "onpolicy/batch_invariant/test_batch_invariant_attention.py",
+    "onpolicy/recording/test_comparison_megatron.py",
+    "rollout/definitions/test_definition_scoring.py",
+    "methods/test_method_properties.py",
+    "hosts/test_padded.py",
+    "loss/test_policy_loss.py",
+    "loss/test_policy_loss_modes.py",
+    "tools/test_report.py",
+    "correction/test_toy_policy.py",
+    "examples/test_true_on_policy_mixture.py",
+)
+TESTS = [f"tests/{name}" for name in FILES]
+TESTS += [
+    "lab/tests/test_evidence_engines.py",
+    "lab/tests/test_evidence_training.py::test_a_run_alone_is_the_run_of_its_group",
+]
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("capability", CAPABILITIES[:-1])
+def test_numbers_agree_with_the_kernels_of_lesser_cpus_too(capability) -> None:
+    own = torch.backends.cpu.get_cpu_capability()
+    if own not in CAPABILITIES[CAPABILITIES.index(capability) + 1 :]:
+        pytest.skip(f"this CPU has the kernels {own}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "not whole_run", *TESTS],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability.lower()},
+        capture_output=True,
+        text=True,
+    )
+    assert f"kernels of torch: {capability}\n" in done.stdout
+    assert done.returncode == 0, done.stdout[-5000:]

@@ -1,0 +1,337 @@
+"""What is generated from the rows stands in the pages as it would be generated today; examples load and run.
+
+`python tests/project/test_documentation.py` writes it there.
+"""
+
+import importlib.util
+import re
+import sys
+import unicodedata
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mis_ext
+import mis_ext.cli
+from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
+from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.diagnosis.table import causes_table
+from mis_ext.explain import explain_config
+from mis_ext.keys.preset_files import PresetRemarks, preset_remarks
+from mis_ext.methods.table import methods_table
+from mis_ext.report.references import MEANING, REFERENCES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+sys.path[:0] = [str(DOCS), str(ROOT / "tests")]
+
+from public_names import public_names  # noqa: E402
+from trained_pairs import limits_table, never_table, pairs_table, plants_table  # noqa: E402
+
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
+LINES_OF_THE_README = 180
+
+
+def presets_table() -> Table:
+    """What the files say about themselves."""
+    rows = []
+    for name in mis_ext.list_presets():
+        rows.append((f"`{name}`", *preset_remarks(name)))
+    return Table(("preset", *PresetRemarks._fields), tuple(rows))
+
+
+CIRCUMSTANCES = {
+    "k3 0.0001, 2,048 tokens": {"k3": 1e-4, "length": 2048},
+    "k3 0.002, 64 tokens": {"k3": 2e-3, "length": 64},
+    "k3 0.002, 4,096 tokens": {"k3": 2e-3, "length": 4096},
+    "a step old, k3 0.08, 64 tokens": {"k3": 8e-2, "length": 64, "is_stale": True},
+}
+
+
+def traps_table() -> Table:
+    """What speaks against each preset, where the page says which to take."""
+    rows = []
+    for name in mis_ext.list_presets():
+        found = [explain_config(mis_ext.preset(name), **each).traps for each in CIRCUMSTANCES.values()]
+        # A trap may fire for each of several gates.
+        cells = [", ".join(dict.fromkeys(f"`{trap.name}`" for trap in traps)) or "-" for traps in found]
+        rows.append((f"`{name}`", *cells))
+    return Table(("preset", *CIRCUMSTANCES), tuple(rows))
+
+
+API = {
+    "correction": ("mis_ext",),
+    "methods": ("mis_ext.methods",),
+    "onpolicy": ("mis_ext.onpolicy",),
+    "report": ("mis_ext.report", "mis_ext.diagnosis", "mis_ext.dumps"),
+    "rollout": ("mis_ext.rollout",),
+}
+"""The packages of each page of the API."""
+
+
+def names_table(package: str) -> Table:
+    """The public names of a package, with links to their sources; on the site these lead to the entries below."""
+    rows = [(f"[`{each.name}`](../../{each.path.as_posix()})", each.summary) for each in public_names(package)]
+    return Table(("name", "what it is"), tuple(rows))
+
+
+TABLES = {
+    "metrics": (DOCS / "metrics.md", metrics_table),
+    "statistics": (DOCS / "method.md", statistics_table),
+    "bounds": (DOCS / "method.md", bounds_table),
+    "methods": (DOCS / "methods.md", methods_table),
+    "causes": (DOCS / "report_causes.md", causes_table),
+    "plants": (DOCS / "report_causes.md", plants_table),
+    "pairs": (DOCS / "report_causes.md", pairs_table),
+    "pairs told wrong": (DOCS / "report_causes.md", limits_table),
+    "pairs left out": (DOCS / "report_causes.md", never_table),
+    "presets": (DOCS / "presets.md", presets_table),
+    "traps": (DOCS / "presets.md", traps_table),
+    **{
+        f"names of {package}": (DOCS / "api" / f"{page}.md", partial(names_table, package))
+        for page, packages in API.items()
+        for package in packages
+    },
+}
+
+
+def section(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_page_holds_the_table_of_today(name) -> None:
+    page, table = TABLES[name]
+    found = section(name).search(page.read_text(encoding="utf-8"))
+    assert found is not None, f"{page.name} has no table of {name}"
+    # Blank lines around it: Markdown joins a table to a comment that touches it.
+    assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == f"\n{table().markdown()}\n", (
+        "run: python tests/project/test_documentation.py"
+    )
+
+
+LIMITS = {
+    "README.md": "SmolLM2's are 0.01 in bf16, 0.07 with an fp8 engine, 0.1 as a mixture of experts",
+    "docs/presets.md": r"SmolLM2's are $10^{-2}$ in bf16, $7 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ as a mixture",
+    "docs/metrics.md": r"above $10^{-2}$ with SmolLM2 (fp8 engine: $7 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
+}
+"""The k3 from which on a user should act, as each page writes it, with the model that it is from."""
+SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
+
+
+def test_pages_and_report_name_the_same_limits_of_k3() -> None:
+    highest = {each.what: each.high for each in REFERENCES}
+    assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
+    assert "SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
+    assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
+
+
+def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
+    kernels, pretrained, quantised = (
+        (f"${factor} \\cdot " if factor != "1" else "$") + f"10^{{-{int(power)}}}$"
+        for factor, power in (f"{limit:.0e}".split("e-") for limit in (KERNEL_K3, PRETRAINED_K3, QUANTISED_K3))
+    )
+    report, causes, metrics, presets = (" ".join((DOCS / page).read_text().split()) for page in SIZES)
+    bands = (f"below {kernels}", f"{kernels} to {pretrained}", f"{pretrained} to {quantised}", f"above {quantised}")
+    assert [band for band in bands if f"| {band} |" not in report] == []
+    assert f"A k3 of {kernels} to {pretrained} has two readings." in causes
+    assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in metrics
+    assert f"for a pretrained model, in bf16 up to {pretrained}. Above, a [report](report.md) looks" in presets
+    highest = {each.what: each.high for each in REFERENCES}
+    assert (highest["dense models in bfloat16"], highest["fp8 weights or cache"]) == (PRETRAINED_K3, QUANTISED_K3)
+
+
+def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
+    (found,) = [each for each in REFERENCES if each.what == "mixtures of experts"]
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    ((factor, low, high),) = re.findall(r"mixture of experts \$(\d) \\cdot 10\^\{(-\d)\}\$ to \$10\^\{(-\d)\}\$", page)
+    assert (float(f"{factor}e{low}"), float(f"1e{high}")) == (found.low, found.high)
+
+
+def blocks(language: str) -> list:
+    """The blocks of each page, as parameters of a test that name page and line."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in fence.finditer(text):
+            line = text.count("\n", 0, block.start()) + 1
+            found.append(pytest.param(block[1], id=f"{page.relative_to(ROOT)}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_every_yaml_block_loads(block) -> None:
+    assert isinstance(mis_ext.config_from_mapping(yaml.safe_load(block)), mis_ext.CorrectionConfig)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_every_python_block_runs(block, monkeypatch) -> None:
+    if "toy_moe" in block:
+        if not all(importlib.util.find_spec(name) for name in ("megatron", "transformers")):
+            pytest.skip("needs what requirements/example.txt installs")
+        monkeypatch.syspath_prepend(ROOT / "examples")
+    # A block that stands for itself has no name from elsewhere.
+    with warnings.catch_warnings():
+        if "toy_moe" in block:
+            # Of Megatron-Core itself.
+            warnings.simplefilter("ignore")
+        exec(compile(block, "block", "exec"), {"__name__": "block"})
+
+
+def test_what_an_explanation_prints_stands_below_it(capsys) -> None:
+    (block,) = [each.values[0] for each in blocks("python") if "definition.explain()" in each.values[0]]
+    exec(block, {})
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")]
+    assert len(printed) == len(shown)
+    for line, start in zip(printed, shown, strict=True):
+        assert line.startswith(start.removesuffix("...").rstrip("; "))
+
+
+def test_the_page_of_explain_shows_what_is_printed(capsys, monkeypatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "110")
+    page = (DOCS / "explain.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^mis-ext (explain gated_mis [^#]*)", page, flags=re.MULTILINE)
+    assert mis_ext.cli.main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    (block,) = [each.values[0] for each in blocks("text") if each.id.startswith("docs/explain.md")]
+    assert len(block.splitlines()) >= 5
+    assert [line for line in block.splitlines() if line not in printed] == []
+
+
+def test_no_block_is_of_an_unknown_language() -> None:
+    languages = {found for page in PAGES for found in re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)}
+    assert languages <= {"python", "yaml", "bash", "bibtex", "json", "text"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES_OF_THE_README
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tis_levl": "token"},
+        {"tis_level": "tokn"},
+        {"rs_veto_threshold": "1e-4"},
+        {"rs_level": "token"},
+        {"weight": {"level": "token"}},
+        {"veto_threshold": 1e-4},
+        {"tis_clip": 5.0},
+    ],
+)
+def test_the_page_of_errors_shows_the_message(wrong) -> None:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        mis_ext.config_from_mapping(wrong)
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
+    assert [message for message in shown if message in str(raised.value)]
+
+
+NAMED = re.compile(r"`((?:tests|mis_ext|examples|lab|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page) -> None:
+    named = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mis_ext" / path).exists()] == []
+
+
+FENCED = re.compile(r"^```.*?^```$|<!--.*?-->", re.DOTALL | re.MULTILINE)
+NAMED_PLACE = re.compile(r'<a id="([^"]+)"></a>')
+LINKED = re.compile(r'\]\(([^)\s]+)\)|(?:src|href)="([^"]+)"')
+LINKING = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "lab").rglob("*.md")))
+
+
+def shown(page: Path) -> str:
+    """The text of a page without blocks of code and comments."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def headings(text: str) -> list[str]:
+    """As a reader sees them: links by their text, code and emphasis without their marks."""
+    lines = re.findall(r"^#{1,6} +(.*)$", text, re.MULTILINE)
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("`", "").replace("*", "").strip() for line in lines]
+
+
+def anchors_on_github(text: str) -> set[str]:
+    """Lower case, without punctuation, a hyphen for each space; the second of the same name ends in -1."""
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings(text)]
+    return {*numbered(slugs, "-"), *NAMED_PLACE.findall(text)}
+
+
+def anchors_on_the_site(text: str) -> set[str]:
+    """The same in ASCII, with one hyphen for several spaces or hyphens; the second of the same name ends in _1."""
+    ascii_only = [unicodedata.normalize("NFKD", each).encode("ascii", "ignore").decode() for each in headings(text)]
+    slugs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in ascii_only]
+    return {*numbered(slugs, "_"), *NAMED_PLACE.findall(text)}
+
+
+def numbered(slugs: list[str], mark: str) -> list[str]:
+    before = [slugs[:place].count(slug) for place, slug in enumerate(slugs)]
+    return [f"{slug}{mark}{count}" if count else slug for slug, count in zip(slugs, before, strict=True)]
+
+
+def test_the_rules_of_anchors_are_those_of_github_and_of_the_site() -> None:
+    text = '# `mis_k3: 0.1`, and [more](x.md)\n\n## A & B\n\n## Two\n\n### Two\n\n<a id="here"></a>\n'
+    assert anchors_on_github(text) == {"mis_k3-01-and-more", "a--b", "two", "two-1", "here"}
+    assert anchors_on_the_site(text) == {"mis_k3-01-and-more", "a-b", "two", "two_1", "here"}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_to_anchors_on_github_and_on_the_site(page) -> None:
+    """MkDocs checks the site too; GitHub nobody. It shows the attribute list of a heading as text."""
+    text = shown(page)
+    assert re.findall(r"^#.*\{.*\}$", text, re.MULTILINE) == []
+    for target in (first or second for first, second in LINKED.findall(text)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            there = shown(file)
+            assert anchor in anchors_on_github(there), f"{target}: not on GitHub"
+            assert anchor in anchors_on_the_site(there), f"{target}: not on the site"
+
+
+def test_the_version_and_the_badges_are_true() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == mis_ext.__version__
+    assert f"version = {{{mis_ext.__version__}}}" in (ROOT / "README.md").read_text()
+    assert f"## {mis_ext.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    oldest = re.search(r'requires-python = ">=(.*)"', project)[1]
+    assert f"{oldest} or newer" in (DOCS / "images" / "python.svg").read_text()
+    assert 'license = "Apache-2.0"' in project
+    assert "Apache 2.0" in (DOCS / "images" / "license.svg").read_text()
+
+
+def test_a_class_that_was_renamed_is_gone_and_its_new_name_is_there() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    table = text.split("Names of Python that changed since 0.1.0:")[1].split("\n\n")[1]
+    old, new = (
+        re.findall(r"`([A-Z]\w+)(?:\.(\w+))?", "\n".join(line.split("|")[column] for line in table.splitlines()))
+        for column in (1, 2)
+    )
+    assert [name for name, _ in old] == ["CorrectionConfig", "WeightFactor", "GateFactor", "RolloutScale"]
+    for name, attribute in old:
+        assert not hasattr(*((getattr(mis_ext, name), attribute) if attribute else (mis_ext, name)))
+    assert {name for name, _ in new} == {"Weight", "Gate", "WeightScale"}
+    assert all(hasattr(mis_ext, name) for name in ("config_from_mapping", *(name for name, _ in new)))
+
+
+def main() -> None:
+    """Write the tables of today into their pages."""
+    for name, (page, table) in TABLES.items():
+        text = page.read_text(encoding="utf-8")
+        text = section(name).sub(lambda found, table=table: f"{found[1]}\n{table().markdown()}\n{found[2]}", text)
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

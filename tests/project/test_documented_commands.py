@@ -1,0 +1,235 @@
+"""Every command line of the pages is one that its program takes: files are there, and its parser accepts the rest."""
+
+import argparse
+import ast
+import re
+import shlex
+import sys
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import yaml
+from test_documentation import PAGES, ROOT
+
+import mis_ext.cli
+from mis_ext.cli.result import Result
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+MEASUREMENTS = (
+    ROOT / "lab" / "README.md",
+    ROOT / "lab" / "MODELS.md",
+    *sorted((ROOT / "lab" / "evidence").glob("*.md")),
+)
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:bash|python3?|mis-ext|torchrun|pip|pytest)[ \n][^`]+)`(?!`)")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+PLACEHOLDERS = {"NAME": "gspo", "PRESET": "icepop", "STUDY": "fp8_cache"}
+
+
+def commands() -> list:
+    """Of the blocks and of the text, as parameters of a test that name page and line."""
+    found = {}
+    for page in (*PAGES, *MEASUREMENTS):
+        text = page.read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            for line in block[1].replace("\\\n", " ").splitlines():
+                found.setdefault(line, (page, block.start()))
+        for inline in INLINE.finditer(text):
+            found.setdefault(" ".join(inline[1].split()), (page, inline.start()))
+    return [
+        pytest.param(line, id=f"{page.relative_to(ROOT)}:{page.read_text()[:start].count(chr(10)) + 1}:{line[:40]}")
+        for line, (page, start) in found.items()
+        if shlex.split(line, comments=True)
+    ]
+
+
+@pytest.fixture
+def only_parsing(monkeypatch) -> None:
+    """`mis-ext` ends where it has parsed its arguments."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_do_nothing(self, args=None, namespace=None):
+        parsed = parse(self, args, namespace)
+        parsed.run = lambda _: Result({}, lambda: None)
+        return parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_do_nothing)
+
+
+@pytest.mark.usefixtures("only_parsing")
+@pytest.mark.parametrize("line", commands())
+def test_a_documented_command_is_one_that_its_program_takes(line) -> None:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+    # What follows is the shell's.
+    words = [*takewhile(lambda word: word not in (">", "|"), words)]
+    while ASSIGNMENT.match(words[0]):
+        words.pop(0)
+    CHECKS[words[0]](words[1:])
+
+
+def check_bash(words: list[str]) -> None:
+    script, *arguments = words
+    assert (ROOT / script).is_file()
+    if script == "tests/run.sh":
+        check_pytest(arguments)
+    elif script == "docs/run.sh":
+        assert arguments in ([], ["serve"])
+    elif script == "tests/matrix.sh":
+        assert len(arguments) == 1
+    elif script.endswith("_cpu.sh"):
+        (host,) = re.findall(r"-m host_cpu\.run (\w+)", (ROOT / script).read_text())
+        check_script("lab/hosts/host_cpu/run.py", [host, *arguments])
+    elif script.endswith("_gpu.sh"):
+        # What follows goes to the host.
+        assert not arguments
+    elif script.startswith(("examples/slime/", "examples/miles/")):
+        assert (ROOT / arguments[0]).is_file()
+    elif script == ".ci/run":
+        assert not arguments
+    else:
+        python = re.findall(r"(?:examples|lab)/[\w/]+\.py", (ROOT / script).read_text())
+        check_script(python[-1], arguments)
+
+
+def check_python(words: list[str]) -> None:
+    if words[:2] == ["-m", "mis_ext"]:
+        check_mis_ext(words[2:])
+    elif words[:2] == ["-m", "pytest"]:
+        check_pytest(words[2:])
+    else:
+        check_script(words[0], words[1:])
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    path = ROOT / script
+    assert path.is_file()
+    for word in arguments:
+        # A script would complain of it only later.
+        assert not word.startswith("yaml/") or (ROOT / word).is_file()
+    package = path.with_name("grpo") / "arguments.py"
+    parser_of(package if script == "examples/train_grpo.py" else path).parse_args(arguments)
+
+
+def parser_of(path: Path) -> argparse.ArgumentParser:
+    """What the `add_argument` calls of a program say in literals; to import it would take seconds."""
+    parser = argparse.ArgumentParser()
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", None) != "add_argument":
+            continue
+        said = {word.arg: word.value for word in call.keywords if word.arg in ("action", "nargs", "choices")}
+        literals = (ast.Constant, ast.List, ast.Tuple)
+        options = {name: ast.literal_eval(value) for name, value in said.items() if isinstance(value, literals)}
+        if options.get("action") == "store_const":
+            # Python 3.10 wants it.
+            options["const"] = None
+        parser.add_argument(*map(ast.literal_eval, call.args), **options)
+    return parser
+
+
+def check_mis_ext(words: list[str]) -> None:
+    if len(words) == 1 and words not in (["methods"], ["presets"]):
+        # The text names the command.
+        with pytest.raises(SystemExit, match="0"):
+            mis_ext.cli.main([*words, "--help"])
+    else:
+        assert mis_ext.cli.main(words) == 0
+
+
+def check_pytest(words: list[str]) -> None:
+    markers = [line.split(":")[0] for line in project()["tool"]["pytest"]["ini_options"]["markers"]]
+    for index, word in enumerate(words):
+        if word == "-m":
+            assert words[index + 1] in markers
+        if word.endswith(".py"):
+            assert (ROOT / word).is_file()
+
+
+def check_pip(words: list[str]) -> None:
+    extras = set(re.findall(r"\[(.*)\]", " ".join(words)))
+    known = project()["project"]["optional-dependencies"]
+    assert {name for names in extras for name in names.split(",")} <= known.keys()
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+CHECKS = {
+    "bash": check_bash,
+    "python": check_python,
+    "python3": check_python,
+    "mis-ext": check_mis_ext,
+    "pip": check_pip,
+    "pytest": check_pytest,
+}
+
+
+def test_commands_are_found() -> None:
+    assert len(commands()) > 40
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bash examples/run.sh --num-rolouts 3",
+        "mis-ext reprot dumps",
+        "python lab/benchmarks/bench_correction.py --nothing",
+        "bash examples/gone.sh",
+        "bash lab/hosts/slime_cpu.sh --recrd",
+        "pip install -e '.[reports]'",
+        "bash tests/run.sh -m whole_runs",
+    ],
+)
+@pytest.mark.usefixtures("only_parsing")
+def test_a_wrong_command_is_seen(line) -> None:
+    words = shlex.split(line)
+    with pytest.raises((AssertionError, SystemExit)):
+        CHECKS[words[0]](words[1:])
+
+
+def test_every_page_of_the_navigation_and_every_launch_line_is_there() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["site_name"] == "mis_ext"
+    flags = [line for page in PAGES for line in re.findall(r"^--[a-z].*$", page.read_text(), flags=re.MULTILINE)]
+    options = dict.fromkeys(tuple(line.split()) for line in flags)
+    for option, *values in options:
+        if option == "--custom-config-path":
+            assert (ROOT / values[0]).is_file()
+        if option.endswith("-function-path"):
+            module, _, name = values[0].rpartition(".")
+            assert hasattr(__import__(module, fromlist=[name]), name)
+    assert len(options) >= 6
+
+
+def test_the_table_of_versions_has_the_rows_and_files_that_its_script_runs() -> None:
+    script = (ROOT / "tests" / "matrix.sh").read_text(encoding="utf-8")
+    rows = [line.split() for line in script.partition("<< 'END'\n")[2].splitlines()[:-1]]
+    wanted = []
+    for python, which, *pins in rows:
+        version = dict(pin.split("==") for pin in pins)
+        wanted.append([python, *(version[name] for name in ("torch", "megatron-core", "transformers")), which])
+    page = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8").partition("\n### Versions\n")[2]
+    table = [line.strip("| ").split(" | ") for line in page.partition("\n## ")[0].splitlines() if line[:1] == "|"]
+    assert [row[:-1] for row in table[2:]] == wanted
+    assert not any("failed" in row[-1] for row in table)
+    (package,), (examples,) = (re.findall(rf"^{name}=\(([^)]*)\)", script, re.M) for name in ("package", "examples"))
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in (package + " " + examples).split())
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    assert {python for python, *_ in rows} <= {*jobs["tests"]["strategy"]["matrix"]["python"]}
+
+
+def test_the_workflow_calls_scripts_that_are_there_with_the_oldest_python() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    lines = [step["run"] for step in steps if "run" in step]
+    assert lines
+    for line in lines:
+        command, *words = shlex.split(line)
+        CHECKS[command](words)
+    oldest = project()["project"]["requires-python"].removeprefix(">=")
+    assert oldest in jobs["tests"]["strategy"]["matrix"]["python"]

@@ -1,0 +1,232 @@
+"""What `import mis_ext` may cost and pull in."""
+
+import ast
+import importlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("megatron", "sglang", "transformers", "triton", "matplotlib", "rich", "transformer_engine", "apex", "numpy")
+
+
+def run(code: str, *, cwd: Path | None = None) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
+
+
+LAZY = ("mis_ext", "mis_ext.explain", "mis_ext.onpolicy", "mis_ext.rollout")
+PACKAGES = (*LAZY, *(f"mis_ext.{room}" for room in ("diagnosis", "methods", "report")))
+each_lazy_package = pytest.mark.parametrize("name", LAZY)
+
+
+def test_no_public_name_pulls_in_a_framework() -> None:
+    # Nor does the check at start, whose call compiles nothing. torch itself imports numpy where it is installed.
+    code = f"""
+import argparse, sys, torch
+before = set(sys.modules)
+import mis_ext.cli, {", ".join(PACKAGES)}
+for package in map(sys.modules.get, {PACKAGES}):
+    for name in package.__all__:
+        getattr(package, name)
+launch = dict(loss_type="custom_loss", custom_loss_function_path="mis_ext.policy_loss", rank=1, use_tis=True)
+mis_ext.check_setup(argparse.Namespace(**launch, mis_loss_compile=True, advantage_estimator="gspo"))
+print(*(set(sys.modules) - before))
+"""
+    names = run(code).split()
+    imported = {name.split(".")[0] for name in names}
+    assert imported.isdisjoint(HEAVY)
+    assert "torch._dynamo" not in names
+    assert "mis_ext" in imported
+
+
+def test_importing_the_package_loads_no_room_of_it() -> None:
+    code = (
+        "import sys, mis_ext; print(*(name for name in sys.modules if name.startswith(('mis_ext', 'torch', 'yaml'))))"
+    )
+    assert set(run(code).split()) == {"mis_ext", "mis_ext.lazy"}
+
+
+def test_the_rollout_needs_no_torch_until_it_scores() -> None:
+    code = """
+import sys, mis_ext.rollout
+for name in mis_ext.rollout.__all__:
+    if not name.endswith(("LogProbs", "log_probs")) or name == "define_log_probs":
+        getattr(mis_ext.rollout, name)
+import mis_ext.cli
+print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.modules)
+"""
+    assert run(code).split() == ["True", "False"]
+
+
+def test_the_files_of_presets_are_listed_without_torch() -> None:
+    code = """
+import sys, mis_ext.cli
+mis_ext.cli.main(["presets"])
+mis_ext.cli.main(["presets", "mis"])
+print("torch" in sys.modules)
+"""
+    assert run(code).split()[-1] == "False"
+
+
+def rooms() -> list[str]:
+    """In the order of the developers' page."""
+    page = (REPOSITORY / "docs" / "developers.md").read_text(encoding="utf-8")
+    listed = page.split("## Rooms")[1].split("```")[1]
+    return [line.split("/")[0] for line in listed.strip().splitlines() if line[:1].isalpha()]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules += [
+        f"mis_ext.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) if n.module == "mis_ext" for a in n.names
+    ]
+    modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {module.split(".")[1] for module in modules if module.startswith("mis_ext.")}
+
+
+def test_imports_go_up_the_list_of_rooms_and_methods_use_the_correction_only() -> None:
+    order = rooms()
+    assert set(order) >= {"correction", "methods", "hosts", "cli"}
+    for at, room in enumerate(order):
+        for path in (REPOSITORY / "mis_ext" / room).rglob("*.py"):
+            below = imported_rooms(path) & set(order[at + 1 :])
+            assert not below, f"{path} imports {below}"
+            if room == "methods":
+                assert imported_rooms(path) & set(order) <= {"correction", "methods"}, path
+
+
+def test_nothing_but_the_lab_imports_the_lab() -> None:
+    folders = ("benchmarks", "studies", "hosts", "real_stack", "tests")
+    lab = {path.stem for folder in folders for path in _modules(folder)}
+    outside = [
+        path
+        for pattern in ("mis_ext/**/*.py", "examples/**/*.py", "tests/**/*.py")
+        for path in REPOSITORY.glob(pattern)
+    ]
+    assert lab >= {"bench_correction", "evidence", "host_cpu", "slime_gpu", "te_study", "evidence_runs"}
+    assert [str(path) for path in outside if imported_names(path) & {"lab", *lab}] == []
+
+
+def _modules(folder: str) -> list[Path]:
+    here = REPOSITORY / "lab" / folder
+    return [*here.glob("*.py"), *(path.parent for path in here.glob("*/__init__.py"))]
+
+
+def imported_names(path: Path) -> set[str]:
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def documented_paths() -> list[str]:
+    """Every function that a flag of a host names in the documentation."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    flag = re.compile(r"--[a-z-]+-path`?[ |]+`?([\w/]+(?:\.\w+)+)")
+    found = {path for page in pages for path in flag.findall(page.read_text(encoding="utf-8"))}
+    # The last one is for the example's own loop, which runs in its folder.
+    return sorted(path for path in found if not path.endswith(".yaml") and path != "dump_rollout.save")
+
+
+def test_the_documentation_names_no_function_outside_of_the_package() -> None:
+    # A host finds its own package of the same name first: slime and Megatron-LM both have `examples`.
+    assert {path.split(".")[0] for path in documented_paths()} == {"mis_ext"}
+    assert {"mis_ext.log_mismatch", "mis_ext.prepare_rollout", "mis_ext.policy_loss"} <= {*documented_paths()}
+
+
+def test_hosts_find_each_function_by_its_path_in_any_folder(tmp_path) -> None:
+    code = f"""
+import importlib
+for path in {documented_paths()}:
+    module, _, name = path.rpartition(".")
+    print(getattr(importlib.import_module(module), name).__name__)
+"""
+    assert run(code, cwd=tmp_path).split() == [path.rpartition(".")[2] for path in documented_paths()]
+
+
+def imports_for_type_checkers(package: ModuleType) -> dict[str, str]:
+    """Which module the source of a package imports each name from."""
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+@each_lazy_package
+def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
+    package = importlib.import_module(name)
+    seen = imports_for_type_checkers(package)
+    assert sorted(seen) == sorted(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    for public, module in seen.items():
+        assert getattr(package, public) is getattr(importlib.import_module(module), public)
+        assert public in vars(package)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'rekord'"):
+        _ = package.rekord
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_module_takes_the_place_of_a_public_name(name) -> None:
+    # A package gets each of its modules as an attribute, the moment that it is imported.
+    public = set(importlib.import_module(name).__all__)
+    modules = {module.name for module in pkgutil.iter_modules(importlib.import_module(name).__path__)}
+    assert public.isdisjoint(modules)
+
+
+def test_the_hook_runs_without_any_framework_and_loads_no_method() -> None:
+    code = """
+import argparse, sys, torch, mis_ext
+log_probs = [-0.5 - torch.rand(9), -0.5 - torch.rand(4)]
+mis_ext.compute_mis_weights_with_cp(
+    argparse.Namespace(use_tis=True), pg_loss=torch.randn(13), train_log_probs=log_probs,
+    rollout_log_probs=[x + 0.01 for x in log_probs], loss_masks=[torch.ones(9), torch.ones(4)],
+    total_lengths=[11, 6], response_lengths=[9, 4])
+ours = ("methods", "explain.explanation", "report", "cli", "hosts.slime_miles.check_setup")
+others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{name}" for name in ours))
+print(*[name for name in others if name in sys.modules])
+"""
+    assert run(code).split() == []
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+def test_a_wheel_of_the_source_distribution_holds_every_module_and_the_presets(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    # Of a copy: setuptools also packs what an earlier build of the checkout has listed.
+    copy = tmp_path / "copy"
+    left_out = shutil.ignore_patterns(".*", "*.egg-info", "site", "runs", "lab", "tests", "__pycache__")
+    shutil.copytree(REPOSITORY, copy, symlinks=True, ignore=left_out)
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], check=True, capture_output=True, cwd=copy)
+    (source,) = tmp_path.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    tmp_path = tmp_path / "installed"
+    subprocess.run([*pip, "--target", str(tmp_path), str(source)], check=True, capture_output=True)
+    code = f"""
+import argparse, sys
+sys.path.insert(0, {str(tmp_path)!r})
+import torch, mis_ext, mis_ext.cli, mis_ext.onpolicy.batch_invariant, mis_ext.rollout
+_, masks, metrics = mis_ext.compute_mis_weights_with_cp(
+    argparse.Namespace(use_tis=True), pg_loss=torch.randn(13), train_log_probs=[-torch.rand(9), -torch.rand(4)],
+    rollout_log_probs=[-torch.rand(9), -torch.rand(4)], loss_masks=[torch.ones(9), torch.ones(4)],
+    total_lengths=[11, 6], response_lengths=[9, 4])
+print(mis_ext.__file__, mis_ext.__version__, len(masks), "mis_k3_kl" in metrics, *mis_ext.list_presets())
+"""
+    where, version, num_masks, is_measured, *presets = run(code).split()
+    assert where.startswith(str(tmp_path))
+    assert f"-{version}.tar.gz" in source.name
+    assert (num_masks, is_measured) == ("2", "True")
+    assert "mis" in presets
+    modules, installed = (
+        {path.relative_to(root) for path in (root / "mis_ext").rglob("*.py")} for root in (REPOSITORY, tmp_path)
+    )
+    assert modules <= installed
+    (script,) = (tmp_path / "bin").iterdir()
+    assert script.name == "mis-ext"

@@ -1,0 +1,222 @@
+"""The custom generate function: hosts, settings, evaluation, and log-probs of another distribution."""
+
+import asyncio
+import sys
+import types
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+from generate_runs import CONTEXT, LIMITS, QUESTION, WITH_ENVIRONMENT, run
+from host_samples import loopback_server
+from sglang_answers import TOKENIZER, stopped
+from tiny_tokenizers import encode
+from tokens.sample import Sample, Status, host_args
+from transformers import AutoTokenizer
+
+from mis_ext.rollout.custom_generate import chat, definitions
+from mis_ext.rollout.custom_generate.function import generate
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
+
+@pytest.mark.parametrize(("limits", "room"), [({}, 20), ({"eval_max_context_len": 24}, 24)])
+def test_evaluation_has_a_limit_of_its_own_and_no_warning_about_training(tokenizer_folder, limits, room):
+    definitions._warn_once.cache_clear()
+    num_known = len(encode(TOKENIZER, "The weather"))
+    with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+        args = host_args(server.port, tokenizer_folder, rollout_max_context_len=20, **limits)
+        with warnings.catch_warnings(action="error"):
+            asyncio.run(generate(args, Sample(prompt="The weather"), {**LIMITS, "top_p": 0.7}, evaluation=True))
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == room - num_known
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monkeypatch, host):
+    calls = []
+
+    async def post(url, payload, max_retries=60, **options):
+        calls.append((url, max_retries, options))
+        if len(calls) == 2:
+            raise OSError("all connections are gone")
+        return stopped(payload, "mild")
+
+    def load_tokenizer(tokenizer_folder, chat_template_path=None, **options):
+        loaded.append((chat_template_path, options))
+        return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+    loaded = []
+    # Whatever ran before.
+    chat.load_tokenizer.cache_clear()
+    client, loader = (types.ModuleType(f"{host}.utils.{name}") for name in ("http_utils", "processing_utils"))
+    client.post, loader.load_tokenizer = post, load_tokenizer
+    for module in (types.ModuleType(host), types.ModuleType(f"{host}.utils"), client, loader):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    host_class = type("Sample", (Sample,), {"__module__": f"{host}.utils.types"})
+    args = host_args(9, tokenizer_folder, on_policy_tokens={"max_attempts": 5}, router_policy="consistent_hashing")
+
+    sample = asyncio.run(generate(args, host_class(prompt="The weather", session_id="abc"), LIMITS))
+    assert sample.loss_mask == [1] * 5
+    assert calls == [("http://127.0.0.1:9/generate", 5, {"headers": {"X-SMG-Routing-Key": "abc"}})]
+    # The host's loader repairs what newer versions of transformers break.
+    assert loaded == [(None, {"trust_remote_code": True})]
+    with pytest.raises(ConnectionError, match="no answer after 5 attempts: all connections are gone"):
+        asyncio.run(generate(args, host_class(prompt="The weather"), LIMITS))
+    assert calls[1][2] == {}
+
+
+@pytest.mark.parametrize(("policy", "key"), [("consistent_hashing", "abc"), ("round_robin", None), (None, None)])
+def test_the_session_is_named_to_a_router_that_routes_by_it(tokenizer_folder, policy, key):
+    sample = Sample(prompt="The weather", session_id="abc")
+    server = run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, sglang_router_policy=policy)
+    assert server.headers[0].get("X-Smg-Routing-Key") == key
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_turn": 3}, ValueError, "unknown keys under on_policy_tokens: 'max_turn' .did you mean 'max_turns'"),
+        ({"max_turns": 0}, ValueError, r"on_policy_tokens\.max_turns must be in \[1, 10000\], got 0"),
+        ({"max_turns": True}, TypeError, r"on_policy_tokens\.max_turns must be a number"),
+        ({"max_turns": 2.5}, TypeError, r"on_policy_tokens\.max_turns must be an integer in \[1, 10000\], got 2.5"),
+        ({"max_attempts": 0}, ValueError, r"on_policy_tokens\.max_attempts must be in \[1, 1000\], got 0"),
+        ({"environment": "step"}, ValueError, "a dotted path such as my_agent.step, got 'step'"),
+        ({"environment": "os.path.join"}, TypeError, "os.path.join must be an async def"),
+        ("an_environment.step", TypeError, "on_policy_tokens must be a mapping of environment, max_turns"),
+    ],
+)
+def test_a_setting_that_is_unknown_or_out_of_range_is_named(tokenizer_folder, settings, error, message):
+    with pytest.raises(error, match=message):
+        run([], tokenizer_folder, Sample(prompt="The weather"), settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "message"),
+    [
+        ({"use_rollout_routing_replay": True}, {}, "does not support use_rollout_routing_replay .got True"),
+        ({"use_sampling_support_replay": True}, {}, "does not support use_sampling_support_replay .got True"),
+        ({"lora_rank": 8}, {}, "does not support lora_rank .got 8"),
+        ({}, {"multimodal_inputs": {"images": ["a"], "videos": None}}, "takes text only, the sample has images"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tokenizer_folder, flags, fields, message):
+    with pytest.raises(ValueError, match=message):
+        run([], tokenizer_folder, Sample(prompt="The weather", **fields), **flags)
+
+
+def test_flags_that_are_off_are_not_in_the_way(tokenizer_folder):
+    sample = Sample(prompt="The weather", multimodal_inputs={"images": None})
+    run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, use_rollout_routing_replay=False, lora_rank=0)
+    assert sample.status is Status.COMPLETED
+    run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The"), lora_rank=8, lora_train_only=True)
+
+
+def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(tokenizer_folder):
+    definitions._warn_once.cache_clear()
+    for params in ({**LIMITS, "top_p": 0.9}, {**LIMITS, "repetition_penalty": 1.1}):
+        match = r"top_p=0.9 keeps\) is missing" if params["top_p"] < 1 else "cannot be made comparable"
+        with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
+            run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
+        with warnings.catch_warnings(action="error"):
+            run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
+    with warnings.catch_warnings(action="error"):
+        greedy = {**LIMITS, "temperature": 0.0, "top_p": 0.9}
+        run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=greedy)
+
+
+TOP_P_REPLAY = {**LIMITS, "top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+
+
+def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_slimes_server_says_so(tokenizer_folder):
+    def replayed(request):
+        response = stopped(request, "mild")
+        response["meta_info"]["top_p_token_ids"] = ""
+        return response
+
+    definitions._warn_once.cache_clear()
+    with warnings.catch_warnings(action="error"):
+        run([replayed], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
+    with pytest.warns(definitions.LogProbDefinitionWarning, match="only slime's SGLang knows it"):
+        run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({}, "speculative decoding: on a CPU"),
+        ({"sglang_speculative_accept_threshold_acc": 0.9}, "_acc=0.9: how likely a token is depends on"),
+    ],
+)
+def test_speculative_decoding_is_said_once(tokenizer_folder, flags, match):
+    definitions._warn_once.cache_clear()
+    flags = {"sglang_speculative_algorithm": "EAGLE", **flags}
+    with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
+        run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)
+    with warnings.catch_warnings(action="error"):
+        run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)
+
+
+THINK = """
+{%- for turn in messages %}{{- '<|im_start|>' + turn.role + '\\n' + turn.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + ('' if thinking else '</think>') }}{%- endif %}"""
+
+
+@dataclass
+class EvaluationDataset:
+    """As slime's."""
+
+    name: str
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    def inject_metadata(self, metadata):
+        return {**metadata, **self.metadata_overrides}
+
+
+def generation_prompts(tokenizer_folder, environment, tmp_path, sample, datasets, *, evaluation):
+    """The prompt of each turn, its end only."""
+    environment([{"role": "user", "content": "Thanks"}], None)
+    template = tmp_path / "template.jinja"
+    template.write_text(THINK)
+    with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+        others = {"apply_chat_template_kwargs": {"thinking": True}, "chat_template_path": str(template)}
+        args = host_args(server.port, tokenizer_folder, on_policy_tokens=WITH_ENVIRONMENT, **others)
+        args.rollout_max_context_len, args.eval_datasets = CONTEXT, datasets
+        asyncio.run(generate(args, sample, LIMITS, evaluation=evaluation))
+    return [TOKENIZER.decode(r["input_ids"]).rpartition("assistant\n")[2] for r in server.requests]
+
+
+def test_an_evaluation_dataset_has_its_own_template_options_in_every_turn(tokenizer_folder, environment, tmp_path):
+    arguments = (tokenizer_folder, environment, tmp_path)
+    plain = EvaluationDataset("plain", {"thinking": False}, metadata_overrides={"dataset": "plain"})
+    thinking = EvaluationDataset("thinking", metadata_overrides={"dataset": "thinking"})
+    for dataset, expected in ((plain, "</think>"), (thinking, "")):
+        sample = Sample(prompt=QUESTION, metadata=dataset.inject_metadata({}))
+        found = generation_prompts(*arguments, sample, [plain, thinking], evaluation=True)
+        assert found == [expected] * 2
+    # Training has the host's, also where an evaluation dataset would fit; a sample's own come first.
+    sample = Sample(prompt=QUESTION, metadata={"dataset": "plain"})
+    assert generation_prompts(*arguments, sample, [plain], evaluation=False) == [""] * 2
+    sample = Sample(prompt=QUESTION, metadata={"dataset": "thinking"})
+    sample.apply_chat_template_kwargs = {"thinking": False}
+    assert generation_prompts(*arguments, sample, [plain, thinking], evaluation=True) == ["</think>"] * 2
+
+
+def test_a_sample_that_may_be_of_two_datasets_with_other_options_is_refused(tokenizer_folder, environment, tmp_path):
+    arguments = (tokenizer_folder, environment, tmp_path)
+    datasets = [EvaluationDataset("a", {"thinking": False}), EvaluationDataset("b")]
+    with pytest.raises(ValueError, match=r"evaluation datasets a .* and b .* differ, and sample 0 may be of both"):
+        generation_prompts(*arguments, Sample(prompt=QUESTION), datasets, evaluation=True)
+    datasets[1].custom_generate_function_path = "of.another"
+    assert generation_prompts(*arguments, Sample(prompt=QUESTION), datasets, evaluation=True) == ["</think>"] * 2
+    # A text that is answered with a text never meets the template.
+    datasets[1].custom_generate_function_path = None
+    with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+        args = host_args(server.port, tokenizer_folder, eval_datasets=datasets)
+        asyncio.run(generate(args, Sample(prompt="The weather"), LIMITS, evaluation=True))

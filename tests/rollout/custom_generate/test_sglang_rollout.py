@@ -1,0 +1,275 @@
+"""The custom generate function against SGLang's real HTTP server on a CPU."""
+
+# The imports after the skip need packages that only the SGLang environment has.
+
+import asyncio
+import importlib.util
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed (requirements/sglang-cpu.txt)", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("the server is started without the kernels that a GPU needs", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+from tiny_tokenizers import TURN_END, english_tokenizer, render
+from tokens.sample import Sample, Status, host_args
+from transformers import Qwen3Config
+from transformers.models.auto import AutoModelForCausalLM
+
+from mis_ext.rollout.custom_generate import episode
+from mis_ext.rollout.custom_generate.function import generate
+from mis_ext.rollout.errors import CountMismatch
+from mis_ext.rollout.readers.sglang import read_sglang_generate
+from mis_ext.rollout.streams.joining import join_stream
+
+# Megatron-Core, which the other examples need, tells at import which optional kernels are missing.
+with warnings.catch_warnings(action="ignore"):
+    from tokens.server import call_server, sglang_server
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TOKENIZER = english_tokenizer()
+END = TOKENIZER.eos_token_id
+CONTEXT = 2048
+TEMPERATURE = 0.7
+SAMPLING = {
+    "temperature": TEMPERATURE,
+    "top_p": 0.9,
+    "max_new_tokens": 24,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+}
+# Long enough to be aborted while it runs.
+NUM_LONG = 1600
+LONG = {**SAMPLING, "max_new_tokens": NUM_LONG, "ignore_eos": True}
+# float32 against float32 agrees to about 1e-6; another temperature is off by about 1.
+TOLERANCE = 1e-4
+QUESTIONS = [[{"role": "user", "content": f"What is the weather in Paris on day {day}?"}] for day in range(12)]
+
+
+async def step(sample, text):
+    """Answers twice."""
+    turns = sample.metadata.setdefault("turns", [])
+    turns.append(text)
+    return [{"role": "tool", "content": "rain"}] if len(turns) < 3 else None
+
+
+ENVIRONMENT = {"on_policy_tokens": {"environment": f"{__name__}.step"}, "rollout_max_context_len": CONTEXT}
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        # Five times the usual, so that the distributions are far from uniform.
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        # So that turns end.
+        model.lm_head.weight[END] *= 4
+    return model
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    checkpoint = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(checkpoint)
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    TOKENIZER.save_pretrained(checkpoint)
+    with sglang_server(checkpoint, weight_version="7") as port:
+        yield host_args(port, checkpoint)
+
+
+@pytest.fixture
+def responses(monkeypatch):
+    """What the server answers, in the order in which it does."""
+    came = []
+    send = episode.post_json
+
+    async def record(url, request, **options):
+        response = await send(url, request, **options)
+        came.append((request["input_ids"], response))
+        return response
+
+    monkeypatch.setattr(episode, "post_json", record)
+    return came
+
+
+def with_options(args, **options):
+    return type(args)(**vars(args) | options)
+
+
+def run(args, samples, params=SAMPLING):
+    async def all_of_them():
+        await asyncio.gather(*(generate(args, sample, params) for sample in samples))
+
+    asyncio.run(all_of_them())
+
+
+def run_and_abort(args, sample, params=LONG):
+    """Abort as soon as tokens are there."""
+
+    async def abort_when_it_runs():
+        task = asyncio.create_task(generate(args, sample, params))
+        await asyncio.sleep(0.5)
+        while not task.done():
+            await asyncio.to_thread(call_server, args.sglang_router_port, "/abort_request", {"abort_all": True})
+            await asyncio.sleep(0.1)
+        await task
+
+    asyncio.run(abort_when_it_runs())
+
+
+@torch.no_grad()
+def teacher_forced(model, sample):
+    """Log-probs of the response's tokens at the temperature, without the cut of top-p, which SGLang leaves out too."""
+    first = len(sample.tokens) - sample.response_length
+    logits = model(torch.tensor([sample.tokens])).logits[0, first - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens[first:])[:, None])[:, 0]
+
+
+def largest_difference(model, samples):
+    differences = []
+    for sample in samples:
+        difference = (teacher_forced(model, sample) - torch.tensor(sample.rollout_log_probs)).abs()
+        differences.append(difference[torch.tensor(sample.loss_mask) == 1].max().item())
+    return max(differences)
+
+
+def test_conversations_hold_what_the_server_sampled_bit_for_bit(server, model, responses):
+    samples = [Sample(prompt=question, index=index) for index, question in enumerate(QUESTIONS)]
+    run(with_options(server, **ENVIRONMENT), samples)
+    assert {sample.status for sample in samples} == {Status.COMPLETED, Status.TRUNCATED}
+    assert max(len(sample.metadata["turns"]) for sample in samples if sample.status is Status.COMPLETED) == 3
+    for sample in samples:
+        prompt = render(TOKENIZER, sample.prompt)
+        assert sample.tokens[: len(prompt)] == prompt
+        mine = sorted(
+            (pair for pair in responses if pair[0] == sample.tokens[: len(pair[0])]), key=lambda pair: len(pair[0])
+        )
+        expected = [0.0] * len(sample.tokens)
+        for prompt_ids, response in mine:
+            rows = response["meta_info"]["output_token_logprobs"]
+            span = slice(len(prompt_ids), len(prompt_ids) + len(rows))
+            assert sample.tokens[span] == response["output_ids"] == [row[1] for row in rows]
+            expected[span] = [row[0] for row in rows]
+        assert sample.rollout_log_probs == expected[len(prompt) :]
+        assert sample.loss_mask == [int(log_prob != 0) for log_prob in sample.rollout_log_probs]
+        assert sample.weight_versions == ["7"] * len(mine)
+        assert TOKENIZER.decode(sample.tokens[len(prompt) :]) == sample.response
+        assert sample.metadata["on_policy_tokens"]["boundaries/contiguous"] == len(mine) - 1
+        last = mine[-1][1]["meta_info"]["finish_reason"]
+        assert (sample.status, last["type"]) in {(Status.COMPLETED, "stop"), (Status.TRUNCATED, "length")}
+    assert sum(len(sample.metadata["on_policy_tokens"]) > 0 for sample in samples) == len(samples)
+    assert largest_difference(model, samples) < TOLERANCE
+
+
+def test_a_stop_string_ends_a_turn_with_the_token_that_completed_it(server, model):
+    sample = Sample(prompt=QUESTIONS[0])
+    run(server, [sample], {**SAMPLING, "max_new_tokens": 200, "stop": ["e"], "ignore_eos": True})
+    assert sample.status is Status.COMPLETED
+    assert "e" in TOKENIZER.decode(sample.tokens[-1:])
+    assert "e" not in TOKENIZER.decode(sample.tokens[-sample.response_length : -1])
+    assert largest_difference(model, [sample]) < TOLERANCE
+
+
+def test_an_aborted_sample_is_not_trained(server):
+    sample = Sample(prompt=QUESTIONS[0])
+    run_and_abort(server, sample)
+    assert sample.status is Status.ABORTED
+    assert (sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs) == ([], 0, None, None)
+    counts = sample.metadata["on_policy_tokens"]
+    assert counts["aborted_requests"] == 1
+    assert 0 < counts["discarded_tokens"] < NUM_LONG
+
+
+def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model):
+    args = with_options(server, partial_rollout=True)
+    sample = Sample(prompt=QUESTIONS[1])
+    run_and_abort(args, sample)
+    before = sample.response_length
+    assert sample.status is Status.ABORTED
+    assert 0 < before < NUM_LONG
+    call_server(args.sglang_router_port, "/update_weight_version", {"new_version": "8", "abort_all_requests": False})
+    try:
+        run(args, [sample], LONG)
+    finally:
+        call_server(
+            args.sglang_router_port, "/update_weight_version", {"new_version": "7", "abort_all_requests": False}
+        )
+    assert sample.status is Status.TRUNCATED
+    assert sample.response_length == NUM_LONG
+    assert sample.weight_versions == ["7", "8"]
+    assert sample.loss_mask == [1] * NUM_LONG
+    assert largest_difference(model, [sample]) < TOLERANCE
+
+
+def streamed(port, **changes):
+    """A request, and the answer to it whole and streamed: greedy, so that both are the same."""
+    parameters = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = {"input_ids": [5, 6, 7], "return_logprob": True, "sampling_params": parameters, **changes}
+    whole = json.loads(call_server(port, "/generate", request))
+    return request, whole, call_server(port, "/generate", {**request, "stream": True}).splitlines()
+
+
+def check_stream(port, *, is_incremental):
+    request, whole, lines = streamed(port, top_logprobs_num=2)
+    counts = [
+        len(json.loads(line.removeprefix(b"data: "))["output_ids"]) for line in lines if line.startswith(b"data: {")
+    ]
+    assert len(counts) > 3
+    assert (sum(counts) == 24) == is_incremental
+    joined = join_stream(lines)
+    mine, expected = (read_sglang_generate(request, response) for response in (joined, whole))
+    # The second answer finds the prompt in the cache, which rounds otherwise.
+    assert mine.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert replace(mine, log_probs=[], request_id="") == replace(expected, log_probs=[], request_id="")
+    assert len(joined["meta_info"]["output_top_logprobs"]) == 24
+    # An event that is lost is never silent: in a cumulative stream another one has it.
+    first = next(number for number, line in enumerate(lines) if line.startswith(b"data: {"))
+    lost = [*lines[:first], *lines[first + 1 :]]
+    if is_incremental:
+        with pytest.raises(CountMismatch):
+            read_sglang_generate(request, join_stream(lost))
+    else:
+        assert join_stream(lost) == joined
+
+
+def test_a_stream_gives_what_the_whole_answer_gives(server):
+    check_stream(server.sglang_router_port, is_incremental=False)
+
+
+def test_a_stream_of_pieces_gives_what_the_whole_answer_gives(server):
+    with sglang_server(Path(server.hf_checkpoint), weight_version="7", incremental=True) as port:
+        check_stream(port, is_incremental=True)
+
+
+def test_what_the_server_refuses_is_an_error_in_its_words(server):
+    sample = Sample(prompt=QUESTIONS[0])
+    with pytest.raises(ConnectionError, match=r"HTTP 400: .*maximum context length"):
+        run(server, [sample], {**SAMPLING, "max_new_tokens": 10 * CONTEXT})
+    assert json.loads(call_server(server.sglang_router_port, "/get_model_info"))["weight_version"] == "7"
+    assert TURN_END in TOKENIZER.get_vocab()

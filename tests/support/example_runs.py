@@ -1,0 +1,67 @@
+"""The example's program on ranks that share their imports, which take longer than a short run."""
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from process_ranks import run_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from grpo.report import read_metrics  # noqa: E402
+
+CORRECTION = ["--use-tis", "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp"]
+CORRECTION += ["--custom-config-path", str(ROOT / "yaml" / "mis.yaml")]
+SMALL_RUN = [
+    *["--num-layers", "2", "--hidden-size", "32", "--rollout-max-response-len", "12"],
+    *["--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--micro-batch-size", "4", "--warmup-steps", "2"],
+    *CORRECTION,
+]
+WHOLE_LOSS = ["--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss"]
+
+
+def on_ranks(work: Callable[..., None], *args: Any, world_size: int = 2) -> None:
+    """Call it on ranks that find what torchrun says."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    environment = os.environ | address | {"WORLD_SIZE": str(world_size)}
+    run_processes(_as_rank, environment, work, *args, world_size=world_size, preload=("grpo.run",))
+
+
+def _as_rank(rank: int, environment: dict[str, str], work: Callable[..., None], *args: Any) -> None:
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    work(*args)
+
+
+def run_program(*arguments: str) -> None:
+    sys.argv = ["train_grpo.py", *arguments]
+    importlib.import_module("train_grpo").main()
+
+
+def train(output_dir: Path, *flags: str, world_size: int = 2) -> list[dict[str, float]]:
+    """The rows of a run of the program."""
+    on_ranks(run_program, "--output-dir", str(output_dir), *flags, world_size=world_size)
+    return read_metrics(output_dir / "metrics.jsonl")
+
+
+def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Leave out what depends on the clock."""
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+
+def target(folder: Path, gain: float) -> list[str]:
+    """Flags for a band that follows a target."""
+    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": gain}
+    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
+    config = folder / "target.yaml"
+    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
+    return ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]

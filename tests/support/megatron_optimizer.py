@@ -1,0 +1,75 @@
+"""Megatron-Core's optimizer and its small model, on a CPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BF16 = torch.bfloat16
+SHAPES = {"matrix": (700, 600), "norm": (600,), "head": (601, 3)}
+
+
+@contextmanager
+def optimizer_of(
+    *,
+    rank: int = 0,
+    size: int = 1,
+    is_distributed: bool,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES),
+    frozen: Collection[str] = (),
+    experts: Collection[str] = (),
+    **settings: Any,
+) -> Iterator[tuple[Any, Any]]:
+    """Megatron-Core's own, with its model: of the ranks that have met, or of one of ``size`` that exchange nothing."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from grpo.cpu import megatron_device
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import MegatronModule, TransformerConfig
+
+    class Model(MegatronModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for name, shape in shapes.items():
+                generator = torch.Generator().manual_seed(sum(shape))
+                drawn = torch.randn(shape, generator=generator) * 0.02
+                parameter = torch.nn.Parameter(drawn.to(config.params_dtype), requires_grad=name not in frozen)
+                parameter.allreduce = name not in experts
+                setattr(self, name, parameter)
+
+    settings = {"bf16": True, "params_dtype": BF16} | settings
+    with nullcontext() if dist.is_initialized() else alone(rank, size):
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
+        layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
+        options = OptimizerConfig(optimizer="adam", lr=1e-6, use_distributed_optimizer=is_distributed, **settings)
+        with megatron_device(torch.device("cpu")):
+            model = DistributedDataParallel(config, layout, Model(config))
+            yield get_megatron_optimizer(options, [model], use_gloo_process_groups=False), model.module
+
+
+@contextmanager
+def alone(rank: int, size: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class Quantized(torch.Tensor):
+    """Stands for a type of Transformer Engine."""

@@ -1,0 +1,54 @@
+"""A dump of a pretrained model with nothing wrong (`tests/data/pretrained_dump`): the usual case is said first."""
+
+import lzma
+from pathlib import Path
+
+import pytest
+
+from mis_ext.cli import main
+from mis_ext.diagnosis import CAUSES
+from mis_ext.dumps import Dumps
+from mis_ext.report.run import Run, Unexplained, run_of
+
+ARCHIVE = Path(__file__).parents[1] / "data" / "pretrained_dump" / "dump.pt.xz"
+USUAL = "likely: kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side"
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pretrained") / "0.pt"
+    path.write_bytes(lzma.decompress(ARCHIVE.read_bytes()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(dump) -> Run:
+    return run_of(Dumps([dump]))
+
+
+def test_the_first_line_is_the_usual_case(dump, tmp_path, capsys, monkeypatch) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["report", str(dump), "--preset", "mis", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    causes = [line for line in shown if line.startswith(("certain: ", "likely: ", "possible: "))]
+    assert causes == [USUAL]
+    main(["audit", str(dump)])
+    (cause,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cause")]
+    assert " ".join(cause.split()).startswith(f"cause {USUAL.replace(': ', ' ')}")
+
+
+def test_it_is_no_fault_and_explains_everything(run) -> None:
+    (found,) = run.diagnoses
+    assert (found.cause, found.is_fault, found.k3_share) == ("bf16_or_low_precision", False, 1.0)
+    assert run.summary.overall.k3 == pytest.approx(1.9e-3, abs=1e-4)
+    assert found.advice.startswith("Nothing is wrong if the model is pretrained and both sides compute in bfloat16.")
+    assert CAUSES["bf16_or_low_precision"].guard is None
+
+
+def test_what_is_left_is_held_against_kernels_of_a_pretrained_model(run) -> None:
+    assert run.unexplained.in_words == "Left unexplained: 0 % of k3, 0 per token."
+    usual = ", of the size of kernels in bfloat16 (up to 0.003 in a pretrained model)."
+    assert Unexplained(0.1, 2.9e-3).in_words == f"Left unexplained: 10 % of k3, 0.0029 per token{usual}"
+    assert Unexplained(0.1, 3.1e-3).in_words == "Left unexplained: 10 % of k3, 0.0031 per token."

@@ -1,0 +1,318 @@
+"""`mis-ext report` on files of the hosts, on broken ones, and what it writes."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from contextlib import redirect_stdout
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from engines import COUNT, engines
+
+import mis_ext
+from mis_ext.cli import main
+from mis_ext.dumps import Dumps
+from mis_ext.explain.traps import traps_of
+from mis_ext.report.page import page_of
+from mis_ext.report.recommendation import circumstances_of
+from mis_ext.report.whole_report import file_candidate, preset_candidates, report_of
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+HOST_DUMPS = Path(__file__).parents[1] / "data" / "host_dumps" / "dumps.tar.xz"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write_dumps(folder: Path, *, kernels: float, steps: int = 2) -> Path:
+    """Files as slime writes them, with rewards and advantages."""
+    folder.mkdir()
+    for step in range(steps):
+        samples = [
+            {
+                "sample_index": number,
+                "tokens": torch.arange(len(proximal) + 3),
+                "response_lengths": len(proximal),
+                "loss_masks": torch.ones(len(proximal), dtype=torch.int32),
+                "log_probs": proximal,
+                "rollout_log_probs": behavior,
+                "rewards": float(number % 2),
+                "advantages": torch.full((len(proximal),), number % 2 - 0.5),
+            }
+            for number, (proximal, behavior) in enumerate(zip(*engines(step, kernels=kernels).sampled(), strict=True))
+        ]
+        torch.save({"format_version": 2, "rollout_id": step, "samples": samples}, folder / f"{step}.pt")
+    return folder
+
+
+def write_lines(path: Path, rollouts: list[int | None]) -> Path:
+    """JSON lines of pairs of samples, each pair of the group 0 of its rollout."""
+    rows = [
+        {"log_prob": [-0.5] * 4, "rollout_log_prob": [-0.6] * 4, "group_id": 0, "reward": reward, "advantage": reward}
+        | ({} if rollout is None else {"rollout_id": rollout})
+        for rollout in rollouts
+        for reward in (-1.0, 1.0)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_each_line_of_json_may_say_its_rollout(tmp_path) -> None:
+    report = report_of(Dumps([write_lines(tmp_path / "run.jsonl", [0, 1, 2, 3, 4, 5])]), [])
+    assert {name: step.num_sequences for name, step in report.summary.steps.items()} == {str(n): 2 for n in range(6)}
+    assert report.recommendation.ranking[0].outcome.groups == 6
+    assert report.skipped == ()
+
+
+def test_several_files_without_a_rollout_are_said_to_be_one_step(tmp_path) -> None:
+    # Of other lengths: the same bytes are read once.
+    paths = [write_lines(tmp_path / f"{number}.jsonl", [None] * (number + 1)) for number in range(3)]
+    report = report_of(Dumps(paths), [])
+    assert [*report.summary.steps] == ["0"]
+    assert report.skipped == (f"3 files, the first {paths[0]}: no rollout_id, so all their samples are step 0",)
+    assert report_of(Dumps(paths[:1]), []).skipped == ()
+
+
+class Page(HTMLParser):
+    """What a browser would look for: where the page points to, and what it names."""
+
+    VOID = ("meta", "link", "img", "br", "wbr")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes) -> None:
+        found = dict(attributes)
+        self.tags.append((tag, found))
+        self.ids += [found["id"]] if "id" in found else []
+        self.outside += [
+            value for key, value in attributes if key in ("src", "href") and not value.startswith(("data:", "#"))
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def low_precision(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    dumps = write_dumps(folder / "dumps", kernels=0.12)
+    arguments = ["--out", str(folder / "out"), "--preset", "mis", "--preset", "gated_mis"]
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as shown:
+        patched.setenv("COLUMNS", "72")
+        assert main(["report", str(dumps), *arguments]) == 0
+    (folder / "terminal.txt").write_text(shown.getvalue())
+    return folder / "out"
+
+
+def test_every_number_is_in_the_json(low_precision) -> None:
+    found = json.loads((low_precision / "summary.json").read_text())
+    assert found["recommendation"]["name"] == "mis"
+    assert "tis_upper_bound: 2.0" in found["recommendation"]["yaml"]
+    assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none", "gated_mis"]
+    assert [each["cause"] for each in found["diagnoses"]] == ["low_precision"]
+    assert [*found["summary"]["steps"]] == ["0", "1"]
+    assert found["summary"]["overall"]["num_sequences"] == 2 * COUNT
+    assert found["summary"]["overall"]["reward"] == 0.5
+    assert sum(map(sum, found["summary"]["density"])) == found["summary"]["overall"]["num_tokens"]
+    (gated,) = (each for each in found["recommendation"]["ranking"] if each["name"] == "gated_mis")
+    assert any("mis_max_reject_fraction" in text for text in gated["warnings"])
+
+
+def test_the_page_and_the_terminal_say_shares_doubts_and_what_is_unexplained(low_precision) -> None:
+    (found,) = json.loads((low_precision / "summary.json").read_text())["diagnoses"]
+    assert found["k3_share"] == 1.0
+    assert len(found["alternatives"]) == 4
+    alternatives = "; ".join(found["alternatives"])
+    page = (low_precision / "report.html").read_text()
+    shown = (low_precision.parent / "terminal.txt").read_text()
+    assert f"<p>Explains up to 100 % of k3.</p><p>Could not be told from: {alternatives}.</p>" in page
+    assert "explains up to 100 % of k3\n" in shown
+    for text in (page, shown):
+        assert "Left unexplained: 0 % of k3, 0 per token" in text
+
+
+def test_a_narrow_terminal_shows_the_names_of_traps_whole(low_precision) -> None:
+    shown = (low_precision.parent / "terminal.txt").read_text()
+    ranking = json.loads((low_precision / "summary.json").read_text())["recommendation"]["ranking"]
+    traps = {name for each in ranking for name in each["traps"]}
+    assert "narrow_geometric_band" in traps
+    assert [name for name in traps if name not in shown] == []
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precision) -> None:
+    page = Page((low_precision / "report.html").read_text())
+    assert page.outside == []
+    assert page.open == []
+    assert len(page.ids) == len({*page.ids})
+    targets = {found["href"][1:] for tag, found in page.tags if tag == "a"}
+    assert targets <= {*page.ids}
+    assert all(found.get("alt") for tag, found in page.tags if tag == "img")
+    assert all(found.get("tabindex") == "0" for _, found in page.tags if found.get("class") == "scroll")
+    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe")]
+    pictures = sorted(path.stem for path in low_precision.glob("*.png"))
+    assert pictures == ["acceptance", "density", "log_ratio", "position", "probability", "steps", "what_if"]
+    assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
+
+
+def test_kernels_alone_need_no_correction(tmp_path) -> None:
+    dumps = write_dumps(tmp_path / "dumps", kernels=0.01, steps=1)
+    found = report_of(Dumps([dumps / "0.pt"]), preset_candidates(["mis"])).recommendation
+    assert (found.headline, found.name, found.yaml) == ("No correction is needed.", "none", "")
+
+
+def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None:
+    proximal = [-0.5 - (number % 7) / 4 for number in range(100)]
+    behavior = [-9999.0] * 10 + proximal[10:]
+    rows = [{"log_probs": proximal, "rollout_log_probs": behavior, "response_length": 100}] * 2
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
+    assert report.recommendation.headline.startswith("Repair this first: placeholders")
+    assert (report.recommendation.name, report.recommendation.yaml) == ("mis", "")
+    assert "To paste:" not in page_of(report)
+
+
+@pytest.fixture(scope="module")
+def host_dumps(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    with tarfile.open(HOST_DUMPS) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("host", ["slime", "slime_before", "miles", "miles_bshd"])
+def test_files_of_the_hosts_give_one_summary_however_many_ranks_wrote_them(host_dumps, host) -> None:
+    paths = sorted((host_dumps / host / "train_data").iterdir())
+    report = report_of(Dumps(paths), preset_candidates(["mis"]))
+    expected = report_of(Dumps(sorted((host_dumps / "slime" / "train_data").iterdir())), preset_candidates(["mis"]))
+    assert report.summary.overall.num_sequences == 4
+    for name, value in vars(expected.summary.overall).items():
+        assert vars(report.summary.overall)[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
+    assert [*report.summary.steps] == ["7"]
+    if len(paths) > 4:
+        assert any("the same numbers as in" in skipped for skipped in report.skipped)
+
+
+def test_advantages_of_context_parallel_ranks_are_joined_as_their_log_probs_are(host_dumps, tmp_path) -> None:
+    for path in (host_dumps / "miles" / "train_data").iterdir():
+        content = torch.load(path)
+        columns = content["rollout_data"]
+        if "log_probs" in columns:
+            assert content["cp_size"] > 1
+            torch.save(content | {"rollout_data": columns | {"advantages": columns["log_probs"]}}, tmp_path / path.name)
+    samples = [*Dumps(sorted(tmp_path.iterdir()))]
+    assert len(samples) == 4
+    for sample in samples:
+        assert torch.equal(sample.advantages, sample.proximal_log_probs)
+
+
+def test_worst_tokens_are_shown_in_their_text(tmp_path, capsys) -> None:
+    pytest.importorskip("transformers")
+    from tiny_tokenizers import english_tokenizer
+
+    tokenizer = english_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ids = tokenizer.encode("The answer is forty-two & <more>.", add_special_tokens=False)
+    behavior = [-1.0] * len(ids)
+    row = {"tokens": ids, "rollout_log_probs": behavior, "log_probs": [*behavior[:-1], -4.0]}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out"), "--preset", "mis"]
+    assert main(["report", str(tmp_path / "run.jsonl"), *arguments]) == 0
+    (worst,) = json.loads((tmp_path / "out" / "summary.json").read_text())["summary"]["worst_tokens"]
+    before, own, behind = worst["text"]
+    assert (own, behind) == (tokenizer.decode(ids[-1:]), "")
+    assert before == tokenizer.decode(ids[:-1][-12:])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "&lt;more&gt;" in page
+    assert "<more>" not in page
+
+
+def test_what_is_not_used_is_said(tmp_path) -> None:
+    rows = [
+        {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.1, -2.0], "advantages": 1.0, "reward": 1.0},
+        {"log_probs": [-1.0], "rollout_log_probs": [-1.1, -2.0]},
+        {"log_probs": None, "rollout_log_probs": [-1.1, -2.0]},
+        {"log_probs": [-1.0, None], "rollout_log_probs": [-1.1, -2.0]},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = report_of(Dumps([path]), [])
+    assert (report.summary.overall.num_tokens, report.summary.overall.num_without_ratio) == (3, 1)
+    assert [group.name for group in report.summary.by_sign] == ["positive"]
+    assert len(report.skipped) == 2
+    assert any("its sample 1: lists of other lengths" in text for text in report.skipped)
+    assert any("its sample 2: no log-probs of the trainer" in text for text in report.skipped)
+
+
+def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
+    path = tmp_path / "mixed.pt"
+    values = -torch.rand(2, 80, generator=torch.Generator().manual_seed(0)) - 0.1
+    torch.save({"log_probs": [*values.double()], "rollout_log_probs": [*values.bfloat16()]}, path)
+    report = report_of(Dumps([path]), [])
+    assert [each.cause for each in report.diagnoses] == ["bf16_log_probs"]
+    assert "behavior" in report.diagnoses[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "miss"], "did you mean 'mis'"),
+        (["--config", "nothing.yaml"], "nothing.yaml"),
+        (["--worst", "-1"], "--worst"),
+    ],
+)
+def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
+    dumps = tmp_path / "run.jsonl"
+    dumps.write_text('{"log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n')
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(dumps), "--out", str(tmp_path / "out"), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "mis_ext", "report", "--help"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    ).stdout
+    assert "--config" in shown
+
+
+def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("use_tis: true\ntis_level: sequence\ntis_upper_bound: 5.0\n")
+    dumps = write_dumps(tmp_path / "dumps", kernels=0.3, steps=1)
+    candidate = file_candidate(path)
+    report = report_of(Dumps([dumps / "0.pt"]), [candidate])
+    (ranked,) = (each for each in report.recommendation.ranking if each.name == str(path))
+    assert any("expected effective sample size" in text for text in ranked.warnings)
+    traps = traps_of(candidate.config, circumstances_of(ranked.outcome, report.summary))
+    assert tuple(trap.text for trap in traps) == ranked.warnings
+
+
+def test_presets_are_tried_once_each_and_the_default_is_first() -> None:
+    candidates = preset_candidates()
+    configs = [candidate.config for candidate in candidates]
+    assert candidates[0].name == "mis"
+    assert len({*configs}) == len(configs)
+    assert {*configs} == {mis_ext.preset(name) for name in mis_ext.list_presets() if name != "metrics_only"}

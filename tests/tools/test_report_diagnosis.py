@@ -1,0 +1,138 @@
+"""What the report knows besides log-probs: masks, versions, steps, ids. See test_diagnosis.py for the others."""
+
+import pytest
+import torch
+from engines import COUNT, LENGTH, engines
+from torch import Tensor
+
+from mis_ext.diagnosis import Diagnosis
+from mis_ext.report import Collector, Origin, Part
+
+Sides = tuple[list[Tensor], list[Tensor]]
+
+
+def diagnosed(*parts: Part) -> list[str]:
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    return [found.cause for found in collector.diagnoses()]
+
+
+def part_of(sides: Sides, **more) -> Part:
+    return Part.of_lists(proximal=sides[0], behavior=sides[1], **more)
+
+
+def test_a_stale_prefix_shows_at_the_beginning_of_a_turn_and_not_of_the_response() -> None:
+    made = engines(2)
+    since = torch.arange(LENGTH) - 48
+    fading = torch.where(since < 0, 0.0, torch.exp(-since / 16.0))[None, :, None]
+    sides = made._replace(behavior=made.behavior + made.noise(0.15) * fading).sampled()
+    tool = ((since < -8) | (since >= 0)).int()
+    assert diagnosed(part_of(sides, masks=[tool] * COUNT)) == ["stale_prefix_cache"]
+
+
+def only(*parts: Part) -> tuple[Diagnosis, list[float]]:
+    """The one cause of parts, one per step, and the k3 of each step."""
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    (found,) = collector.diagnoses()
+    return found, [step.k3 for step in collector.summary().steps.values()]
+
+
+def test_stale_samples_are_named_by_their_versions_and_explain_what_is_above_fresh_ones() -> None:
+    found, (stale, fresh) = only(
+        part_of(engines(3, kernels=0.024).sampled(), origins=[Origin(versions_behind=1.0)] * COUNT, step="0"),
+        part_of(engines(4, kernels=0.012).sampled(), origins=[Origin(versions_behind=0.0)] * COUNT, step="1"),
+    )
+    assert found.cause == "stale_weights"
+    assert stale < 5.0 * fresh
+    # As many tokens in both.
+    assert found.k3_share == pytest.approx((stale - fresh) / (stale + fresh), rel=1e-4)
+
+
+def test_a_stale_step_among_fresh_ones_is_named_and_explains_what_is_above_them() -> None:
+    parts = [part_of(engines(seed).sampled(), step=str(seed)) for seed in range(12)]
+    parts.append(part_of(engines(12, kernels=0.06).sampled(), step="12"))
+    found, k3s = only(*parts)
+    assert found.cause == "stale_weights"
+    usual = sorted(k3s)[len(k3s) // 2]
+    assert found.k3_share == pytest.approx(sum(max(k3 - usual, 0.0) for k3 in k3s) / sum(k3s), rel=1e-4)
+    assert found.k3_share < 0.8
+
+
+def test_ids_that_differ_are_certain() -> None:
+    origins = [Origin(has_other_ids=number == 5) for number in range(COUNT)]
+    collector = Collector()
+    collector.add(part_of(engines(1).sampled(), origins=origins))
+    (found,) = collector.diagnoses()
+    assert (found.cause, found.confidence, found.is_fault) == ("retokenised_samples", "certain", True)
+    assert f"1 of {COUNT}" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("factor", "every", "cause"),
+    [
+        (16.0, 97, "expert_routing"),
+        (60.0, 997, "few_tokens"),
+        # More than 3 %; less than 12 times as far; less than 60 % of k3.
+        (16.0, 17, None),
+        (10.0, 49, None),
+        (20.0, 490, None),
+    ],
+)
+def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_percent_of_k3(
+    factor, every, cause
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    behavior = -0.2 - 2.0 * torch.rand(100, 100, generator=generator)
+    # In units of 1 - p all are as far apart as is typical, but for a few.
+    size = torch.full((100, 100), 2e-3)
+    size.view(-1)[::every] *= factor
+    sign = torch.where(torch.rand(100, 100, generator=generator) < 0.5, -1.0, 1.0)
+    proximal = behavior + sign * size * (1.0 - behavior.exp())
+    found = {*diagnosed(part_of(([*proximal], [*behavior])))} & {"expert_routing", "few_tokens"}
+    assert found == ({cause} if cause else set())
+
+
+@pytest.mark.parametrize(("largest_id", "cause"), [(63, "broken_trainer"), (9_999, "stale_weights")])
+def test_what_a_uniform_guess_gives_depends_on_the_vocabulary(largest_id, cause) -> None:
+    made = engines(3)
+    # Noise of a deviation of 2 squares to 2 nats below a uniform guess among 48 tokens.
+    sides = made._replace(proximal=made.noise(2.0)).sampled()
+    origins = [Origin(token_ids=[0, largest_id])] * COUNT
+    assert diagnosed(part_of(sides, origins=origins)) == [cause]
+
+
+def test_a_nearly_uniform_policy_is_not_broken() -> None:
+    made = engines(3)
+    flat = made._replace(behavior=made.noise(0.05), proximal=made.noise(0.05))
+    assert diagnosed(part_of(flat.sampled(), origins=[Origin(token_ids=[47])] * COUNT)) == ["bf16_or_low_precision"]
+
+
+def test_a_shift_counts_the_tokens_of_tools_between() -> None:
+    proximal, behavior = engines(1).sampled()
+    proximal[0], behavior[0] = torch.cat(proximal[:2]), torch.cat(behavior[:2]).roll(5)
+    masks = [(torch.arange(len(each)) % 8 < 6).int() for each in proximal]
+    collector = Collector()
+    collector.add(part_of((proximal, behavior), masks=masks))
+    (found,) = collector.diagnoses()
+    assert (found.cause, found.confidence) == ("shifted_by_many_tokens", "certain")
+    assert "come too late in 1, by 5 tokens" in found.evidence
+
+
+@pytest.mark.parametrize("is_gradual", [False, True])
+def test_samples_of_another_text_stand_apart(is_gradual) -> None:
+    proximal, behavior = engines(1).sampled()
+    gaps = torch.logspace(-2, 0.5, 60) if is_gradual else torch.tensor([0.05] * 50 + [2.0] * 10)
+    moved = [side - gap * (torch.arange(LENGTH) % 2) for side, gap in zip(proximal, gaps, strict=False)]
+    sides = moved, [*behavior[: len(gaps)]]
+    assert ("retokenised_samples" in diagnosed(part_of(sides))) == (not is_gradual)
+
+
+@pytest.mark.parametrize(("count", "is_named"), [(15, False), (16, True)])
+def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named) -> None:
+    proximal, behavior = engines(1).sampled()
+    others = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0))
+    sides = [*proximal[:count]], [*(-4.0 * others), *behavior[2:count]]
+    assert ("retokenised_samples" in diagnosed(part_of(sides))) == is_named

@@ -1,0 +1,117 @@
+"""Standard errors over prompts and the intervals of two runs: against theory, and against what repeated draws do.
+
+`python tests/tools/test_report_noise.py` prints how often the interval holds the truth.
+"""
+
+import math
+
+import pytest
+import torch
+
+from mis_ext.report.noise import (
+    Estimate,
+    Interval,
+    digits,
+    interval_of,
+    interval_of_difference,
+    interval_of_ratio,
+    standard_error,
+    t_quantile,
+)
+
+RESPONSES, TIMES = 8, 1000
+T_QUANTILES = {3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 30: 2.042272, 1000: 1.962339}
+"""From a table of Student's t: 0.975."""
+
+
+@pytest.mark.parametrize(("degrees", "expected"), T_QUANTILES.items())
+def test_quantiles_are_those_of_the_tables(degrees, expected) -> None:
+    assert t_quantile(degrees) == pytest.approx(expected, rel=2e-3)
+
+
+def test_of_equal_counts_it_is_the_standard_error_of_the_mean_of_prompts() -> None:
+    prompts = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    totals = torch.tensor([1.0, 3.0, 2.0, 2.0, 5.0, 5.0, 1.0, 1.0])
+    # Means of the prompts are 2, 2, 5, 1: their standard deviation is sqrt(3), of a mean of four half of it.
+    assert standard_error(totals, torch.ones(8), prompts) == pytest.approx(math.sqrt(3.0) / 2.0)
+    # With prompts of their own the eight responses are taken as independent.
+    alone = standard_error(totals, torch.ones(8), torch.arange(8))
+    assert alone == pytest.approx(float(totals.std()) / math.sqrt(8.0))
+
+
+def test_three_prompts_say_nothing() -> None:
+    assert math.isnan(standard_error(torch.rand(30), torch.ones(30), torch.arange(30) % 3))
+    assert math.isnan(standard_error(torch.empty(0), torch.empty(0), torch.empty(0).long()))
+    assert not math.isnan(standard_error(torch.rand(30), torch.ones(30), torch.arange(30) % 4))
+
+
+def test_intervals_are_those_of_the_formulas() -> None:
+    first, second = Estimate(6.0, 0.3, 11), Estimate(2.0, 0.4, 21)
+    degrees = (0.09 + 0.16) ** 2 / (0.09**2 / 10 + 0.16**2 / 20)
+    reach = t_quantile(degrees) * 0.5
+    found = interval_of_difference(first, second)
+    assert (found.low, found.high) == pytest.approx((4.0 - reach, 4.0 + reach))
+    # Relative errors: 0.05 and 0.2.
+    degrees = (0.0025 + 0.04) ** 2 / (0.0025**2 / 10 + 0.04**2 / 20)
+    factor = math.exp(t_quantile(degrees) * math.sqrt(0.0425))
+    found = interval_of_ratio(first, second)
+    assert (found.low, found.high) == pytest.approx((3.0 / factor, 3.0 * factor))
+    factor = math.exp(t_quantile(20) * 0.2)
+    found = interval_of(second)
+    assert (found.low, found.high) == pytest.approx((2.0 / factor, 2.0 * factor))
+
+
+def test_an_interval_without_an_error_is_not_known() -> None:
+    known, unknown = Estimate(1.0, 0.1, 9), Estimate(1.0, math.nan, 3)
+    for found in (interval_of_difference(known, unknown), interval_of_ratio(unknown, known), interval_of(unknown)):
+        assert not found.is_known
+        assert str(found) == "-"
+    # Numbers that never scattered differ for certain, or not at all.
+    assert interval_of_difference(Estimate(2.0, 0.0, 9), Estimate(1.0, 0.0, 9)) == Interval(1.0, 1.0)
+
+
+def drawn(num_prompts: int, generator: torch.Generator, *, are_known: bool) -> Estimate:
+    """k3 of responses of 100 to 1,000 tokens: a prompt makes all of its responses easy or hard."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    counts = torch.randint(100, 1000, (num_prompts, RESPONSES), generator=generator).double()
+    rates = 1e-3 * (0.6 * normal(num_prompts, 1) + 0.4 * normal(num_prompts, RESPONSES)).exp()
+    totals, counts = (counts * rates).flatten(), counts.flatten()
+    number = torch.arange(num_prompts * RESPONSES)
+    error = standard_error(totals, counts, number // RESPONSES if are_known else number)
+    return Estimate(float(totals.sum() / counts.sum()), error, num_prompts if are_known else len(number))
+
+
+def coverage(num_prompts: int, *, are_known: bool = True) -> float:
+    """How often the interval of the ratio of two runs of one law holds 1."""
+    generator = torch.Generator().manual_seed(num_prompts)
+    held = 0
+    for _ in range(TIMES):
+        pair = (drawn(num_prompts, generator, are_known=are_known) for _ in range(2))
+        found = interval_of_ratio(*pair)
+        held += found.low <= 1.0 <= found.high
+    return held / TIMES
+
+
+@pytest.mark.parametrize("num_prompts", [4, 16, 64])
+def test_in_95_of_100_repetitions_the_interval_holds_the_truth(num_prompts) -> None:
+    # Two standard errors of the share, and 2 % for the law's own error with few prompts and skewed rates.
+    assert 0.95 - 0.02 - 2 * math.sqrt(0.05 / TIMES) <= coverage(num_prompts) <= 0.97
+
+
+@pytest.mark.parametrize("num_prompts", [4, 16, 64])
+def test_over_responses_in_place_of_prompts_it_would_not(num_prompts) -> None:
+    assert coverage(num_prompts, are_known=False) < 0.75
+
+
+def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+    assert [digits(value) for value in (0.012345, 3.1415, 3265.6, -1234.5, 2e7, math.nan)] == [
+        *("0.0123", "3.14", "3,266", "-1,234", "2e+07", "-")
+    ]
+
+
+if __name__ == "__main__":
+    for known in (True, False):
+        print("prompts" if known else "responses", [coverage(number, are_known=known) for number in (4, 16, 64)])

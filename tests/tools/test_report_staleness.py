@@ -1,0 +1,183 @@
+"""Stale weights are named: on what the example dumped (`tests/data/example_dumps/record.py`), and where it is hard."""
+
+import math
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from engines import COUNT, engines
+
+from mis_ext.diagnosis import Diagnosis
+from mis_ext.dumps import Dumps
+from mis_ext.report import Collector, Origin, Part, Parts
+
+ROOT = Path(__file__).parents[2]
+ARCHIVE = Path(__file__).parents[1] / "data" / "example_dumps" / "dumps.tar.xz"
+VERSIONS = ("weight_versions", "train_weight_version")
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dumps")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def files(dumps: Path, interval: int) -> list[Path]:
+    return sorted((dumps / f"sync_every_{interval}").iterdir(), key=lambda path: (len(path.name), path.name))
+
+
+def without_versions(paths: list[Path], folder: Path) -> list[Path]:
+    for path in paths:
+        content = torch.load(path)
+        for key in VERSIONS:
+            del content["rollout_data"][key]
+        torch.save(content, folder / path.name)
+    return [folder / path.name for path in paths]
+
+
+def collected(*parts: Part) -> Collector:
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    return collector
+
+
+def only(collector: Collector) -> Diagnosis:
+    (found,) = collector.diagnoses()
+    return found
+
+
+def step_of(seed: int, kernels: float, *, behind: float = math.nan) -> Part:
+    proximal, behavior = engines(seed, kernels=kernels).sampled()
+    origins = [Origin(versions_behind=behind)] * COUNT
+    return Part.of_lists(proximal=proximal, behavior=behavior, origins=origins, step=str(seed))
+
+
+def test_what_the_example_dumps_carries_the_versions(dumps) -> None:
+    for sample in Dumps(files(dumps, 4)):
+        assert sample.proximal_weight_version == sample.rollout_id
+        assert sample.behavior_weight_versions == [str(sample.rollout_id // 4 * 4)]
+
+
+def test_the_table_by_version_grows_from_the_floor_of_kernels(dumps) -> None:
+    fresh, *behind = collected(*Parts(Dumps(files(dumps, 4)))).summary().by_version
+    assert [group.low for group in (fresh, *behind)] == [0.0, 1.0, 2.0, 3.0]
+    assert fresh.k3 < 1e-4
+    assert all(group.k3 > 20.0 * fresh.k3 for group in behind)
+
+
+@pytest.mark.parametrize("interval", [2, 4])
+def test_recorded_versions_make_stale_weights_likely(dumps, interval) -> None:
+    found = only(collected(*Parts(Dumps(files(dumps, interval)))))
+    assert (found.cause, found.confidence) == ("stale_weights", "likely")
+    assert all(words in found.evidence for words in (": fresh 1", ", 1 behind 0.00", "% of the tokens"))
+
+
+@pytest.mark.parametrize("interval", [2, 4])
+def test_without_versions_k3_that_returns_to_its_floor_is_possibly_stale(dumps, interval, tmp_path) -> None:
+    paths = without_versions(files(dumps, interval), tmp_path)
+    found = only(collected(*Parts(Dumps(paths))))
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert f"a weight sync every {interval} steps (from step 0, {interval}, {2 * interval}" in found.evidence
+
+
+def test_the_order_of_the_files_does_not_matter(dumps, tmp_path) -> None:
+    paths = without_versions(files(dumps, 4), tmp_path)
+    assert "every 4 steps" in only(collected(*Parts(Dumps(paths[::-1])))).evidence
+
+
+@pytest.mark.parametrize("has_versions", [True, False])
+def test_a_sync_at_every_step_is_not_stale(dumps, has_versions, tmp_path) -> None:
+    paths = files(dumps, 1)
+    found = only(collected(*Parts(Dumps(paths if has_versions else without_versions(paths, tmp_path)))))
+    assert found.cause == "bf16_kernels"
+
+
+def test_only_stale_steps_are_possibly_stale_by_their_versions(dumps) -> None:
+    found = only(collected(*Parts(Dumps([path for path in files(dumps, 4) if int(path.name[0]) % 4 == 3]))))
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert "lower precision on one side" in found.alternatives
+
+
+@pytest.mark.parametrize(("kernels", "is_usual"), [(0.09, True), (0.12, False)])
+def test_tokens_that_are_all_stale_may_differ_as_a_pretrained_model_in_bfloat16_does(kernels, is_usual) -> None:
+    found = only(collected(step_of(0, kernels, behind=1.0)))
+    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if is_usual else ()
+    assert (found.cause, found.alternatives) == ("stale_weights", (*usual, "lower precision on one side"))
+
+
+def test_without_a_fresh_token_a_large_difference_may_be_low_precision_of_another_model() -> None:
+    found = only(collected(step_of(0, 0.65, behind=2.0), step_of(1, 0.65, behind=2.0)))
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert "low precision of another model" in found.alternatives[0]
+
+
+@pytest.mark.parametrize(("kernels", "cause"), [(0.02, "bf16_kernels"), (0.12, "low_precision")])
+def test_a_mismatch_that_is_the_same_at_every_version_is_not_stale(kernels, cause) -> None:
+    assert only(collected(*(step_of(lag, kernels, behind=float(lag)) for lag in range(3)))).cause == cause
+
+
+def test_stale_tokens_that_differ_as_little_as_kernels_are_not_named() -> None:
+    assert only(collected(step_of(0, 0.02, behind=1.0), step_of(1, 0.02, behind=1.0))).cause == "bf16_kernels"
+
+
+def test_a_sure_but_small_growth_is_not_named() -> None:
+    parts = (step_of(0, 0.02, behind=0.0), step_of(1, 0.028, behind=1.0))
+    assert only(collected(*parts)).cause == "bf16_kernels"
+
+
+def test_equal_log_probs_of_older_weights_are_equal() -> None:
+    assert only(collected(step_of(0, 0.0, behind=0.0), step_of(1, 0.0, behind=1.0))).cause == "equal"
+
+
+def experts(seed: int, share: float) -> Part:
+    made = engines(seed, kernels=0.02)
+    hit = torch.rand(*made.behavior.shape[:2], 1, generator=made.generator) < share
+    proximal, behavior = made._replace(behavior=made.behavior + made.noise(1.0) * hit).sampled()
+    return Part.of_lists(proximal=proximal, behavior=behavior, step=str(seed))
+
+
+def test_few_tokens_that_come_and_go_are_not_stale() -> None:
+    assert only(collected(*(experts(seed, 0.025 * (seed % 2)) for seed in range(6)))).cause == "expert_routing"
+
+
+def test_what_kernels_give_may_come_and_go() -> None:
+    parts = (step_of(seed, (0.004, 0.02)[seed % 2]) for seed in range(6))
+    assert only(collected(*parts)).cause == "bf16_kernels"
+
+
+def test_k3_that_grows_and_stays_does_not_return() -> None:
+    sizes = (0.02, 0.02, 0.12, 0.12, 0.12, 0.12)
+    assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "low_precision"
+
+
+def test_syncs_at_no_fixed_interval_are_named_without_one() -> None:
+    sizes = (0.02, 0.3, 0.02, 0.3, 0.3, 0.02, 0.3)
+    found = only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes))))
+    assert found.cause == "stale_weights"
+    assert "and rises again (from step 0, 2, 5)" in found.evidence
+
+
+def test_a_step_whose_samples_all_differ_is_of_other_weights_not_of_another_text() -> None:
+    found = only(collected(*(step_of(seed, 1.5 if seed == 3 else 0.02) for seed in range(5))))
+    assert found.cause == "stale_weights"
+    assert "returns to its floor" in found.evidence
+
+
+def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_synced() -> None:
+    sizes = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16)
+    found = only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes))))
+    assert (found.cause, found.confidence) == ("stale_weights", "possible")
+    assert "in 5 of 5 steps: as where weights are never synced" in found.evidence
+    # Above the first step.
+    k3s = [size**2 for size in sizes]
+    assert found.k3_share == pytest.approx(1.0 - 6 * k3s[0] / sum(k3s), abs=0.02)
+    assert found.alternatives == ("a mismatch that training itself lets grow",)
+
+
+def test_one_jump_is_no_drift() -> None:
+    sizes = (0.020, 0.021, 0.022, 0.120, 0.121, 0.122)
+    assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "bf16_or_low_precision"
