@@ -22,9 +22,9 @@ from mis_ext.correction.backend import triton_obstacle
 
 pytestmark = pytest.mark.distributed
 
-# Four processes take half a minute of two cores. Tests whose ranks are threads always have four context-parallel ranks,
-# and interpreted kernels.
-WHOLE_RUN = "CP 4"
+# A topology takes half a minute of two cores: the others are whole runs. Tests whose ranks are threads always have four
+# context-parallel ranks, and interpreted kernels.
+BOTH, INTERPRETED = "CP 2 x DP 2", "CP 4"
 SECTIONS = [
     "thd",
     "bshd",
@@ -53,7 +53,7 @@ def work(rank: int, topology: str, folder: str) -> None:
     with joined(rank, world_size, folder, seconds=TIMEOUT.total_seconds()):
         worker = Worker(cp_size, dp_size)
         for section in [section for section in SECTIONS if not obstacle(section)]:
-            if section == "triton" and topology != WHOLE_RUN:
+            if section == "triton" and topology != INTERPRETED:
                 continue
             if section == "megatron":
                 from megatron.core import parallel_state
@@ -111,7 +111,7 @@ def assert_section(outcomes, topology: str, section: str) -> None:
 
 topologies = pytest.mark.parametrize(
     "topology",
-    [pytest.param(name, marks=pytest.mark.whole_run if name == WHOLE_RUN else ()) for name in TOPOLOGIES],
+    [pytest.param(name, marks=() if name == BOTH else pytest.mark.whole_run) for name in TOPOLOGIES],
 )
 
 
@@ -142,7 +142,7 @@ def test_fault_tolerant_wrappers_around_the_groups_work(outcomes, topology):
 
 @pytest.mark.whole_run
 def test_the_triton_backend_gives_the_results_of_one_rank(outcomes):
-    assert_section(outcomes, WHOLE_RUN, "triton")
+    assert_section(outcomes, INTERPRETED, "triton")
 
 
 @topologies

@@ -390,6 +390,7 @@ def test_the_hook_reads_no_value_and_the_scales_are_there_before_it_is_called(mo
     assert len(recorder.names) > 20
 
 
+@pytest.mark.whole_run
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_both_backends_take_the_scales_and_a_new_bound_compiles_nothing(monkeypatch) -> None:
     first, second = (on_device(rollout(seed=seed, num=12)) for seed in (6, 7))

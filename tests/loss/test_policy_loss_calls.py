@@ -204,6 +204,7 @@ def test_one_graph_holds_the_whole_pass_over_tokens(mode, graphs) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize(
     "keys",
     [{"advantage_estimator": "gspo", "calculate_per_token_loss": True}, {"use_opsm": True, "opsm_delta": 1e-4}],

@@ -423,6 +423,7 @@ def test_what_ranks_exchange_inside_is_not_compiled() -> None:
             raise error
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("name", ["icepop", "dispo", "gmpo", "ctpo", "vaco"])
 def test_a_compiled_method_gives_the_same(name, graphs) -> None:
     keys = key_of(name) | drawn_options(name)

@@ -78,6 +78,7 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("name", ["gates, entropy, kl", "bypass"])
 def test_compiled_context_parallel_ranks_give_the_loss_of_one_too(name, graphs) -> None:
     """Also one that has no token of the only response."""

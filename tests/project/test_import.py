@@ -121,10 +121,8 @@ def _modules(folder: str) -> list[Path]:
 
 
 def imported_names(path: Path) -> set[str]:
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return {name.partition(".")[0] for name in names}
+    # One import a line, as the linter wants it: parsing all of these files takes seconds.
+    return {*re.findall(r"^ *(?:from|import) (\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)}
 
 
 def documented_paths() -> list[str]:

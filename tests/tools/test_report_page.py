@@ -54,6 +54,7 @@ def browser():
         yield browser
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_page_is_never_wider_than_the_window(browser, page, width) -> None:
     browser.open(page, width=width)

@@ -55,6 +55,7 @@ def test_what_gives_a_tenth_of_k3_is_named_with_its_share(plants) -> None:
     assert verdict.sign != WRONG, verdict.verdict
 
 
+@pytest.mark.whole_run
 def test_bf16_log_probs_are_a_small_part_of_what_kernels_give() -> None:
     shares = {each.cause: each.k3_share for each in named("log-probs in bf16")}
     assert shares["bf16_log_probs"] < MIN_SHARE < 0.5 < shares[KERNELS]
@@ -70,6 +71,7 @@ def test_padding_looks_like_a_cut_and_like_no_temperature() -> None:
     assert {each.cause for each in named("padded vocabulary")} - {KERNELS} == {"top_p_or_top_k"}
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("factor", ["0.7", "1.05", "1.2"])
 def test_a_temperature_is_given_in_numbers(factor) -> None:
     (found,) = named(f"temperature {factor}")

@@ -82,6 +82,7 @@ def reports_of(rank: int) -> dict[str, dict | str]:
     return out
 
 
+@pytest.mark.whole_run
 @pytest.mark.distributed
 def test_every_rank_gets_the_report_of_one_process_for_any_number_of_ranks(tmp_path) -> None:
     run_processes(work, str(tmp_path), world_size=4)

@@ -106,6 +106,7 @@ def cuts(length, generator):
 
 
 # Single tokens after grouped experts are batched. On a CPU products of bfloat16 are invariant anyway.
+@pytest.mark.whole_run
 @cases(("eager", torch.float32), ("grouped_mm", torch.float32))
 @each_model
 @torch.no_grad()

@@ -83,6 +83,7 @@ def is_real(batch, lengths_B, side):
     return position < lengths_B[:, None] if side == "right" else position >= batch.shape[1] - lengths_B[:, None]
 
 
+@pytest.mark.whole_run
 def test_decode_against_prefill_varies_as_a_direct_comparison_says_and_not_in_the_mode():
     attention = Attention()
     x = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))

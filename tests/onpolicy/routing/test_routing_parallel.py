@@ -210,6 +210,7 @@ def outcomes(folder: Path, topology: str, layout: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{topology}, {layout}, {rank}.pt") for rank in range(WORLD_SIZE)]
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("layout", PADDED_LENGTHS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_token_goes_to_its_experts_on_whichever_rank_it_is(folder, topology, layout) -> None:

@@ -19,6 +19,7 @@ from mis_ext.rollout.conversations.builder import build_samples
 CONVERSATIONS = 120
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_whatever_agents_do_every_sampled_token_is_trained_once_in_its_own_context(tokenizer, template) -> None:
