@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("lab/studies", "tests/support")]
 
 from browser import NAMES, Browser, find_browser  # noqa: E402
-from evidence.pictures import with_palette  # noqa: E402
 from PIL import Image  # noqa: E402
 
 WIDTH, HEIGHT = 1080, 878
@@ -23,6 +22,8 @@ WIDTH, HEIGHT = 1080, 878
 
 def draw_first_screen(page: Path, path: Path) -> None:
     """Open ``report.html`` and write what is seen before one scrolls."""
+    from evidence.pictures import with_palette
+
     program = find_browser()
     if program is None:
         raise SystemExit(f"none of {', '.join(NAMES)} is installed")

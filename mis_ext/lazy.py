@@ -21,6 +21,8 @@ def lazy_names(
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> Any:
+        if name in names_of:
+            return import_module(f"{package}.{name}")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # Kept, so that the next use costs what any other global costs.

@@ -2,7 +2,7 @@
 # Lint, types and tests, in a virtual environment of their own with pinned versions.
 #
 #   tests/run.sh [arguments of pytest ...]
-#   tests/run.sh -m whole_run      # what .ci/run runs besides: examples and the wheel, as users run them
+#   tests/run.sh -m whole_run      # what .ci/run runs besides: examples, the wheel, and tests of many seconds
 #   tests/run.sh lab/tests -m ""   # and the tests of the lab
 #
 # VENV sets where the environment is; PYTHON the interpreter that makes it.

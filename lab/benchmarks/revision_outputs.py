@@ -1,6 +1,6 @@
 """What this revision of the package gives on drawn inputs, by name, into a file: for ``compare_revisions.py``.
 
-    PYTHONPATH=../before python benchmarks/revision_outputs.py before.pt --seed 7
+    PYTHONPATH=../before python lab/benchmarks/revision_outputs.py before.pt --seed 7
 
 Only public names are used, so that two revisions can be asked the same. Every part draws its inputs from the seed and
 its own name, and a refusal is an output like any other: what is compared are numbers, masks, gradients and texts.

@@ -205,14 +205,16 @@ def _constants(tokens: TokenSums) -> Iterator[str]:
 
 
 def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
-    of_all = f"of {tokens.num_valid:.0f} behavior log-probs on trainable tokens are"
-    few = tokens.num_placeholders + num_zeros
-    if tokens.num_placeholders and few >= MIN_PLACEHOLDERS:
-        lowest = {"behavior": tokens.lowest, "proximal": tokens.lowest_proximal}
-        sides = " or ".join(side for side, value in lowest.items() if value < PLACEHOLDER)
-        yield f"{tokens.num_placeholders:.0f} {of_all.replace('behavior', sides)} placeholders below {PLACEHOLDER:g}"
-    if num_zeros and few >= MIN_PLACEHOLDERS:
-        yield f"{num_zeros:.0f} {of_all} 0, where the proximal ones are below {IMPROBABLE:g}"
+    def of_side(count: float, side: str, what: str) -> str:
+        return f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs on trainable tokens are {what}"
+
+    if tokens.num_placeholders + num_zeros >= MIN_PLACEHOLDERS:
+        of_proximal = tokens.num_proximal_placeholders
+        for side, count in (("behavior", tokens.num_placeholders - of_proximal), ("proximal", of_proximal)):
+            if count:
+                yield of_side(count, side, f"placeholders below {PLACEHOLDER:g}")
+        if num_zeros:
+            yield of_side(num_zeros, "behavior", f"0, where the proximal ones are below {IMPROBABLE:g}")
     if tokens.num_constant:
         yield (
             f"{tokens.num_constant:.0f} of {tokens.num_valid:.0f} log-probs on trainable tokens are in responses where "

@@ -16,8 +16,8 @@ MAX_EXPLAINED = 0.87
 MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
 """Of so many open tokens, so many raised, and so many standard errors above one half: weights that have learned since.
 In a pretrained model weights one update old raised 57 % of the open tokens, weights four or eight updates old 62 %; 121
-measurements with fresh weights had 39 to 54 % (lab/evidence/README.md). Alone they
-name no cause: they move a limit between old weights and precision, and are words among alternatives."""
+measurements with fresh weights had 39 to 54 % (lab/evidence/README.md). Alone they name no
+cause: they move a limit between old weights and precision, and are words among alternatives."""
 
 QUIET_K3 = 2e-4
 """So little is not named beside a cause of half of k3, and old weights are no alternative without evidence of them."""

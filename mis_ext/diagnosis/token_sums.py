@@ -52,6 +52,7 @@ class TokenSums(NamedTuple):
     num_valid: float
     num_different: float
     num_placeholders: float
+    num_proximal_placeholders: float
     num_zeros: float
     num_constant: float
     num_shifted: float
@@ -151,9 +152,9 @@ def token_sums(tokens: TokenRatios, *, response_mask_R: Tensor, layout: PackedLa
 def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     """Tokens by whether they have a log-prob of the engine at all."""
     index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
-    # On both sides they are padding, and no fault.
+    # Where both sides have one it is padding.
     placeholder_T = valid_T & ((behavior_T < PLACEHOLDER) != (proximal_T < PLACEHOLDER))
-    is_zero_T, improbable_T = valid_T & (behavior_T == 0.0), valid_T & (proximal_T < IMPROBABLE)
+    is_zero_T, improbable_T = valid_T & (behavior_T == 0.0), valid_T & ~placeholder_T & (proximal_T < IMPROBABLE)
     is_positive_T = valid_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
     zero_T = is_zero_T & improbable_T
     bounded_T = _bounded(difference_T)
@@ -207,7 +208,8 @@ def sums_of_sorted(
         torch.full((), layout.num_sequences, device=valid_T.device),
         (response_mask_R != 0).sum(),
         *(each.sum() for each in (valid_T, different_T)),
-        *(each.sum() for each in (found.placeholder_T, found.zero_T, found.constant_T, found.shifted_T)),
+        *(each.sum() for each in (found.placeholder_T, found.placeholder_T & (proximal_T < PLACEHOLDER))),
+        *(each.sum() for each in (found.zero_T, found.constant_T, found.shifted_T)),
         *((valid_T & (side > MAX_LOG_PROB)).sum() for side in (behavior_T, proximal_T)),
         # All of them are 0 where a token is not valid.
         *(each.sum(dtype=torch.float64) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),

@@ -89,14 +89,19 @@ class _Part(NamedTuple):
 
 
 def _agreed_parts(optimizer: Any) -> list[_Part]:
-    """An error of one rank, as of the one whose weights are fp8, is an error of all: others would wait for it."""
+    """The parts of this rank, after one ``all_reduce`` on the default group: an error of one rank is an error of all.
+
+    Whatever it is, as fp8 on the ranks that have such weights: the others would dither, and wait in the first step.
+    """
     parts, error = [], None
     try:
         parts = [*_parts(optimizer)]
-    except (ValueError, NotImplementedError) as found:
+    except Exception as found:
         error = found
     if dist.is_available() and dist.is_initialized():
-        device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+        # "cpu:gloo,cuda:nccl", or of one kind of device only.
+        backends = dist.get_backend_config()
+        device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
         last = torch.tensor(-1 if error is None else dist.get_rank(), device=device)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         if error is None and (rank := int(last)) >= 0:

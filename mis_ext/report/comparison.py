@@ -73,6 +73,7 @@ class Found:
 
     confidence: Confidence
     k3_share: float
+    is_up_to: bool
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def _causes(first: Run, second: Run) -> Iterator[ComparedCause]:
     ours, theirs = ({each.cause: each for each in run.diagnoses} for run in (first, second))
     for cause in {**ours, **theirs}:
         found = [
-            None if cause not in run else Found(run[cause].confidence, run[cause].k3_share) for run in (ours, theirs)
+            None if cause not in run else Found(run[cause].confidence, run[cause].k3_share, run[cause].is_up_to)
+            for run in (ours, theirs)
         ]
         title = (ours.get(cause) or theirs[cause]).title
         yield ComparedCause(cause, title, *found)

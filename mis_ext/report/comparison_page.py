@@ -87,4 +87,6 @@ def _causes(found: Comparison) -> str:
 
 
 def _found(found: Found | None) -> str:
-    return "-" if found is None else f"{found.confidence}, {percent(found.k3_share)} of k3"
+    if found is None:
+        return "-"
+    return f"{found.confidence}, {'up to ' if found.is_up_to else ''}{percent(found.k3_share)} of k3"

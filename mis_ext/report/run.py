@@ -19,10 +19,14 @@ from mis_ext.report.summary import Summary
 
 @dataclass(frozen=True)
 class Unexplained:
-    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token."""
+    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token.
+
+    ``is_at_least``: a cause explains up to its share, so that more may be left.
+    """
 
     k3_share: float
     k3: float
+    is_at_least: bool = False
 
     @property
     def in_words(self) -> str:
@@ -35,7 +39,8 @@ class Unexplained:
         small = (
             f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)" if is_small else ""
         )
-        return f"Left unexplained: {percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
+        at_least = "at least " if self.is_at_least else ""
+        return f"Left unexplained: {at_least}{percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,5 +97,9 @@ def run_of(
     skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
     skipped += parts.merged
     return Run(
-        tuple(sources), summary, tuple(diagnoses), Unexplained(1.0 - left.explained, left.k3_left), tuple(skipped)
+        tuple(sources),
+        summary,
+        tuple(diagnoses),
+        Unexplained(1.0 - left.explained, left.k3_left, any(found.is_up_to for found in diagnoses)),
+        tuple(skipped),
     )

@@ -170,6 +170,11 @@ def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
         _ = package.rekord
 
 
+def test_a_module_of_a_package_that_loads_late_is_found_as_its_attribute() -> None:
+    code = "import mis_ext.explain as explain; print(explain.traps.__name__, explain.law.GaussianLaw.__name__)"
+    assert run(code).split() == ["mis_ext.explain.traps", "GaussianLaw"]
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_module_takes_the_place_of_a_public_name(name) -> None:
     # A package gets each of its modules as an attribute, the moment that it is imported.

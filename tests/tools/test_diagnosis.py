@@ -176,6 +176,22 @@ def test_placeholders_of_the_trainer_are_named_as_such() -> None:
     assert by_guards(tokens) == ["placeholder_log_probs"]
 
 
+def test_placeholders_are_counted_once_and_by_their_side() -> None:
+    tokens = planted(0)
+    proximal, behavior = tokens.proximal[0], tokens.behavior[0]
+    # One token of a greedy engine, which the trainer never samples; padding on both sides; the engine's own.
+    proximal[7], behavior[7] = -1e9, 0.0
+    assert "placeholder_log_probs" not in {found.cause for found in by_report(tokens)}
+    proximal[2:4] = behavior[2:4] = -1e9
+    behavior[5:7] = -1e4
+    found = next(each for each in by_report(tokens) if each.cause == "placeholder_log_probs")
+    first, second = found.evidence.split("; ")
+    assert first.startswith("2 of ")
+    assert " behavior log-probs " in first
+    assert second.startswith("1 of ")
+    assert " proximal log-probs " in second
+
+
 def test_the_share_of_placeholders_is_that_of_their_tokens() -> None:
     tokens = SINGLE["zeros of greedy tokens"][1](0)
     d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()
