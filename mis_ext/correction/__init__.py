@@ -1,1 +1,1 @@
-"""Streams of log-probs in; weights, keep masks and metrics out. Start reading at :mod:`mis_ext.correction.pipeline`."""
+"""The correction: read :mod:`mis_ext.correction.naive` first, then :mod:`mis_ext.correction.pipeline`."""
