@@ -1,8 +1,8 @@
 """The whole loss in plain PyTorch, one sample after the other: read it before :mod:`mis_ext.loss.policy`.
 
-It is ``mis_loss_mode: decoupled`` with truncated token weights, a gate on the geometric mean of a sequence, a k3
+It begins where :mod:`mis_ext.correction.naive` ends. It is ``mis_loss_mode: decoupled`` with any correction, a k3
 penalty and an entropy bonus. The rest of this folder computes the same for every mode and method, in one pass, over
-ranks, and says what becomes of log-probs that are not finite. A test holds both against each other.
+ranks. A test holds both against each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.naive import naive_correction
 
 
 def naive_policy_loss(
@@ -22,10 +25,9 @@ def naive_policy_loss(
     entropies: Sequence[Tensor],
     advantages: Sequence[Tensor],
     masks: Sequence[Tensor],
+    correction: CorrectionConfig,
     eps_clip: float = 0.2,
     eps_clip_high: float = 0.2,
-    upper_bound: float = 2.0,
-    band: tuple[float, float] = (0.99, 1.01),
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
 ) -> Tensor:
@@ -39,30 +41,30 @@ def naive_policy_loss(
         entropies: Of the current policy, in nats, with gradient.
         advantages: Of each token.
         masks: Nonzero on tokens that the policy generated: how much each counts.
+        correction: Of the difference between proximal and behavior.
         eps_clip: PPO's ratio current / proximal is at least ``1 - eps_clip``.
         eps_clip_high: It is at most ``1 + eps_clip_high``.
-        upper_bound: Of the weight proximal / behavior of a token (TIS).
-        band: Of the geometric mean of that ratio over a sample: outside, the sample is rejected.
         kl_coef: What the penalty is multiplied by.
         entropy_coef: What the entropy is multiplied by.
 
     References:
-        Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641 (decoupled PPO); Yao et al., Your
-        Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (token TIS).
+        Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641 (decoupled PPO).
     """
+    weights, keeps = naive_correction(proximal=proximal, behavior=behavior, masks=masks, config=correction)
     total = torch.zeros(())
-    for i, mask in enumerate(masks):
-        trained = mask != 0
-        log_ratio = (proximal[i] - behavior[i])[trained]
+    for i, keep in enumerate(keeps):
         # A rejected sample adds nothing, and still counts among the samples that the host divides by.
-        if not band[0] <= log_ratio.mean().exp() <= band[1]:
+        if not keep.any():
             continue
-        weight = log_ratio.exp().clamp(max=upper_bound)
-        ratio = (current[i] - proximal[i])[trained].exp()
+        advantage = advantages[i][keep]
+        # r_t = pi_theta / pi_prox, and PPO's min(r A, clip(r) A)
+        ratio = (current[i] - proximal[i])[keep].exp()
         clipped = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
-        gain = weight * torch.minimum(ratio * advantages[i][trained], clipped * advantages[i][trained])
-        distance = (current[i] - reference[i])[trained]
+        gain = weights[i][keep] * torch.minimum(ratio * advantage, clipped * advantage)
+        # k3 of d = log pi_theta - log pi_ref: exp(-d) - 1 + d
+        distance = (current[i] - reference[i])[keep]
         penalty = (-distance).exp() - 1.0 + distance
-        loss = -gain + kl_coef * penalty - entropy_coef * entropies[i][trained]
-        total = total + (mask[trained] * loss).sum() / mask.sum()
+        loss = -gain + kl_coef * penalty - entropy_coef * entropies[i][keep]
+        # So does a rejected token among the tokens of its sample.
+        total = total + (masks[i][keep] * loss).sum() / masks[i].sum()
     return total

@@ -181,8 +181,17 @@ def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> No
         computed(keys, given | change)
 
 
-@pytest.mark.parametrize(("seed", "share"), [*((seed, 1.0) for seed in range(5)), (5, 0.25)])
-def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share) -> None:
+GEOMETRIC_GATE = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.95, "rs_upper_bound": 1.08}
+TOKEN_GATE = {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.4}
+TOKENS = {"tis_upper_bound": 1.2} | GEOMETRIC_GATE
+SEQUENCES = {"tis_level": "sequence", "tis_mode": "clip", "tis_batch_normalize": True, "mis_denominator": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "share", "correction"),
+    [*((seed, 1.0, TOKENS) for seed in range(5)), (5, 0.25, TOKENS), (6, 1.0, SEQUENCES | TOKEN_GATE)],
+)
+def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share, correction) -> None:
     """Plain PyTorch, sample by sample, with autograd; and the pass over all tokens with its own slopes."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 40, (12,), generator=generator).tolist()
@@ -206,14 +215,7 @@ def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share) -> None:
     if share != 1.0:
         flat["response_mask"] = torch.where(torch.arange(sum(lengths)) % 3 == 0, share, 1.0) * flat["response_mask"]
     flat["response_mask"][starts] = 1
-    keys = {
-        "mis_loss_mode": "decoupled",
-        "use_tis": True,
-        "tis_upper_bound": 1.2,
-        "eps_clip": 0.15,
-        "eps_clip_high": 0.3,
-    }
-    keys |= {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.95, "rs_upper_bound": 1.08}
+    keys = {"mis_loss_mode": "decoupled", "use_tis": True, "eps_clip": 0.15, "eps_clip_high": 0.3} | correction
     keys |= {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.2, "entropy_coef": 0.1}
     keys |= {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
     found, gradients = computed(keys, flat, layout=PackedLayout.whole(lengths))
@@ -221,12 +223,13 @@ def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share) -> None:
     names = {"current_logprobs": "current", "entropy": "entropies", "response_mask": "masks"}
     given = flat | dict(zip(("current_logprobs", "entropy"), leaves, strict=True))
     samples = {names.get(key, key.removesuffix("_logprobs")): each.split(lengths) for key, each in given.items()}
+    config = mis_ext.config_from_mapping(keys)
     wanted = naive_policy_loss(
-        **samples, eps_clip=0.15, eps_clip_high=0.3, upper_bound=1.2, band=(0.95, 1.08), kl_coef=0.2, entropy_coef=0.1
+        **samples, correction=config, eps_clip=0.15, eps_clip_high=0.3, kl_coef=0.2, entropy_coef=0.1
     )
     # Weights are float32: each of 12 means of terms around 1 is off by at most 2^-23.
     torch.testing.assert_close(found.total, wanted, rtol=0.0, atol=12 * 2**-23)
     for ours, theirs in zip(gradients, torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
-    kept = found.metrics["mis_kept_seq_fraction"].value()
+    kept = found.metrics["mis_kept_token_fraction"].value()
     assert 0.1 < kept < 0.9
