@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from parallel_worker import TIMEOUT, TOPOLOGIES, Worker
+from parallel_worker import SECONDS, TOPOLOGIES, Worker
 from process_ranks import joined, run_processes
 from zigzag import local_tokens
 
@@ -50,7 +50,7 @@ def work(rank: int, topology: str, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     out: dict[str, list[str]] = {}
     report = Path(folder) / f"rank{rank}.json"
-    with joined(rank, world_size, folder, seconds=TIMEOUT.total_seconds()):
+    with joined(rank, world_size, folder, seconds=SECONDS):
         worker = Worker(cp_size, dp_size)
         for section in [section for section in SECTIONS if not obstacle(section)]:
             if section == "triton" and topology != INTERPRETED:
@@ -79,7 +79,7 @@ def run_topology(topology: str, folder: Path) -> tuple[dict[str, list[str]], str
         preload = ("megatron.core.parallel_state",)
         run_processes(work, topology, str(folder), world_size=cp_size * dp_size, preload=preload)
     except Exception as error:
-        crash = str(error)[-1500:]
+        crash = str(error)
     sections: dict[str, list[str]] = {}
     for report in sorted(folder.glob("rank*.json")):
         for section, failures in json.loads(report.read_text()).items():

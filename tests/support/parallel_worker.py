@@ -31,7 +31,7 @@ from mis_ext import prepare_rollout
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
-TIMEOUT = timedelta(seconds=60)
+SECONDS = 60
 MARGIN = 1e-5
 
 
@@ -137,16 +137,17 @@ class WrappedGroup:
 class Worker:
     """One rank of one topology."""
 
-    def __init__(self, cp_size: int, dp_size: int) -> None:
+    def __init__(self, cp_size: int, dp_size: int, *, seconds: float = SECONDS) -> None:
         self.cp_size, self.dp_size = cp_size, dp_size
         rank = dist.get_rank()
         self.cp_rank, self.dp_rank = rank % self.cp_size, rank // self.cp_size
         everyone = list(range(self.cp_size * self.dp_size))
         by_cp = [everyone[i : i + self.cp_size] for i in range(0, len(everyone), self.cp_size)]
         by_dp = [everyone[i :: self.cp_size] for i in range(self.cp_size)]
-        self.cp_group = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in by_cp][self.dp_rank]
-        self.dp_group = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in by_dp][self.cp_rank]
-        self.dp_cp_group = dist.new_group(everyone, timeout=TIMEOUT)
+        timeout = timedelta(seconds=seconds)
+        self.cp_group = [dist.new_group(ranks, timeout=timeout) for ranks in by_cp][self.dp_rank]
+        self.dp_group = [dist.new_group(ranks, timeout=timeout) for ranks in by_dp][self.cp_rank]
+        self.dp_cp_group = dist.new_group(everyone, timeout=timeout)
 
     def parallel_state(self, wrap: Callable = lambda group: group) -> SimpleNamespace:
         """What Miles passes."""

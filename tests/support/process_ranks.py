@@ -3,11 +3,14 @@
 ``thread_ranks`` has ranks as threads, for what needs no process group of torch's own.
 """
 
+import faulthandler
 import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +31,9 @@ def joined(rank: int, world_size: int, folder: str | Path, *, seconds: float, ba
     torch.set_num_threads(1)
     store, timeout = f"file://{folder}/store", timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Not after an error, which could wait for ranks that never come: the process ends, and the others see that.
+    dist.destroy_process_group()
 
 
 def run_processes(
@@ -40,19 +42,35 @@ def run_processes(
     world_size: int,
     preload: tuple[str, ...] = (),
     start_method: str = "forkserver",
+    seconds: float = 240,
 ) -> None:
     """Call ``work(rank, *args)`` in a process for each rank, and raise what a rank raised.
 
     One process imports the module of ``work``, and ``preload``, and forks the ranks: their imports would take longer
     than most tests. With ``start_method="spawn"`` each imports for itself.
+
+    Raises:
+        RuntimeError: A rank raised, died or took more than ``seconds``. It says which rank, and where the others stood.
     """
     multiprocessing.set_forkserver_preload([work.__module__, *preload])
     # Before Python 3.13 that process would not find modules where this one does, and import none, without a word.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        mp.start_processes(_work, args=(work, *args), nprocs=world_size, start_method=start_method)
+    path = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    with path, tempfile.TemporaryDirectory() as stacks:
+        try:
+            mp.start_processes(_work, args=(stacks, seconds, work, *args), nprocs=world_size, start_method=start_method)
+        except Exception as error:
+            stood = {path.name: path.read_text() for path in sorted(Path(stacks).iterdir())}
+            raise RuntimeError(
+                f"{error}\n" + "\n".join(f"{rank} stood here:\n{stack}" for rank, stack in stood.items() if stack)
+            ) from error
 
 
-def _work(rank: int, work: Callable[..., None], *args: Any) -> None:
+def _work(rank: int, stacks: str, seconds: float, work: Callable[..., None], *args: Any) -> None:
+    # A late rank ends itself. The others are told to end as soon as one has ended badly. Each first writes down where
+    # it is, inside of a collective too.
+    stack = os.open(Path(stacks, f"rank {rank}"), os.O_WRONLY | os.O_CREAT)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stack)
+    faulthandler.register(signal.SIGTERM, file=stack, chain=True)
     # As in conftest, and in the settings of pytest: what torch will remove is an error here too.
     gc.freeze()
     warnings.simplefilter("error", FutureWarning)
