@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from interpreted import quicken
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -33,6 +34,8 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        quicken(interpreter)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Triton's interpreter with products as on a GPU, whose instruction for a tile rounds all of its rows alike."""
+"""Triton's interpreter, faster, and with products as on a GPU, whose instruction for a tile rounds all rows alike."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,3 +19,34 @@ def dot_row_by_row(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_
     for k in range(a_data.shape[-1]):
         total += a_data[..., :, k, None] * b_data[..., k, None, :]
     return type(d)(total + d.data, d.dtype.scalar)
+
+
+def quicken(interpreter: ModuleType) -> None:
+    """Spare the interpreter what it does over and over again: half of its time.
+
+    For each function that a kernel calls it patches all of Triton's language, for the type of each number it makes a
+    table of all types, and it looks for integers that overflow, as compiled kernels do not.
+    """
+    patch, launch, types = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+    patched: set[int] = set()
+    known: dict[str, np.dtype] = {}
+
+    def launch_anew(self: Any, *args: Any, **keywords: Any) -> None:
+        patched.clear()
+        launch(self, *args, **keywords)
+
+    def patch_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names not in patched:
+            patched.add(names)
+            return patch(function)
+        return None
+
+    def known_type(of: Any) -> np.dtype:
+        if of.name not in known:
+            known[of.name] = types(of)
+        return known[of.name]
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_anew, patch_once
+    interpreter._get_np_dtype = known_type
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
