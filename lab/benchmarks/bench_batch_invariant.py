@@ -36,10 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import triton
 from interpreted import dot_row_by_row
 
-from mis_ext.onpolicy.batch_invariant import triton_accumulation as accumulation
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
-from mis_ext.onpolicy.batch_invariant import triton_grouped as grouped
 from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
+from mis_ext.onpolicy.batch_invariant import triton_mixtures as mixtures
 from mis_ext.onpolicy.batch_invariant import triton_reductions as reductions
 from mis_ext.onpolicy.batch_invariant.packing import Packing
 from mis_ext.onpolicy.bits import same_bits
@@ -201,7 +200,7 @@ def _experts(tokens: int, topk: int, num_experts: int, K: int, N: int, dtype: to
         "experts",
         f"{tokens} x {topk} of {num_experts}, {K} x {N}",
         dtype,
-        ours=lambda: grouped.grouped_rows(a, b, ends),
+        ours=lambda: mixtures.grouped_rows(a, b, ends),
         torch=lambda: torch._grouped_mm(a, b, offs=ends),
         checked=lambda out: out[rows],
         alone=lambda: torch.cat([matmul.mm(a[row : row + 1], b[e]) for row, e in zip(rows, experts, strict=True)]),
@@ -218,10 +217,10 @@ def _experts_gradient(tokens: int, topk: int, num_experts: int, K: int, N: int, 
         "experts, weight gradient",
         f"{tokens} x {topk} of {num_experts}, {K} x {N}",
         dtype,
-        ours=lambda: grouped.grouped_sums(a, b, ends),
+        ours=lambda: mixtures.grouped_sums(a, b, ends),
         torch=lambda: torch._grouped_mm(a, b, offs=ends),
         checked=lambda out: out[-1:],
-        alone=lambda: grouped.grouped_sums(a[:, last], b[last], only),
+        alone=lambda: mixtures.grouped_sums(a[:, last], b[last], only),
         exact=lambda: (a[:, last].double() @ b[last].double()).unsqueeze(0),
     )
 
@@ -232,7 +231,7 @@ def _combine(tokens: int, topk: int, width: int, dtype: torch.dtype) -> Case:
 
     def ours(index: Tensor, source: Tensor, length: int) -> Tensor:
         out = source.new_zeros(length, width)
-        accumulation.add_rows_(out, index, source)
+        mixtures.add_rows_(out, index, source)
         return out
 
     def alone(row: int) -> Tensor:

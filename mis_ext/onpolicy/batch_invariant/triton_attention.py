@@ -11,11 +11,12 @@ from torch.nn.functional import pad
 from mis_ext.correction.triton.launch import launching_on
 from mis_ext.correction.triton.launcher import IS_HIP, Launcher
 from mis_ext.onpolicy.batch_invariant.packing import Packing, runs_of, seen_keys
-from mis_ext.onpolicy.batch_invariant.triton_attention_backward_kernels import (
+from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
+    BLOCK_N,
+    forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import BLOCK_N, forward_kernel
 from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     FLOAT32_PRODUCTS,
     check_products,
