@@ -1,11 +1,11 @@
 """Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them."""
 
 from mis_ext.onpolicy.batch_invariant.attention import attention
+from mis_ext.onpolicy.batch_invariant.kernels import rms_norm
 from mis_ext.onpolicy.batch_invariant.mode import (
     batch_invariant_forward,
     batch_invariant_mode,
     is_batch_invariant,
 )
-from mis_ext.onpolicy.batch_invariant.norm import rms_norm
 
 __all__ = ["attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant", "rms_norm"]

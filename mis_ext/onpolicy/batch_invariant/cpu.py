@@ -1,4 +1,4 @@
-"""Batch-invariant products and attention on a CPU: every product that reaches the BLAS library has one fixed shape.
+"""Batch-invariant products, sums and attention on a CPU: every product that reaches BLAS has one fixed shape.
 
 A BLAS picks its kernel, and with it the order of its sums, by the shapes and strides of the operands. Here operands are
 cut into tiles of one height and one width, padded with zeros, and copied to one memory layout, and sums are cut into
@@ -29,6 +29,11 @@ VALUE_COLUMNS = 16
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """``[M, N]``: ``a [M, K]`` times ``b [K, N]``."""
     return _bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``mm(a, b) + bias``: rounded after the product, and again after the addition."""
+    return mm(a, b) + bias
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -80,6 +85,42 @@ def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
     """``x`` with zeros at the end of a dimension; itself where there is nothing to add, unlike torch's copy."""
     missing = -x.shape[dim] % multiple
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]`` of ``[G, K, N]``; then zeros."""
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for group, (begin, end) in enumerate(_spans(ends, a.shape[0])):
+        if begin < end:
+            out[begin:end] = mm(a[begin:end], b[group])
+    return out
+
+
+def grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times the same rows of ``b [K, N]``."""
+    products = [mm(a[:, begin:end], b[begin:end]) for begin, end in _spans(ends, b.shape[0])]
+    return torch.stack(products) if products else a.new_zeros(0, a.shape[0], b.shape[1])
+
+
+def _spans(ends: Tensor, length: int) -> list[tuple[int, int]]:
+    stops = ends.tolist()
+    starts = [0, *stops][:-1]
+    if any(not 0 <= start <= stop <= length for start, stop in zip(starts, stops, strict=True)):
+        raise RuntimeError(f"offs must not decrease, within [0, {length}], got {stops}")
+    return list(zip(starts, stops, strict=True))
+
+
+def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
+    """Add each row of ``source [N, E]`` to the row of ``out [D, E]`` that ``index [N]`` names, in their order."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    order_N = index.argsort(stable=True)
+    destinations, which_N, counts = torch.unique_consecutive(index[order_N], return_inverse=True, return_counts=True)
+    # How many rows come before this one on the way to its destination.
+    rank_N = torch.arange(len(order_N)) - (counts.cumsum(0) - counts)[which_N]
+    total = out[destinations].to(dtype)
+    for part in rank_N.argsort(stable=True).split(rank_N.bincount().tolist()):
+        total[which_N[part]] += source[order_N[part]].to(dtype)
+    out[destinations] = total.to(out.dtype)
 
 
 class _Tiles(NamedTuple):

@@ -6,19 +6,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mis_ext.onpolicy.batch_invariant import kernels, transformer_engine
+from mis_ext.onpolicy.batch_invariant import kernels
 from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
 __all__ = ["batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
 
+_TRANSFORMER_ENGINE = "transformer_engine"
 _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
@@ -95,7 +97,7 @@ def is_batch_invariant() -> bool:
 def _push_missing() -> _Overrides:
     """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
     overrides = _Overrides()
-    overrides.enter_context(transformer_engine.refuse_calls())
+    overrides.enter_context(_refuse_calls())
     if not FunctionOverrides.is_on():
         overrides.enter_context(FunctionOverrides())
     if not OperatorOverrides.is_on():
@@ -138,7 +140,7 @@ def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
         NotImplementedError: A module is one of Transformer Engine.
     """
     for module in modules:
-        transformer_engine.refuse_among(module)
+        _refuse_among(module)
     wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
     for module in wrapped:
         if hasattr(module.forward, "__batch_invariant__"):
@@ -169,3 +171,47 @@ def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) 
         del module.forward
     else:
         module.forward = own_forward
+
+
+# Kernels of Transformer Engine are reached past torch's operators, so the mode refuses its modules by name.
+def _refuse_among(model: nn.Module) -> None:
+    """Refuse a model that has a module of Transformer Engine, with the module's path.
+
+    Raises:
+        NotImplementedError: The first such module, or the model is one.
+    """
+    for path, module in model.named_modules():
+        kind: Any = type(module)
+        if _is_of_transformer_engine(kind):
+            raise NotImplementedError(_refusal(kind, path))
+
+
+def _refuse_calls() -> AbstractContextManager[Any]:
+    """A block in which this process refuses such modules when they are called in the mode.
+
+    Torch asks before the call of every module, which takes a microsecond: only where Transformer Engine is imported.
+    """
+    return register_module_forward_pre_hook(_refuse_in_mode) if _TRANSFORMER_ENGINE in sys.modules else nullcontext()
+
+
+def _refuse_in_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
+    # The hook is the process's, the mode is its thread's.
+    kind: Any = type(module)
+    if _is_of_transformer_engine(kind) and OperatorOverrides.is_on():
+        raise NotImplementedError(_refusal(kind))
+
+
+@cache
+def _is_of_transformer_engine(kind: Any) -> bool:
+    """By a base too: the modules of Megatron-Core's specification derive from Transformer Engine's."""
+    return any(base.__module__.split(".")[0] == _TRANSFORMER_ENGINE for base in kind.__mro__)
+
+
+def _refusal(kind: type[nn.Module], path: str = "") -> str:
+    where = f"{path}, a" if path else "a"
+    return (
+        f"{where} {kind.__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: build "
+        "the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with use_transformer_engine=False; a "
+        "local layer spec alone gets Transformer Engine's final norm), or take Megatron-Core's own mode for these "
+        "modules, enable_batch_invariant_mode, on both sides and without this one"
+    )

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mis_ext.onpolicy.batch_invariant import accumulation, elementwise, grouped, kernels, row_reductions, ties
+from mis_ext.onpolicy.batch_invariant import elementwise, kernels, mixtures, row_reductions
+from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attention
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
-from mis_ext.onpolicy.batch_invariant.sdpa import scaled_dot_product_attention
 
 aten = torch.ops.aten
 
@@ -217,7 +217,7 @@ def _is_composite(func: Any) -> bool:
 
 @cache
 def _override_of(func: Any) -> Callable[..., Any] | None:
-    return _OVERRIDES.get(func) or grouped.OVERRIDES_OF_LIBRARIES.get(func.name())
+    return _OVERRIDES.get(func) or mixtures.OVERRIDES_OF_LIBRARIES.get(func.name())
 
 
 def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
@@ -238,11 +238,9 @@ def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
 
 
 def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if a.is_cuda and alpha == beta == 1:
-        from mis_ext.onpolicy.batch_invariant import cuda
-
+    if alpha == beta == 1:
         _check_factors(a, b, num_dims=2)
-        return cuda.addmm(_expanded(bias, a, b), a, b)
+        return kernels.of(a).addmm(_expanded(bias, a, b), a, b)
     return _sum(_mm(func, a, b), _expanded(bias, a, b), beta, alpha)
 
 
@@ -382,4 +380,4 @@ _OVERRIDES |= dict.fromkeys(
     ),
     row_reductions.reduce,
 )
-_OVERRIDES |= grouped.OVERRIDES | accumulation.OVERRIDES | ties.OVERRIDES
+_OVERRIDES |= mixtures.OVERRIDES

@@ -1,7 +1,8 @@
-"""Sums of rows that have one destination, as a token's experts in a mixture: in the order in which the rows lie.
+"""What a mixture of experts needs besides plain products: those of groups of rows, sums of rows, and an order of ties.
 
-torch adds them in an order that depends on the other rows: by atomic additions on CUDA, and on a CPU where threads
-share the work. Here 16-bit numbers are summed in float32, and rounded once.
+A token has the same bits, whichever other tokens its experts get: a row of a grouped product has those of its own
+product with the matrix of its expert, a token's experts are added up in the order in which they lie, and of equal
+scores the first comes first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,60 @@ aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 
 
+def grouped_mm(
+    func: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``aten._grouped_mm`` with the bits of ``a[rows] @ b[group]``: a row's depend on it and its group's matrix alone.
+
+    Args:
+        func: The operator.
+        a: ``[M, K]``, or ``[G, M, K]``.
+        b: ``[K, N]``, or ``[G, K, N]``.
+        offs: ``[G]`` int32, where the groups end along the dimension that the factor without G shares with the result;
+            if neither has G, along K, and the result is ``[G, M, N]``; None if both have. Rows and columns after the
+            last group are zeros.
+        bias: None.
+        out_dtype: None, or the dtype of the factors.
+
+    Raises:
+        RuntimeError: Shapes, dtypes or offsets do not fit.
+        NotImplementedError: A bias, or another dtype of the result.
+    """
+    if bias is not None or out_dtype not in (None, a.dtype):
+        raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
+    _check_groups(a, b, offs)
+    if offs is None:
+        return kernels.of(a).bmm(a, b)
+    if a.dim() == 3 and b.dim() == 2:
+        return kernels.of(a).grouped_rows(b.t(), a.transpose(1, 2), offs).t()
+    return kernels.of(a).grouped_rows(a, b, offs) if b.dim() == 3 else kernels.of(a).grouped_sums(a, b, offs)
+
+
+def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"the factors of a grouped product must have one dtype, got {a.dtype} and {b.dtype}")
+    is_matrix = 2 in (a.dim(), b.dim())
+    fits = {a.dim(), b.dim()} <= {2, 3} and a.shape[-1] == b.shape[-2] and is_matrix == (offs is not None)
+    groups = {x.shape[0] for x in (a, b) if x.dim() == 3}
+    if offs is not None:
+        fits = fits and offs.dim() == 1 and offs.dtype == torch.int32
+        groups.add(offs.shape[0])
+    if not fits or (groups and len(groups) != 1):
+        shapes = [None if x is None else [*x.shape] for x in (a, b, offs)]
+        raise RuntimeError(
+            f"a grouped product takes [M, K] or [G, M, K], [K, N] or [G, K, N], and int32 offs [G] unless both have G, "
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+
+
+# torch adds rows of one destination in an order that depends on the other rows: by atomic additions on CUDA, and on a
+# CPU where threads share the work. Here it is the order in which they lie; 16-bit numbers are summed in float32, and
+# rounded once.
 def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     """``aten.index_add`` and ``aten.index_add_``."""
     out = _output(func, x, source)
@@ -140,7 +195,7 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
         index = index * length + place
     num_dims, packed = index.dim(), out.contiguous()
     rows = source.reshape(index.numel(), math.prod(source.shape[num_dims:]))
-    _add_rows(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
+    kernels.of(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
     if packed is not out:
         out.copy_(packed)
 
@@ -153,21 +208,26 @@ def _check_range(index: Tensor, length: int) -> None:
         raise IndexError(f"index {int(index[~is_inside][0])} is not in [0, {length})")
 
 
-def _add_rows(out_DE: Tensor, index_N: Tensor, source_NE: Tensor) -> None:
-    if out_DE.is_cuda:
-        from mis_ext.onpolicy.batch_invariant import cuda
+def sort(
+    func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = True
+) -> tuple[Tensor, Tensor]:
+    """Stands in for ``aten.sort``: always stable, so the first of equal values comes first."""
+    return x.sort(dim=dim, descending=descending, stable=True)
 
-        return cuda.add_rows_(out_DE, index_N, source_NE)
-    kernels.check_device_type(out_DE.device.type)
-    dtype = torch.promote_types(out_DE.dtype, torch.float32)
-    order_N = index_N.argsort(stable=True)
-    destinations, which_N, counts = torch.unique_consecutive(index_N[order_N], return_inverse=True, return_counts=True)
-    # How many rows come before this one on the way to its destination.
-    rank_N = torch.arange(len(order_N)) - (counts.cumsum(0) - counts)[which_N]
-    total = out_DE[destinations].to(dtype)
-    for part in rank_N.argsort(stable=True).split(rank_N.bincount().tolist()):
-        total[which_N[part]] += source_NE[order_N[part]].to(dtype)
-    out_DE[destinations] = total.to(out_DE.dtype)
+
+def topk(
+    func: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """``aten.topk``, always sorted: of equal numbers at the border, those with the lowest places are taken.
+
+    A row with equal numbers is one in which torch may choose by the other rows, and two engines differently.
+    """
+    if x.dim() == 0:
+        return func(x, k, dim, largest, sorted)  # type: ignore[no-any-return]
+    if not 0 <= k <= x.shape[dim]:
+        raise RuntimeError(f"topk takes k in [0, {x.shape[dim]}], got {k}")
+    ordered, places = x.sort(dim=dim, descending=largest, stable=True)
+    return ordered.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
@@ -184,4 +244,13 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten._index_put_impl.default: index_put,
     aten._index_put_impl_.default: index_put,
     aten._unsafe_index_put.default: index_put,
+    aten.topk.default: topk,
+    aten.sort.default: sort,
+    aten.sort.stable: sort,
 }
+# Torch 2.6 has none yet.
+if hasattr(aten, "_grouped_mm"):
+    OVERRIDES[aten._grouped_mm.default] = grouped_mm
+
+OVERRIDES_OF_LIBRARIES = {"transformers::grouped_mm_fallback": grouped_mm}
+"""Operators that would hide their products from the mode, by name: their library may come later, or never."""
