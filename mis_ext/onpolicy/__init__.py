@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.onpolicy.audit.audit_report import AuditReport
-    from mis_ext.onpolicy.audit.findings import Evidence, Verdict
+    from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence, Verdict
     from mis_ext.onpolicy.audit.log_probs import audit_logprobs
     from mis_ext.onpolicy.batch_invariant import (
         attention,
@@ -38,8 +37,7 @@ else:
         __name__,
         {
             "audit.log_probs": ("audit_logprobs",),
-            "audit.findings": ("Evidence", "Verdict"),
-            "audit.audit_report": ("AuditReport",),
+            "audit.audit_report": ("AuditReport", "Evidence", "Verdict"),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
             "invariance.batch": ("check_batch_invariance",),
             "invariance.invariance_report": ("InvarianceReport",),

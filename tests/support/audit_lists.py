@@ -5,8 +5,7 @@ import math
 import torch
 
 from mis_ext.onpolicy.audit import log_probs as module
-from mis_ext.onpolicy.audit.audit_report import AuditReport
-from mis_ext.onpolicy.audit.findings import Evidence
+from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence
 
 NAN, INF = math.nan, math.inf
 SHOWN = Evidence(rollout="a record", train="a control")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from audit_lists import GOOD, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
 
-from mis_ext.onpolicy.audit.findings import Verdict
+from mis_ext.onpolicy.audit.audit_report import Verdict
 
 
 def test_versions_that_differ_on_the_samples_that_differ_point_to_stale_weights() -> None:

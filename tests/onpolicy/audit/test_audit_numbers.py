@@ -9,7 +9,7 @@ from audit_lists import INTEGER, NAN, audit_logprobs, copies, log_probs, next_nu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis_ext.onpolicy.audit.findings import Verdict
+from mis_ext.onpolicy.audit.audit_report import Verdict
 
 # --- bits
 

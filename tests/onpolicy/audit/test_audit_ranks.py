@@ -10,7 +10,7 @@ import torch.distributed as dist
 from audit_lists import GOOD, NAN, SHOWN, audit_logprobs, copies, log_probs, next_number, tensors, tied_to
 from process_ranks import joined, run_processes
 
-from mis_ext.onpolicy.audit.findings import Evidence
+from mis_ext.onpolicy.audit.audit_report import Evidence
 
 SPREADS = {1: [6], 2: [4, 2], 4: [1, 0, 3, 2]}
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mis_ext.onpolicy.audit import log_probs as module
-from mis_ext.onpolicy.audit.findings import Evidence, Verdict
+from mis_ext.onpolicy.audit.audit_report import Evidence, Verdict
 
 
 def shared() -> dict:

@@ -1,0 +1,336 @@
+"""One sample after the other: what makes its log-probs incomparable, and else what their comparison measures.
+
+Everything that is measured is a function of one sample, so that no number depends on how samples are spread over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.diagnosis.measuring import Measuring, versions_behind
+from mis_ext.onpolicy.audit.audit_report import Divergence, Evidence, Problem
+from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
+
+
+class Sample(NamedTuple):
+    """One sample as the caller gave it: log-probs ``[T]``, and what belongs to them (None where not given)."""
+
+    train: Any
+    rollout: Any
+    mask: Any
+    train_token_ids: Any
+    rollout_token_ids: Any
+    train_version: Any
+    rollout_versions: Any
+    name: str | None
+    problem: str | None = None
+    """Known before: the sample cannot be compared."""
+    recorded: Tensor | None = None
+    """The rollout log-probs as the engine's side recorded them."""
+    recorded_in: str | None = None
+
+
+def find_problem(sample: Sample) -> Problem | None:
+    """The first reason why the log-probs of a sample cannot be compared, and the position if it is one token's."""
+    if sample.problem is not None:
+        return Problem(sample.problem)
+    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+        if log_probs is None:
+            return Problem(f"{side} log-probs are missing")
+        if not isinstance(log_probs, Tensor):
+            return Problem(f"{side} log-probs are a {type(log_probs).__name__}, not a tensor")
+        if log_probs.ndim != 1:
+            return Problem(f"{side} log-probs have shape {[*log_probs.shape]}, not [T]")
+        if log_probs.dtype not in FLOAT_DTYPES:
+            return Problem(f"{side} log-probs are {log_probs.dtype}, which is none of the floating-point dtypes here")
+    length = len(sample.train)
+    if len(sample.rollout) != length:
+        return Problem(f"{length} train and {len(sample.rollout)} rollout log-probs")
+    for what, values in (
+        ("mask values", sample.mask),
+        ("train token ids", sample.train_token_ids),
+        ("rollout token ids", sample.rollout_token_ids),
+    ):
+        shape = [length] if values is None else [*torch.as_tensor(values).shape]
+        if shape != [length]:
+            part = " (a part of a response needs its own part of them)" if len(shape) == 1 and length < shape[0] else ""
+            return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
+    return _find_problem_of_tokens(sample)
+
+
+def _find_problem_of_tokens(sample: Sample) -> Problem | None:
+    ids = {"train": sample.train_token_ids, "rollout": sample.rollout_token_ids}
+    known = {side: torch.as_tensor(values).cpu() for side, values in ids.items() if values is not None}
+    for side, values in known.items():
+        position = first_true((values != values.round()) | values.isinf()) if values.is_floating_point() else None
+        if position is not None:
+            return Problem(f"the {side} token id is {values[position].item()}, no whole number", position=position)
+    if len(known) == 2:
+        train_ids, rollout_ids = (values.long() for values in known.values())
+        # Masked tokens too: they are the context of the tokens behind them.
+        position = first_true(train_ids != rollout_ids)
+        if position is not None:
+            pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
+            return Problem(f"the token id is {pair}", position=position, has_other_ids=True)
+    if sample.mask is not None:
+        mask = torch.as_tensor(sample.mask).cpu()
+        position = first_true(~(mask >= 0) | mask.isinf())
+        if position is not None:
+            return Problem(
+                f"the mask is {mask[position].item()}, which says neither active nor masked", position=position
+            )
+    active_T = active_tokens(sample)
+    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+        position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
+        if position is not None:
+            return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
+    record_problem = _find_problem_of_record(sample, active_T)
+    if record_problem is not None:
+        return record_problem
+    same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
+    if same_memory and active_T.any():
+        return Problem(
+            "train and rollout log-probs are the same memory: one was filled in from the other, and to compare a "
+            "tensor with itself proves nothing"
+        )
+    return None
+
+
+def _find_problem_of_record(sample: Sample, active_T: Tensor) -> Problem | None:
+    if sample.recorded is None:
+        return None
+    if sample.recorded.shape != sample.rollout.shape:
+        lengths = f"{len(sample.rollout)} rollout log-probs, but {len(sample.recorded)}"
+        return Problem(f"{lengths} in the engine's record ({sample.recorded_in})")
+    # A host may round what the engine returned to the trainer's dtype.
+    recorded, rollout = sample.recorded.to(sample.rollout.dtype), sample.rollout.detach().cpu()
+    position = first_true(active_T & ~same_bits(rollout, recorded))
+    if position is None:
+        return None
+    pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record"
+    return Problem(
+        f"the rollout log-prob is {pair} ({sample.recorded_in}): it was changed or filled in on the way",
+        position=position,
+    )
+
+
+def active_tokens(sample: Sample) -> Tensor:
+    """``[T]``, bool: where the mask is not zero."""
+    if sample.mask is None:
+        return torch.ones(len(sample.train), dtype=torch.bool)
+    return torch.as_tensor(sample.mask).cpu() != 0
+
+
+def first_true(chosen_T: Tensor) -> int | None:
+    """The lowest position where ``chosen_T`` is true."""
+    return int(chosen_T.nonzero()[0]) if chosen_T.any() else None
+
+
+NUM_DECILES = 10
+
+
+class Decile(NamedTuple):
+    """Active tokens of one decile of the rollout probability."""
+
+    num_tokens: int
+    num_nonzero: int
+    sum_abs_diff: float
+    max_abs_diff: float
+
+
+class Facts(NamedTuple):
+    """What the comparison of one sample measures; counts are of active tokens, of which there is at least one."""
+
+    train_dtype: str
+    rollout_dtype: str
+    train_versions: tuple[str, ...]
+    rollout_versions: tuple[str, ...]
+    num_active: int
+    num_nonzero: int
+    num_signed_zero: int
+    num_nonzero_in_bf16: int
+    max_ulp: int
+    deciles: tuple[Decile, ...]
+    first_divergence: Divergence | None
+    shown: Measuring
+    """What causes show in."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Some of the sample was drawn with other weights than the trainer's, as far as the versions are known."""
+        return bool(self.train_versions) and not set(self.rollout_versions) <= set(self.train_versions)
+
+
+def examine(sample: Sample, index: int) -> Problem | Facts | None:
+    """The first problem of a sample, else what the comparison measures, or None without an active token."""
+    problem = find_problem(sample)
+    if problem is not None:
+        return problem._replace(sample=index, name=sample.name)
+    active_T = active_tokens(sample)
+    return _measure(sample, active_T, index) if active_T.any() else None
+
+
+def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
+    # Widening is exact, so this compares the numbers that were given.
+    dtype = torch.promote_types(sample.train.dtype, sample.rollout.dtype)
+    train_T, rollout_T = (x.detach().cpu().to(dtype) for x in (sample.train, sample.rollout))
+    train, rollout = train_T[active_T], rollout_T[active_T]
+    # Of integers: floating-point units can be set to take the smallest numbers for 0.
+    ulps = ulp_distance(train, rollout)
+    nonzero = ulps != 0
+    abs_diff = (train.double() - rollout.double()).abs()
+    if not math.isfinite(float(abs_diff.sum())):
+        raise OverflowError("the sum of the differences is no finite number")
+    return Facts(
+        train_dtype=_dtype_name(sample.train),
+        rollout_dtype=_dtype_name(sample.rollout),
+        train_versions=_version_names(sample.train_version),
+        rollout_versions=_version_names(sample.rollout_versions),
+        num_active=train.numel(),
+        num_nonzero=int(nonzero.sum()),
+        num_signed_zero=int((~same_bits(train, rollout) & ~nonzero).sum()),
+        num_nonzero_in_bf16=int((train.bfloat16() != rollout.bfloat16()).sum()),
+        max_ulp=int(ulps.max()),
+        deciles=_deciles(rollout, nonzero, abs_diff),
+        first_divergence=_first_divergence(sample, train_T, rollout_T, active_T, index),
+        shown=_shown(sample, train_T, rollout_T, active_T),
+    )
+
+
+def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile, ...]:
+    # A log-prob above 0 is a mistake that must not leave the table.
+    decile = (rollout.double().clamp_max(0.0).exp() * NUM_DECILES).long().clamp_max(NUM_DECILES - 1)
+    num_tokens = decile.bincount(minlength=NUM_DECILES).tolist()
+    num_nonzero = decile[nonzero].bincount(minlength=NUM_DECILES).tolist()
+    rows = []
+    for number in range(NUM_DECILES):
+        differences = abs_diff[nonzero & (decile == number)].tolist() if num_nonzero[number] else []
+        rows.append(
+            Decile(
+                num_tokens=num_tokens[number],
+                num_nonzero=num_nonzero[number],
+                sum_abs_diff=math.fsum(differences),
+                max_abs_diff=max(differences, default=0.0),
+            )
+        )
+    return tuple(rows)
+
+
+def _first_divergence(
+    sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor, index: int
+) -> Divergence | None:
+    position = first_true(active_T & (ulp_distance(train_T, rollout_T) != 0))
+    if position is None:
+        return None
+    ids = sample.rollout_token_ids if sample.rollout_token_ids is not None else sample.train_token_ids
+    return Divergence(
+        sample=index,
+        position=position,
+        token_id=None if ids is None else int(ids[position]),
+        train=train_T[position].item(),
+        rollout=rollout_T[position].item(),
+        ulps=int(ulp_distance(train_T[position], rollout_T[position])),
+        name=sample.name,
+    )
+
+
+def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Measuring:
+    """Differences in float64, because of two float64 numbers float32 may be equal."""
+    rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
+    tokens = TokenRatios(
+        log_ratio_T=train_T - rollout_T,
+        proximal_T=train_T,
+        behavior_T=rollout_T,
+        response_mask_T=active_T,
+        valid_mask_T=active_T,
+    )
+    trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
+    has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
+    return Measuring().add(
+        tokens,
+        PackedLayout.whole([len(active_T)]),
+        response_mask_R=active_T,
+        versions_behind=[versions_behind(next(iter(trainer), None), engine)],
+        # Those that differ are a problem.
+        has_other_ids=[False if has_ids else None],
+        token_ids=[sample.train_token_ids],
+    )
+
+
+def _version_names(versions: Any) -> tuple[str, ...]:
+    if versions is None:
+        return ()
+    return tuple(str(v) for v in versions) if isinstance(versions, (list, tuple)) else (str(versions),)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class Part(NamedTuple):
+    """What one rank found; sample indices are its own."""
+
+    provenance: Any
+    evidence: Evidence
+    num_samples: int
+    problems: list[Problem]
+    facts: list[Facts]
+
+
+def examine_rows(rows: Iterable[Sample], *, provenance: Any, evidence: Evidence) -> Part:
+    """Every sample alone; what cannot even be read is a problem of the sample, and no exception."""
+    num_samples, problems, facts = 0, [], []
+    for index, row in enumerate(rows):
+        num_samples += 1
+        try:
+            found = examine(row, index)
+        except Exception as error:
+            found = Problem(f"not comparable: {type(error).__name__}: {error}", sample=index, name=row.name)
+        if isinstance(found, Problem):
+            problems.append(found)
+        elif found is not None:
+            facts.append(found)
+    return Part(provenance, evidence, num_samples, problems, facts)
+
+
+def join(parts: list[Part]) -> Part:
+    """One part of all, with samples numbered in rank order, and the problems that only all of them have."""
+    num_samples, problems, facts = 0, [], []
+    for part in parts:
+        problems += [
+            problem if problem.sample is None else problem._replace(sample=problem.sample + num_samples)
+            for problem in part.problems
+        ]
+        for found in part.facts:
+            first = found.first_divergence
+            if first is not None:
+                found = found._replace(first_divergence=first._replace(sample=first.sample + num_samples))
+            facts.append(found)
+        num_samples += part.num_samples
+    provenances = {part.provenance for part in parts}
+    if len(provenances) > 1:
+        problems.append(Problem(f"ranks differ in the provenance of their log-probs: {', '.join(sorted(provenances))}"))
+    for side, dtypes in (
+        ("train", {found.train_dtype for found in facts}),
+        ("rollout", {found.rollout_dtype for found in facts}),
+    ):
+        if len(dtypes) > 1:
+            problems.append(
+                Problem(f"the {side} log-probs of some samples are {' and of others '.join(sorted(dtypes))}")
+            )
+    if not problems and not facts:
+        problems.append(Problem("no active token: nothing was compared"))
+    return Part(parts[0].provenance, _of_all(parts), num_samples, problems, facts)
+
+
+def _of_all(parts: list[Part]) -> Evidence:
+    """The evidence that all ranks have; what one rank alone can show says nothing about the others."""
+    sides = zip(*(part.evidence for part in parts), strict=True)
+    return Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))
