@@ -15,7 +15,7 @@ from grpo.pretrained import Pretrained
 
 from mis_ext.onpolicy.audit.audit_report import AuditReport
 from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recordings import describe
 
 from .engines import ContinuousBatching, Engine

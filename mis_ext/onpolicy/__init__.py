@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
     from mis_ext.onpolicy.invariance.sequence import check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
-    from mis_ext.onpolicy.recording.comparison import compare
-    from mis_ext.onpolicy.recording.comparison_result import Comparison
+    from mis_ext.onpolicy.recording.compare import Comparison, compare
     from mis_ext.onpolicy.recording.name_map import NameMap
     from mis_ext.onpolicy.recording.recorder import record
     from mis_ext.onpolicy.recording.recordings import Recording
@@ -43,8 +42,7 @@ else:
             "invariance.invariance_report": ("InvarianceReport",),
             "invariance.sequence": ("check_sequence_invariance",),
             "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
-            "recording.comparison": ("compare",),
-            "recording.comparison_result": ("Comparison",),
+            "recording.compare": ("compare", "Comparison"),
             "recording.name_map": ("NameMap",),
             "recording.recorder": ("record",),
             "recording.recordings": ("Recording",),

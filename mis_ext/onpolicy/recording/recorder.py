@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +14,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from mis_ext.checks import check_choice, did_you_mean
 from mis_ext.onpolicy.backward import is_in_backward
-from mis_ext.onpolicy.recording.activations import digest, others_in, positional_parameters, tensors_in
-from mis_ext.onpolicy.recording.recordings import REPEATED, Kind, Recording, RecordingBuilder, Repeated, describe
+from mis_ext.onpolicy.recording.recordings import (
+    REPEATED,
+    Kind,
+    Recording,
+    RecordingBuilder,
+    Repeated,
+    describe,
+    digest,
+)
 from mis_ext.onpolicy.recording.rows import LAYOUTS, Layout, Rows, place_rows
 
 NotPlaced = Literal["none"]
@@ -158,7 +167,7 @@ class Recorder:
         """Put the hooks on; :func:`record` does it."""
         self._handles.append(self._model.register_forward_pre_hook(self._noting(self._begin), with_kwargs=True))
         for name, module in self._modules.items():
-            before = self._noting(partial(self._before, name, positional_parameters(module)))
+            before = self._noting(partial(self._before, name, _positional_parameters(module)))
             after = self._noting(partial(self._after, name))
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
@@ -191,15 +200,15 @@ class Recorder:
             call = forward.begin_call(name)
             labels = [*parameters[: len(args)], *map(str, range(len(parameters), len(args)))]
             given = {**dict(zip(labels, args, strict=True)), **kwargs}
-            self._add("inputs", name, call, tensors_in(given), forward)
+            self._add("inputs", name, call, _tensors_in(given), forward)
             with self._lock:
-                for label, value in others_in(given):
+                for label, value in _others_in(given):
                     self._builder.note(call, label, digest(value))
 
     def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
-            call, tensors = forward.end_call(name), [*tensors_in(output, of_dataclasses=True)]
+            call, tensors = forward.end_call(name), [*_tensors_in(output, of_dataclasses=True)]
             self._add("outputs", name, call, tensors, forward)
             # Functions and None hold nothing that could differ.
             if not tensors and output is not None and not callable(output):
@@ -238,3 +247,43 @@ class Recorder:
                 raise
 
         return noting_hook
+
+
+def _positional_parameters(module: Module) -> list[str]:
+    """The parameters of the forward that can be passed by position; none where it is not Python."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _tensors_in(value: Any, label: str = "", *, of_dataclasses: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Activations among nested tuples, lists and mappings, with their path; parameters are none."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor):
+        if not isinstance(value, Parameter):
+            yield label, value
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    elif of_dataclasses and dataclasses.is_dataclass(value):
+        items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    for key, item in items:
+        yield from _tensors_in(item, f"{label}.{key}" if label else str(key), of_dataclasses=of_dataclasses)
+
+
+def _others_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no activation among nested tuples, lists and mappings, with its path: parameters, numbers, caches.
+
+    A collection without tensors is one of them; None is none.
+    """
+    if value is None or (isinstance(value, Tensor) and not isinstance(value, Parameter)):
+        return
+    if not isinstance(value, (Mapping, tuple, list)) or next(_tensors_in(value), None) is None:
+        yield label, value
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _others_in(item, f"{label}.{key}" if label else str(key))

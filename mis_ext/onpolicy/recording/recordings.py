@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ Repeated = Literal["error", "first", "last"]
 REPEATED: tuple[Repeated, ...] = ("error", "first", "last")
 
 _FORMAT = "mis_ext.onpolicy.recording/1"
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,6 +197,22 @@ def _entries(plain: dict[str, dict[str, dict[str, Any]]]) -> Entries:
         if not entry.sequence_N.shape == entry.position_N.shape == entry.values.shape[:1]:
             raise ValueError("a tensor has not one place for each row")
     return entries
+
+
+def digest(value: Any) -> str | None:
+    """Equal for equal bits: what a plain value is, and a hash of a tensor; None of a parameter or another object."""
+    if _is_plain(value):
+        return repr(value)
+    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type == "meta":
+        return None
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+    return f"{plain.dtype} {[*plain.shape]} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
+
+def _is_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return value is None or (isinstance(value, (*_PLAIN, Mapping, tuple, list)) and all(map(_is_plain, items)))
 
 
 def describe(module: str, label: str = "") -> str:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.recording.activations import digest
-from mis_ext.onpolicy.recording.recordings import Kind, Recording, RecordingBuilder, Repeated, load_tensors
+from mis_ext.onpolicy.recording.recordings import Kind, Recording, RecordingBuilder, Repeated, digest, load_tensors
 from mis_ext.onpolicy.recording.rows import Rows, place_rows
 
 _FILE = re.compile(r"step=(?P<step>\d+)___rank=(?P<rank>\d+)___dump_index=(?P<index>\d+)___name=(?P<name>.+)\.pt")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tiny_decoder import HIDDEN, SEQUENCES, TinyDecoder, packed, padded, planted, recording_of
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
+from mis_ext.onpolicy.recording.differences import Row
 from mis_ext.onpolicy.recording.recordings import Recording
-from mis_ext.onpolicy.recording.row_difference import Row
 
 KINDS = ["norm", "attention.qkv", "attention.core", "attention.out", "mlp.1", "mlp.3", "mlp.0"]
 

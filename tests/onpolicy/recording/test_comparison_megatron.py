@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tiny_decoder import packed, padded, planted
 from torch import Tensor
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
+from mis_ext.onpolicy.recording.differences import Row
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
-from mis_ext.onpolicy.recording.row_difference import Row
 from mis_ext.onpolicy.recording.rows import Rows
 
 NEEDED = [name for name in ("megatron", "transformers") if importlib.util.find_spec(name) is None]

@@ -8,10 +8,10 @@ from comparison_recordings import THREE, VALUES, X, made
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-from mis_ext.onpolicy.recording import row_difference
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording import differences
+from mis_ext.onpolicy.recording.compare import compare
+from mis_ext.onpolicy.recording.differences import Row
 from mis_ext.onpolicy.recording.recordings import Recording
-from mis_ext.onpolicy.recording.row_difference import Row
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_large_tensors_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     a, b = made(x=(values, tokens)), made(x=(changed, tokens))
     whole = compare(a, b).modules
     for chunk in (1, 6, 7, 29):
-        monkeypatch.setattr(row_difference, "_CHUNK", chunk)
+        monkeypatch.setattr(differences, "_CHUNK", chunk)
         assert compare(a, b).modules == whole
         more = made(x=(torch.cat([values[:1], changed]), [(0, 99), *tokens]))
         assert compare(a, more).modules[0].num_differing == compare(more, a).modules[0].num_differing == 2

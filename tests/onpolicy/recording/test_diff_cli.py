@@ -12,7 +12,7 @@ from tiny_decoder import TinyDecoder, packed, planted, recording_of
 from torch import Tensor, nn
 
 from mis_ext.cli import main
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows

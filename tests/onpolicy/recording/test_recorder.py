@@ -10,7 +10,7 @@ from tiny_decoder import VOCABULARY, TinyDecoder, packed, padded, recording_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.rows import Rows
 

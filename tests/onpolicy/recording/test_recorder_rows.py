@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_decoder import SEQUENCES, TinyDecoder, packed, padded, recording_of
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.rows import Rows, place_rows
 
 

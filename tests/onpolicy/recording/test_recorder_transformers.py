@@ -8,7 +8,7 @@ import torch
 from tiny_decoder import padded
 from torch import nn
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows

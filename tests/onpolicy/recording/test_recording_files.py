@@ -5,7 +5,7 @@ import torch
 from tiny_decoder import TinyDecoder, packed, recording_of
 from torch import nn
 
-from mis_ext.onpolicy.recording.comparison import compare
+from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows

@@ -1,0 +1,237 @@
+"""Two recordings of one module: which of their common rows differ in any bit, by how much, and do its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
+from mis_ext.onpolicy.recording.recordings import Entry
+
+# Elements compared at a time, each of which takes some 50 bytes meanwhile.
+_CHUNK = 2**20
+
+
+class Row(NamedTuple):
+    """A token: its sequence and its absolute position."""
+
+    sequence: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowDifference:
+    """Bitwise comparison of the rows that two entries have in common.
+
+    Attributes:
+        sequence_N: The common rows, sorted by sequence, then position.
+        position_N: Likewise.
+        differs_N: Where any bit differs.
+        num_only_a: Rows without a counterpart.
+        num_only_b: Likewise.
+        max_abs: Largest absolute difference; NaN where a number stands against a NaN.
+        max_ulp: Largest distance in units in the last place, NaNs left aside; 0 for integers and 8-bit floats.
+        num_nan: Elements that are NaN on either side; the parts of a complex number are elements.
+    """
+
+    sequence_N: Tensor
+    position_N: Tensor
+    differs_N: Tensor
+    num_only_a: int
+    num_only_b: int
+    max_abs: float
+    max_ulp: int
+    num_nan: int
+
+
+def row_difference(a: Entry, b: Entry) -> RowDifference:
+    """Compare common rows bit for bit; rows of different shape but equal size are compared flat.
+
+    Different dtypes are compared after a conversion to one that holds both exactly; for integers against floating
+    point it is float64, which holds integers up to 2**53.
+
+    Raises:
+        ValueError: The rows differ in size.
+    """
+    if row_size(a) != row_size(b):
+        raise ValueError(f"rows of {row_size(a)} and {row_size(b)} elements cannot be compared")
+    index_a, index_b = _common(a, b)
+    size = max(1, _CHUNK // max(1, row_size(a)))
+    chunks = [
+        _compare_rows(a.values[chunk_a], b.values[chunk_b])
+        for chunk_a, chunk_b in zip(torch.split(index_a, size), torch.split(index_b, size), strict=True)
+    ]
+    return RowDifference(
+        sequence_N=a.sequence_N[index_a],
+        position_N=a.position_N[index_a],
+        differs_N=torch.cat([chunk.differs_N for chunk in chunks]),
+        num_only_a=len(a.values) - len(index_a),
+        num_only_b=len(b.values) - len(index_b),
+        # Of a tensor, unlike the built-in one, it keeps NaN.
+        max_abs=torch.tensor([chunk.max_abs for chunk in chunks], dtype=torch.float64).max().item(),
+        max_ulp=max(chunk.max_ulp for chunk in chunks),
+        num_nan=sum(chunk.num_nan for chunk in chunks),
+    )
+
+
+def row_size(entry: Entry) -> int:
+    """How many elements a token has in this tensor."""
+    return entry.values.shape[1:].numel()
+
+
+class _Chunk(NamedTuple):
+    differs_N: Tensor
+    max_abs: float
+    max_ulp: int
+    num_nan: int
+
+
+def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> _Chunk:
+    dtype = _common_dtype(rows_a.dtype, rows_b.dtype)
+    # Parts of complex numbers last; sizes written out: -1 is ambiguous without rows.
+    rows_a, rows_b = (as_real(rows.to(dtype)) for rows in (rows_a, rows_b))
+    rows_a, rows_b = (rows.reshape(len(rows), rows.shape[1:].numel()) for rows in (rows_a, rows_b))
+    differs_NE = ~same_bits(rows_a, rows_b)
+    element_a, element_b = rows_a[differs_NE], rows_b[differs_NE]
+    is_nan = element_a.isnan() | element_b.isnan()
+    has_ulp = rows_a.dtype in FLOAT_DTYPES
+    return _Chunk(
+        differs_N=differs_NE.any(1),
+        max_abs=_largest((element_a.double() - element_b.double()).abs()),
+        max_ulp=int(_largest(ulp_distance(element_a, element_b)[~is_nan])) if has_ulp else 0,
+        num_nan=int((rows_a.isnan() | rows_b.isnan()).sum()),
+    )
+
+
+def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    if a == b:
+        return a
+    if a in FLOAT_DTYPES and b in FLOAT_DTYPES:
+        return torch.promote_types(a, b)
+    if a.is_complex or b.is_complex:
+        return torch.complex128
+    return torch.float64 if a.is_floating_point or b.is_floating_point else torch.int64
+
+
+def _common(a: Entry, b: Entry) -> tuple[Tensor, Tensor]:
+    """Indices of the rows that both have; both are sorted and without repetitions."""
+    if not len(a.values) or not len(b.values):
+        none = torch.empty(0, dtype=torch.long)
+        return none, none
+    stride = 1 + torch.cat([a.position_N, b.position_N]).max()
+    key_a, key_b = (entry.sequence_N * stride + entry.position_N for entry in (a, b))
+    index_b = torch.searchsorted(key_b, key_a).clamp_max(len(key_b) - 1)
+    index_a = (key_b[index_b] == key_a).nonzero()[:, 0]
+    return index_a, index_b[index_a]
+
+
+def _largest(values: Tensor) -> float:
+    return values.max().item() if len(values) else 0
+
+
+class InputState(NamedTuple):
+    """Of N rows: whether paired inputs have each of them, and whether they differ up to it."""
+
+    is_there_N: Tensor
+    differs_N: Tensor
+
+
+class InputDifference:
+    """Bitwise comparison of the inputs of one pair of modules.
+
+    Inputs are paired by label. Of those without a counterpart the first is paired with the first, as parameters have
+    other names in other engines, and one labelled by a number (a positional argument without a name) with the next;
+    in both cases only with one whose rows have the same size.
+
+    Inputs that are not by token are equal where their digests are. Where these differ nothing is said: a mask that is
+    padded otherwise may mean the same.
+
+    Args:
+        a: The inputs in one recording, by label.
+        b: In the other.
+        others_a: The digests of a's inputs that are not by token, by label.
+        others_b: Likewise.
+        allow_dtype: Whether their dtypes may differ.
+
+    Attributes:
+        compared: Labels in a of the inputs that were compared.
+        unpaired: Labels of the inputs that only one side has by token.
+        uncompared: Labels of other inputs that were not compared.
+    """
+
+    def __init__(
+        self,
+        a: Mapping[str, Entry],
+        b: Mapping[str, Entry],
+        others_a: Mapping[str, str | None],
+        others_b: Mapping[str, str | None],
+        *,
+        allow_dtype: bool,
+    ) -> None:
+        pairs = _paired(a, b)
+        paired_a, paired_b = {label for label, _ in pairs}, {label for _, label in pairs}
+        self.unpaired = (*(x for x in a if x not in paired_a), *(x for x in b if x not in paired_b))
+        equal = {label for label, told in others_a.items() if told is not None and told == others_b.get(label)}
+        self.compared = (*(label for label, _ in pairs), *(label for label in others_a if label in equal - paired_a))
+        rest = dict.fromkeys([*others_a, *others_b])
+        self.uncompared = tuple(label for label in rest if label not in {*self.unpaired, *equal})
+        self._compared = [_compare_inputs(a[x], b[y], allow_dtype=allow_dtype) for x, y in pairs]
+
+    def up_to(self, sequence_N: Tensor, position_N: Tensor) -> InputState:
+        """The inputs in the sequence of each row, up to and including it."""
+        is_there_N = torch.full_like(position_N, bool(self.compared), dtype=torch.bool)
+        differs_N = torch.zeros_like(is_there_N)
+        for compared in self._compared:
+            stride = 1 + int(torch.cat([compared.position_N, position_N, position_N.new_zeros(1)]).max())
+            key_N, asked_N = (x * stride + y for x, y in (compared[:2], (sequence_N, position_N)))
+            first_N, index_N, stop_N = (
+                torch.searchsorted(key_N, sequence_N * stride),
+                torch.searchsorted(key_N, asked_N),
+                torch.searchsorted(key_N, asked_N, right=True),
+            )
+            num_different = torch.cat([position_N.new_zeros(1), compared.differs_N.cumsum(0)])
+            is_there_N &= index_N < stop_N
+            differs_N |= num_different[stop_N] > num_different[first_N]
+        return InputState(is_there_N, differs_N)
+
+    def all_rows(self) -> InputState:
+        """Whether there are inputs, and whether any row of them differs, as one row."""
+        differs = any(bool(compared.differs_N.any()) for compared in self._compared)
+        return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
+
+
+class _Compared(NamedTuple):
+    """Rows of one pair of inputs, sorted."""
+
+    sequence_N: Tensor
+    position_N: Tensor
+    differs_N: Tensor
+
+
+def _compare_inputs(a: Entry, b: Entry, *, allow_dtype: bool) -> _Compared:
+    if row_size(a) != row_size(b):
+        return _Compared(a.sequence_N, a.position_N, torch.ones(len(a.values), dtype=torch.bool))
+    found = row_difference(a, b)
+    is_other_float = a.dtype != b.dtype and any(dtype.is_floating_point for dtype in (a.dtype, b.dtype))
+    return _Compared(found.sequence_N, found.position_N, found.differs_N | (is_other_float and not allow_dtype))
+
+
+def _paired(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple[str, str]]:
+    pairs = [(label, label) for label in a if label in b]
+    rest = [label for label in b if label not in a]
+    for label in (label for label in a if label not in b):
+        for other in rest:
+            are_first = (label, other) == (next(iter(a)), next(iter(b)))
+            if (are_first or _is_number(label) or _is_number(other)) and row_size(a[label]) == row_size(b[other]):
+                pairs.append((label, other))
+                rest.remove(other)
+                break
+    return pairs
+
+
+def _is_number(label: str) -> bool:
+    return label.partition(".")[0].isdigit()
