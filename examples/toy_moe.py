@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
-from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.

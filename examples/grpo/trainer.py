@@ -22,8 +22,8 @@ from torch import Tensor
 
 from mis_ext import dither_master_weights, session_for
 from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
-from mis_ext.onpolicy.routing.layout import LocalRouting
 from mis_ext.onpolicy.routing.replay import RoutingRecord
+from mis_ext.onpolicy.routing.routing_layout import LocalRouting
 
 from .conversion import export_weights, load_weights, named_weights
 from .cpu import megatron_device

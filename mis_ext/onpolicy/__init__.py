@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps
     from mis_ext.onpolicy.routing.experts import RoutedExperts, routing_disagreement
     from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
-    from mis_ext.onpolicy.routing.layout import RoutingLayout
     from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
+    from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -50,8 +50,8 @@ else:
             "recording.sglang_dumps": ("read_sglang_dumps",),
             "routing.experts": ("RoutedExperts", "routing_disagreement"),
             "routing.hf_routing": ("record_hf_routing",),
-            "routing.layout": ("RoutingLayout",),
             "routing.replay": ("record_routing", "replay_routing"),
+            "routing.routing_layout": ("RoutingLayout",),
         },
     )
 

@@ -35,8 +35,8 @@ with warnings.catch_warnings():
     from toy_moe import MoEShape, score
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import LocalRouting, RoutingLayout
 from mis_ext.onpolicy.routing.replay import replay_routing
+from mis_ext.onpolicy.routing.routing_layout import LocalRouting, RoutingLayout
 
 # Layers 0 and 2 are mixtures of experts, layer 1 is dense.
 SHAPE = MoEShape(num_layers=3, moe_layer_freq=2, hidden_size=32, expert_size=16, num_experts=8, topk=2, vocab_size=64)

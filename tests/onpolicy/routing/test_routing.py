@@ -10,7 +10,7 @@ from torch import Tensor
 from zigzag import owner
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts, RoutingDisagreement, routing_disagreement
-from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers not installed"

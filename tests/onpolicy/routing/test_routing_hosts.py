@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 pytest.importorskip("megatron.core")
 

@@ -37,8 +37,8 @@ with warnings.catch_warnings():
     from toy_moe import MoEShape, build_trainer, megatron_processes, single_process
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import RoutingLayout
 from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 pytestmark = [
     pytest.mark.distributed,

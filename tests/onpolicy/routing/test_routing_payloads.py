@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 NOTHING = [[-1, -1], [-1, -1]]
 

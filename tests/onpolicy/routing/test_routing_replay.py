@@ -39,9 +39,8 @@ with warnings.catch_warnings():
     from toy_moe import build_trainer, score, single_process
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import RoutingLayout
-from mis_ext.onpolicy.routing.passes import ForwardPasses
-from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
+from mis_ext.onpolicy.routing.replay import ForwardPasses, record_routing, replay_routing
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 pytestmark = [
     # Of Megatron-Core itself, at every projection.

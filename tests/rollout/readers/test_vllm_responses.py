@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.layout import RoutingLayout
+from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 from mis_ext.rollout import SamplingParameters, define_log_probs, tell_logprobs_mode
 from mis_ext.rollout.errors import AbortedRequest, Contradiction, CountMismatch, LogProbError, MalformedResponse
 from mis_ext.rollout.logs.lines import READERS, parse_line
