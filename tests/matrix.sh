@@ -15,7 +15,7 @@ shift
 # continuous batching, and the demonstration, which has all of them.
 package=(loss/test_policy_loss_calls hosts/test_master_weights onpolicy/routing/test_routing
     onpolicy/routing/test_routing_replay onpolicy/batch_invariant/test_batch_invariant_mode
-    onpolicy/batch_invariant/test_sequence_invariance)
+    onpolicy/invariance/test_sequence_invariance)
 examples=(onpolicy/recording/test_recorder_transformers onpolicy/batch_invariant/test_batch_invariant_mixtures
     examples/test_true_on_policy)
 # What a row pins itself, and what no test needs.

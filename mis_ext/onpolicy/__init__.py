@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         batch_invariant_mode,
         is_batch_invariant,
     )
-    from mis_ext.onpolicy.invariance.batch import check_batch_invariance
-    from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
-    from mis_ext.onpolicy.invariance.sequence import check_sequence_invariance
+    from mis_ext.onpolicy.invariance.batch_invariance import check_batch_invariance
+    from mis_ext.onpolicy.invariance.probes import InvarianceReport
+    from mis_ext.onpolicy.invariance.sequence_invariance import check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
     from mis_ext.onpolicy.recording.compare import Comparison, compare
     from mis_ext.onpolicy.recording.name_map import NameMap
@@ -38,9 +38,9 @@ else:
             "audit.log_probs": ("audit_logprobs",),
             "audit.audit_report": ("AuditReport", "Evidence", "Verdict"),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
-            "invariance.batch": ("check_batch_invariance",),
-            "invariance.invariance_report": ("InvarianceReport",),
-            "invariance.sequence": ("check_sequence_invariance",),
+            "invariance.batch_invariance": ("check_batch_invariance",),
+            "invariance.probes": ("InvarianceReport",),
+            "invariance.sequence_invariance": ("check_sequence_invariance",),
             "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
             "recording.compare": ("compare", "Comparison"),
             "recording.name_map": ("NameMap",),

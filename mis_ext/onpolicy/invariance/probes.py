@@ -1,23 +1,119 @@
-"""Probes of one function against one reference: compare bits, and judge what differs."""
+"""Probes of one function against one reference: compare bits, judge what differs, and report what they add up to."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
-from mis_ext.onpolicy.invariance.in_float64 import InFloat64
-from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport, Judge, Outcome, Probe
+
+Kind = Literal["invariant", "rounding", "batch-dependent", "not repeatable", "failed"]
+Outcome = Literal["equal", "rounding", "batch-dependent", "not repeatable", "failed", "not run"]
+Judge = Literal["float64", "magnitude", "non-finite"]
 
 _REPEATS = 3
 _EPS_64 = torch.finfo(torch.float64).eps
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What one probe found: its name, its outcome, and by how much rows differ.
+
+    Attributes:
+        name: What was done.
+        outcome: "equal" is the only pass.
+        num_rows: Distinct rows compared.
+        num_different: Those of them with other bits than the reference, in any of the probe's calls.
+        first_different: Index of the first of them.
+        max_abs_diff: Largest difference; infinite where a number is finite on one side only. None: nothing compared.
+        max_ulp: Largest distance in units in the last place, over finite numbers.
+        judged_by: What told rounding from true dependence.
+        note: The error of a failed probe; why a probe was not run.
+    """
+
+    name: str
+    outcome: Outcome
+    num_rows: int = 0
+    num_different: int = 0
+    first_different: int | None = None
+    max_abs_diff: float | None = None
+    max_ulp: int | None = None
+    judged_by: Judge | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvarianceReport:
+    """All probes of a function, and what they add up to."""
+
+    probes: tuple[Probe, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """The gravest outcome of all probes.
+
+        - "not repeatable": the same call gave other bits, so nothing else can be told.
+        - "batch-dependent": rows truly depend on what else is in the call.
+        - "failed": a probe raised, or there was nothing to compare.
+        - "rounding": rows differ by rounding only.
+        - "invariant": every probe that ran found equal bits.
+        """
+        outcomes = {probe.outcome for probe in self.probes}
+        grave: tuple[Kind, ...] = ("not repeatable", "batch-dependent", "failed", "rounding")
+        for kind in grave:
+            if kind in outcomes:
+                return kind
+        return "invariant" if "equal" in outcomes else "failed"
+
+    @property
+    def invariant(self) -> bool:
+        """Every probe that ran found the bits of the reference, and none failed; see the table for those not run."""
+        return self.kind == "invariant"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python values, for JSON."""
+        return {
+            "kind": self.kind,
+            "invariant": self.invariant,
+            "probes": [dataclasses.asdict(probe) for probe in self.probes],
+        }
+
+    def __str__(self) -> str:
+        table = [("probe", "outcome", "rows", "differ", "first", "max abs", "max ulp", "judged by")]
+        table += [
+            (
+                probe.name,
+                probe.outcome,
+                _or_dash(probe.num_rows or None),
+                _or_dash(probe.num_different if probe.num_rows else None),
+                _or_dash(probe.first_different),
+                "-" if probe.max_abs_diff is None else f"{probe.max_abs_diff:.3g}",
+                _or_dash(probe.max_ulp),
+                probe.note or probe.judged_by or "",
+            )
+            for probe in self.probes
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, (*widths[:-1], 0))).rstrip() for row in table]
+        count = {outcome: sum(probe.outcome == outcome for probe in self.probes) for outcome in ("equal", "not run")}
+        ran = len(self.probes) - count["not run"]
+        skipped = f", {count['not run']} not run" if count["not run"] else ""
+        return "\n".join([f"{self.kind}: {count['equal']} of {ran} probes found equal bits{skipped}", *lines])
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 class Piece(NamedTuple):
@@ -227,3 +323,52 @@ def _attempt(run: Callable[[], _T]) -> _T | Exception:
 
 def _failed(name: str, error: Exception) -> Probe:
     return Probe(name=name, outcome="failed", note=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every operator computes in float64 (complex128), whatever the dtype of its arguments.
+
+    Parameters, closed-over tensors and explicit casts (``x.float()`` in a norm, ``.to(torch.bfloat16)`` after it) are
+    widened operator by operator, which ``module.double()`` would not do. A kernel that is no operator at all (Triton's,
+    called directly) is not reached.
+
+    Raises:
+        TypeError: An operator writes into a tensor of lower precision, which rounds, or is not PyTorch's own, so that
+            nobody knows how precisely it computes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in ("aten", "prims"):
+            raise TypeError(f"{func} is not known to compute in float64")
+        # Without autograd (inference mode) casts arrive here before they are taken apart.
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:
+                return func.decompose(*args, **kwargs)
+        aliased = [argument for argument in func._schema.arguments if argument.alias_info is not None]
+        if (aliased and not func._schema.is_mutable) or func is torch.ops.aten.clone.default:
+            # A view or a copy stays what it is; whatever computes with it widens it.
+            return func(*args, **kwargs)
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in aliased:
+            value = given.get(argument.name)
+            if isinstance(value, Tensor) and _is_narrow(value.dtype):
+                raise TypeError(f"{func} writes into a tensor of {value.dtype}")
+        # Outputs too: a factory without a dtype makes the default one.
+        return tree_map(_widen, func(*tree_map(_widen, args), **tree_map(_widen, kwargs)))
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor) and _is_narrow(value.dtype):
+        return value.to(_wide(value.dtype))
+    if isinstance(value, torch.dtype) and _is_narrow(value):
+        return _wide(value)
+    return value
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and dtype != _wide(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64

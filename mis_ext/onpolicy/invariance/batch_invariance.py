@@ -23,8 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
-from mis_ext.onpolicy.invariance.probes import Body, Piece, Probing, call_rows
+from mis_ext.onpolicy.invariance.probes import Body, InvarianceReport, Piece, Probing, call_rows
 
 _CHUNK_SIZES = (2, 3, 5, 7, *(2**power for power in range(3, 13)))
 _THREAD_COUNTS = (1, 2, 4)

@@ -92,7 +92,7 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
 def device():
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     with warnings.catch_warnings():
         # Megatron-Core reports at import what is not installed.
         warnings.simplefilter("ignore")

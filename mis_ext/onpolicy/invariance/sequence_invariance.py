@@ -8,8 +8,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.invariance.invariance_report import InvarianceReport
-from mis_ext.onpolicy.invariance.probes import Body, Piece, Probing, call_rows
+from mis_ext.onpolicy.invariance.probes import Body, InvarianceReport, Piece, Probing, call_rows
 
 _CHUNK_SIZES = (2, 3, 16, 64, 256, 1024)
 # Odd, so that blocks of a kernel that starts counting at the padding never line up with those of the reference.
@@ -39,7 +38,7 @@ def check_sequence_invariance(
     The reference is ``fn(sequence)``, one forward over all of it. Probed are: repeated runs, shorter prefixes, decoding
     token by token, chunked prefill with several chunk sizes, half a prefill and then decoding, and a batch of three
     lengths padded on the left or right with tokens of the sequence. Kinds are those of
-    :func:`~mis_ext.onpolicy.invariance.batch.check_batch_invariance`; "batch-dependent" is an output that truly depends
+    :attr:`~mis_ext.onpolicy.invariance.probes.InvarianceReport.kind`; "batch-dependent" is an output that truly depends
     on later tokens, on padding, or on where a chunk ends.
 
     A transformers model, with ids as the sequence::
