@@ -72,7 +72,7 @@ def attention_forward(
     first to the last that one of its queries may see.
 
     Args:
-        query: ``[T, H, D]`` float32, bfloat16 or float16, the sequences one after the other; ``D`` at most 256.
+        query: ``[T, H, D]`` of one dtype with the others, the sequences one after the other; ``D`` at most 256.
         key: ``[U, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` attends to ``h // (H // G)``.
         value: ``[U, G, D]``.
         packing: Where the sequences are, and what their queries may see.
@@ -80,11 +80,6 @@ def attention_forward(
     Returns:
         The output ``[T, H, D]``, 0 where a query may attend to nothing or is of no sequence, and the logarithm of the
         sum of its exponentials, ``[H, T]`` float32.
-
-    Raises:
-        ValueError: Shapes or devices do not fit.
-        TypeError: A dtype has no kernel, or the dtypes differ.
-        RuntimeError: Triton cannot run here.
     """
     query, packing = _with_positive_scale(query, packing)
     call = _Call.of(query, key, value, packing, in_runs=True)
@@ -125,24 +120,8 @@ def attention_backward(
     """The gradients of :func:`attention_forward` by query, key and value; the same bits on every run.
 
     Two passes that recompute the weights (Dao, "FlashAttention-2", arXiv 2307.08691), the second over keys, so that
-    nothing is added up by atomic operations.
-
-    Args:
-        grad_output: The gradient by the output, ``[T, H, D]``.
-        query: As given to the forward, and so the arguments below that are not outputs.
-        key: As given.
-        value: As given.
-        output: What the forward returned.
-        lse: What the forward returned.
-        packing: As given.
-
-    Returns:
-        The gradients, contiguous, in the dtype of the query.
-
-    Raises:
-        ValueError: As in the forward.
-        TypeError: As in the forward.
-        RuntimeError: As in the forward.
+    nothing is added up by atomic operations. They are contiguous, in the dtype of the query; ``output`` and ``lse`` are
+    what the forward returned.
     """
     call = _Call.of(query, key, value, packing)
     check_tensors({"query": query, "grad_output": grad_output, "output": output})

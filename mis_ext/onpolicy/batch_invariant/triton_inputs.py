@@ -1,4 +1,7 @@
-"""What the Triton kernels of this package take, and where they are launched."""
+"""What the Triton kernels of this room take: float32, bfloat16 and float16 on one device, where Triton can run.
+
+Every launcher refuses what is none of these, and shapes that do not fit (ValueError).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,11 @@ FLOAT32_PRODUCTS = "ieee" if IS_HIP else "tf32x3"
 
 
 def check_tensors(tensors: Mapping[str, Tensor], *, one_dtype: bool = True) -> None:
-    """Refuse what the kernels cannot compute.
-
-    Args:
-        tensors: By the name that a message gives them.
-        one_dtype: All must have the dtype of the first.
+    """Refuse what the kernels cannot compute, by the name that a message gives a tensor.
 
     Raises:
         RuntimeError: Triton cannot run on the device.
-        TypeError: A dtype is none of ``DTYPES``, or not that of the first.
+        TypeError: A dtype is none of ``DTYPES``, or, with ``one_dtype``, not that of the first.
         ValueError: The tensors are on several devices.
     """
     (first_name, first), *others = tensors.items()

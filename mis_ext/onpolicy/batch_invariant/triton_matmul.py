@@ -173,12 +173,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def tile_of(a: Tensor, num_columns: int) -> Tile:
-    """The tile for a product with ``a``.
-
-    Args:
-        a: ``[..., M, K]``.
-        num_columns: ``N`` of all batches together.
-    """
+    """The tile for a product with ``a [..., M, K]``; ``num_columns`` is ``N`` of all batches together."""
     tile, (M, K) = TILES[a.dtype], a.shape[-2:]
     if M > _FEW_ROWS or not _is_hopper(a.device):
         return tile
@@ -193,42 +188,18 @@ def tile_of(a: Tensor, num_columns: int) -> Tile:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, rounded once from a sum in float32 that runs over K in one order.
+    """``a [M, K] @ b [K, N]``, contiguous, rounded once from a sum in float32 that runs over K in one order.
 
     No split of K, no choice of tiles by M that would change a bit: the idea of He et al., "Defeating Nondeterminism in
-    LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32.
-
-    Args:
-        a: ``[M, K]``, float32, bfloat16 or float16, any strides.
-        b: ``[K, N]``, likewise.
-
-    Returns:
-        ``[M, N]``, contiguous.
-
-    Raises:
-        ValueError: Shapes or devices do not fit.
-        TypeError: A dtype has no kernel, or the two differ.
-        RuntimeError: Triton cannot run here.
+    LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32. The
+    factors have one dtype, any strides.
     """
     _check(a, b, dim=2)
     return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Batches of :func:`mm`, with the bits of each on its own.
-
-    Args:
-        a: ``[B, M, K]``.
-        b: ``[B, K, N]``.
-
-    Returns:
-        ``[B, M, N]``, contiguous.
-
-    Raises:
-        ValueError: As in :func:`mm`.
-        TypeError: As in :func:`mm`.
-        RuntimeError: As in :func:`mm`.
-    """
+    """Batches ``[B, M, N]`` of :func:`mm`, of ``a [B, M, K]`` and ``b [B, K, N]``, with the bits of each on its own."""
     _check(a, b, dim=3)
     # A query that sees one key: the share times the value, as where more keys are there and have no share.
     return _product(a, b, is_outer=a.shape[1:] != (1, 1))
@@ -237,18 +208,7 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The bits of ``mm(a, b) + bias`` in one kernel: rounded after the product, and again after the addition.
 
-    Args:
-        bias: Broadcasts to ``[M, N]``; the dtype of ``a``.
-        a: ``[M, K]``.
-        b: ``[K, N]``.
-
-    Returns:
-        ``[M, N]``, contiguous.
-
-    Raises:
-        ValueError: As in :func:`mm`.
-        TypeError: As in :func:`mm`.
-        RuntimeError: As in :func:`mm`, or the bias does not broadcast.
+    The bias has the dtype of ``a`` and broadcasts to ``[M, N]``.
     """
     _check(a, b, dim=2)
     check_tensors({"a": a, "bias": bias})

@@ -136,19 +136,10 @@ def sums_kernel(
 
 
 def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a`` times ``b[g]``; zeros after the last of the groups.
+    """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]``; zeros after the last group.
 
-    The host waits for nothing: there are programs for every way to share out the rows.
-
-    Args:
-        a: ``[M, K]``, float32, bfloat16 or float16, any strides.
-        b: ``[G, K, N]``, likewise.
-        ends: ``[G]`` int32, where each group ends, not decreasing.
-
-    Raises:
-        ValueError: The tensors are on several devices.
-        TypeError: A dtype has no kernel, or the two differ.
-        RuntimeError: Triton cannot run here.
+    The host waits for nothing: there are programs for every way to share out the rows. ``b`` is ``[G, K, N]``, ``ends``
+    ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
     """
     check_tensors({"a": a, "b": b})
     check_products(a.dtype, a.device)
@@ -181,10 +172,7 @@ def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a`` times the same rows of ``b``.
-
-    Arguments and errors as in :func:`grouped_rows`, with ``a [M, K]`` and ``b [K, N]``.
-    """
+    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times the same rows of ``b [K, N]``."""
     check_tensors({"a": a, "b": b})
     check_products(a.dtype, a.device)
     M, (K, N), num_groups = a.shape[0], b.shape, len(ends)
@@ -254,19 +242,10 @@ def accumulate_kernel(
 
 
 def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
-    """Add each row of ``source`` to the row of ``out`` that ``index`` names, in the order of ``source``.
+    """Add each row of ``source [N, E]`` to the row of ``out [D, E]`` that ``index [N]`` names, in the order of rows.
 
-    Sums are float32 from the value in ``out`` on, and rounded once. The host waits for nothing.
-
-    Args:
-        out: ``[D, E]``, contiguous, float32, bfloat16 or float16; changed in place.
-        index: ``[N]`` int64 in [0, D), which is not checked.
-        source: ``[N, E]`` of the dtype of ``out``, any strides.
-
-    Raises:
-        ValueError: The tensors are on several devices.
-        TypeError: A dtype has no kernel, or the two differ.
-        RuntimeError: Triton cannot run here.
+    Sums are float32 from the value in ``out`` on, and rounded once. The host waits for nothing, so the index, int64 in
+    [0, D), is not checked. ``out`` is contiguous, and changed in place.
     """
     check_tensors({"out": out, "source": source})
     num_rows, num_columns = source.shape

@@ -171,88 +171,43 @@ _log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """Logarithm of the softmax over one dimension.
-
-    Args:
-        x: Any shape and strides.
-        dim: The dimension.
-        half_to_float: The result is float32 whatever the dtype of ``x``.
-
-    Returns:
-        The shape of ``x``, contiguous.
-
-    Raises:
-        IndexError: There is no such dimension.
-        TypeError: The dtype has no kernel.
-        RuntimeError: Triton cannot run here.
-    """
+    """Logarithm of the softmax over one dimension, contiguous; ``half_to_float``: in float32, whatever the dtype."""
     return _softmax_of(functools.partial(_launch, _log_softmax), x, dim, half_to_float)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """Softmax over one dimension of at most 2**20 numbers; arguments and errors as in :func:`log_softmax`."""
+    """Softmax over one dimension of at most 2**20 numbers, contiguous."""
     if x.dim() and x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
     return _softmax_of(_launch_softmax, x, dim, half_to_float)
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """The gradient of :func:`log_softmax` by its input.
-
-    Args:
-        grad: The gradient by its output.
-        output: Its output.
-        dim: The dimension.
-        input_dtype: The dtype of its input, and of the result.
-
-    Returns:
-        The shape of ``grad``, contiguous.
-
-    Raises:
-        ValueError: The shapes differ.
-        IndexError: There is no such dimension.
-        TypeError: A dtype has no kernel, or the two differ.
-        RuntimeError: Triton cannot run here.
-    """
+    """The gradient of :func:`log_softmax` by its input, from its output; in ``input_dtype``, contiguous."""
     return _softmax_backward_of(_log_softmax_backward, grad, output, dim, input_dtype)
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """The gradient of :func:`softmax` by its input; arguments and errors as in :func:`log_softmax_backward`."""
+    """The gradient of :func:`softmax` by its input, likewise."""
     return _softmax_backward_of(_softmax_backward, grad, output, dim, input_dtype)
 
 
 def mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Mean over dimensions.
-
-    Args:
-        x: Any shape and strides.
-        dim: The dimensions; None or none: all of them, which one program then adds up.
-        keepdim: Keep them, with length 1.
-        dtype: ``x`` is converted to it first.
-
-    Returns:
-        What ``torch.mean`` returns, rounded once from a sum in float32.
-
-    Raises:
-        IndexError: There is no such dimension.
-        TypeError: The dtype has no kernel.
-        RuntimeError: Triton cannot run here, or a dimension is given twice.
-    """
+    """What ``torch.mean`` returns, rounded once from a sum in float32; one program adds up all of a row."""
     return _sum_of(x, dim, keepdim, dtype, is_mean=True)
 
 
 def sum(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum over dimensions; arguments and errors as in :func:`mean`."""
+    """What ``torch.sum`` returns, likewise."""
     return _sum_of(x, dim, keepdim, dtype, is_mean=False)
 
 
 def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    """Logarithm of the sum of exponentials over dimensions; arguments and errors as in :func:`mean`."""
+    """Logarithm of the sum of exponentials over dimensions."""
     dims = [dim] if isinstance(dim, int) else list(dim)
     wide = x.float()
     highest = wide.amax(dims, keepdim=True)
@@ -265,21 +220,8 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / sqrt(mean(x ** 2) + eps)).to(x.dtype)`` over the last dimension, differentiable.
 
-    The quotient is float32, rounded to the dtype of ``x``, and multiplied in the wider of the two dtypes: the order of
-    Llama and Qwen in transformers (Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467).
-
-    Args:
-        x: ``[..., D]``.
-        weight: ``[D]``.
-        eps: Added to the mean square.
-
-    Returns:
-        ``[..., D]`` in the wider of the two dtypes.
-
-    Raises:
-        ValueError: The weight has another shape, or is on another device.
-        TypeError: A dtype has no kernel.
-        RuntimeError: Triton cannot run here.
+    The quotient is float32, rounded to the dtype of ``x``, and multiplied in the wider of the two dtypes, which is that
+    of the result: the order of Llama and Qwen in transformers.
     """
     check_tensors({"x": x, "weight": weight}, one_dtype=False)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
