@@ -176,10 +176,11 @@ class AuditReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of everything but the deciles, for display."""
+        share = "" if self.nonzero_fraction is None else f" ({100.0 * self.nonzero_fraction:.3g} %)"
         rows = [
             ("samples", f"{self.num_samples}"),
             ("active tokens", f"{self.num_active_tokens}"),
-            ("different tokens", f"{self.num_nonzero}{_in_brackets(self.nonzero_fraction)}"),
+            ("different tokens", f"{self.num_nonzero}{share}"),
             ("signed zeros", f"{self.num_signed_zero}"),
             ("mean abs diff", _number(self.mean_abs_diff)),
             ("max abs diff", _number(self.max_abs_diff)),
@@ -231,10 +232,6 @@ def _first_ones(name: str, found: Sequence[object]) -> list[tuple[str, str]]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _in_brackets(fraction: float | None) -> str:
-    return "" if fraction is None else f" ({100.0 * fraction:.3g} %)"
 
 
 def _listed(versions: tuple[str, ...]) -> str:

@@ -235,6 +235,10 @@ def scaled_dot_product_attention(
     if is_causal and num_q != num_k:
         # torch aligns the mask with the first key, not the last.
         attn_mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril()
+    mask = None
+    if attn_mask is not None:
+        num_masks = heads[0] if attn_mask.dim() > 2 and attn_mask.shape[-3] != 1 else 1
+        mask = attn_mask.expand(*batch_shape, num_masks, num_q, num_k).reshape(num_sequences, num_masks, num_q, num_k)
     output = attention(
         *(_packed(x, batch_shape, num_heads) for x, num_heads in zip((query, key, value), heads, strict=True)),
         cu_seqlens_q=torch.arange(num_sequences + 1, dtype=torch.int32, device=query.device) * num_q,
@@ -243,7 +247,7 @@ def scaled_dot_product_attention(
         max_seqlen_k=num_k,
         scale=scale,
         is_causal=is_causal and num_q == num_k,
-        mask=None if attn_mask is None else _mask(attn_mask, batch_shape, (heads[0], num_q, num_k)),
+        mask=mask,
     )
     output = output.view(num_sequences, num_q, heads[0], value.shape[-1]).transpose(1, 2)
     head_shape = heads[:1] if max(x.dim() for x in (query, key, value)) > 2 else []
@@ -278,10 +282,3 @@ def _packed(x: Tensor, batch_shape: torch.Size, num_heads: int) -> Tensor:
         x = x.to(torch.get_autocast_dtype(device_type))
     x = x.expand(*batch_shape, num_heads, length, dim).reshape(math.prod(batch_shape), num_heads, length, dim)
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def _mask(mask: Tensor, batch_shape: torch.Size, shape: tuple[int, int, int]) -> Tensor:
-    """``[sequences, 1 or heads, queries, keys]``."""
-    num_heads, num_q, num_k = shape
-    heads = num_heads if mask.dim() > 2 and mask.shape[-3] != 1 else 1
-    return mask.expand(*batch_shape, heads, num_q, num_k).reshape(math.prod(batch_shape), heads, num_q, num_k)

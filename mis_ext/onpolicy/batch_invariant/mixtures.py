@@ -147,7 +147,9 @@ def index_put(
     dims = [dim for dim, index in enumerate(each) if index is not None]
     others = [dim for dim in range(x.dim()) if dim not in dims]
     places = torch.broadcast_tensors(*(index for index in each if index is not None))  # type: ignore[no-untyped-call]
-    places = [_from_the_front(index.to(x.device), x.shape[dim]) for dim, index in zip(dims, places, strict=True)]
+    places = [index.to(x.device) for index in places]
+    # Counted from the front.
+    places = [torch.where(n < 0, n + x.shape[dim], n) for dim, n in zip(dims, places, strict=True)]
     # Where indexed dimensions are neighbours, theirs stand in their place among the others, else at the front.
     first = dims[0] if dims[-1] - dims[0] < len(dims) else 0
     lengths = [x.shape[dim] for dim in others]
@@ -164,10 +166,6 @@ def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         is_mask = index is not None and index.dtype in _MASKS
         each += index.nonzero().unbind(1) if is_mask else [index]  # type: ignore[union-attr]
     return each
-
-
-def _from_the_front(index: Tensor, length: int) -> Tensor:
-    return torch.where(index < 0, index + length, index)
 
 
 def _output(func: Any, x: Tensor, source: Tensor) -> Tensor:

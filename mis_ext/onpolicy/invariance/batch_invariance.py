@@ -72,10 +72,14 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor, *, seed
     probing.compare("reversed", _permuted(fn, torch.arange(len(rows)).flip(0)))
     probing.compare("permuted", _permuted(fn, torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))))
 
-    for what, value in _paddings(rows.dtype).items():
+    paddings = {"zeros": 0.0}
+    if rows.dtype.is_floating_point:
+        # The square root, so that a huge row times numbers of ordinary size stays finite.
+        paddings |= {"huge rows": math.sqrt(torch.finfo(rows.dtype).max), "NaN rows": math.nan}
+    for what, value in paddings.items():
         for where in ("before", "after"):
             probing.compare(f"{what} {where}", _padded(fn, value, before=where == "before"))
-    probing.compare("strided storage", _whole(fn, _strided))
+    probing.compare("strided storage", _whole(fn, lambda x: torch.stack([x, x], 1)[:, 0]))
     probing.compare("transposed storage", _whole(fn, _transposed))
     drawn_counts = _drawn(rng, [count for count in range(2, _MOST_THREADS + 1) if count not in _THREAD_COUNTS])
     for count in [*_THREAD_COUNTS, *drawn_counts]:
@@ -93,13 +97,6 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor, *, seed
 
 def _drawn(rng: random.Random, choices: list[int]) -> list[int]:
     return sorted(rng.sample(choices, min(_NUM_DRAWN, len(choices))))
-
-
-def _paddings(dtype: torch.dtype) -> dict[str, float]:
-    if not dtype.is_floating_point:
-        return {"zeros": 0.0}
-    # The square root, so that a huge row times numbers of ordinary size stays finite.
-    return {"zeros": 0.0, "huge rows": math.sqrt(torch.finfo(dtype).max), "NaN rows": math.nan}
 
 
 def _chunks(fn: Callable[[Tensor], Tensor], size: int) -> Body:
@@ -146,10 +143,6 @@ def _num_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _strided(rows: Tensor) -> Tensor:
-    return torch.stack([rows, rows], 1)[:, 0]
 
 
 def _transposed(rows: Tensor) -> Tensor:

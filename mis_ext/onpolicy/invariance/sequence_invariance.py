@@ -69,13 +69,14 @@ def check_sequence_invariance(
     if not probing.has_reference:
         return probing.report()
     probing.repeat("full forward, again", whole)
-    probing.compare("prefixes", _prefixes(fn, _prefix_lengths(num_tokens)))
+    # Around powers of two, where kernels change their tiling, and the last ones.
+    near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)} | {num_tokens - 1}
+    probing.compare("prefixes", _prefixes(fn, sorted(length for length in near if 0 < length < num_tokens)))
 
     half = num_tokens // 2
     splits = {"decode": [1] * num_tokens, f"prefill {half}, then decode": [half] + [1] * (num_tokens - half)}
-    splits |= {
-        f"chunked prefill of {size}": _equal_parts(num_tokens, size) for size in _CHUNK_SIZES if size < num_tokens
-    }
+    for size in filter(num_tokens.__gt__, _CHUNK_SIZES):
+        splits[f"chunked prefill of {size}"] = [min(size, num_tokens - start) for start in range(0, num_tokens, size)]
     for name, sizes in splits.items():
         if make_decoder is None:
             probing.skip(name, "needs make_decoder")
@@ -87,16 +88,6 @@ def check_sequence_invariance(
         else:
             probing.compare(f"{side} padding", _padded(padded, side))
     return probing.report()
-
-
-def _prefix_lengths(num_tokens: int) -> list[int]:
-    """Around powers of two, where kernels change their tiling, and the last ones."""
-    near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)}
-    return sorted(length for length in near | {num_tokens - 1} if 0 < length < num_tokens)
-
-
-def _equal_parts(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)]
 
 
 def _prefixes(fn: SequenceFunction, lengths: list[int]) -> Body:

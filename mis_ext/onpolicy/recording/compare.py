@@ -151,13 +151,11 @@ class Comparison:
             lines += [f"culprit: {module.blame()}" for module in others]
             if not self.culprits:
                 lines.append(_no_culprit(self.first_divergent))
-        lines += [f"{self.num_nan} elements are NaN, first in {self._first_with_nan()}"] if self.num_nan else []
+        with_nan = [module.name for module in self.modules if module.num_nan]
+        lines += [f"{self.num_nan} elements are NaN, first in {with_nan[0]}"] if with_nan else []
         lines += [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
-
-    def _first_with_nan(self) -> str:
-        return next(module.name for module in self.modules if module.num_nan)
 
 
 def _no_culprit(first: ModuleDifference) -> str:
@@ -205,7 +203,8 @@ def compare(
         difference = _compare_pair(pair, a, b, findings)
         if difference is not None:
             modules.append(difference)
-            bases.append(_base(pair.module_a))
+            # Without the number of the call.
+            bases.append(pair.module_a.partition("#")[0])
     blamed = {base for base, module in zip(bases, modules, strict=True) if module.is_culprit}
     for index, base in enumerate(bases):
         if any(_is_inside(other, base) for other in blamed):
@@ -334,11 +333,6 @@ def _paired_labels(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple
     if a and b and not {next(iter(a)), next(iter(b))} & {label for label, _ in pairs}:
         pairs.insert(0, (next(iter(a)), next(iter(b))))
     return pairs
-
-
-def _base(module: str) -> str:
-    """The module's name without the number of its call."""
-    return module.partition("#")[0]
 
 
 def _is_inside(inner: str, outer: str) -> bool:

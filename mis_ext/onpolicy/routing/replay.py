@@ -96,12 +96,14 @@ class RoutingRecord:
         passes = {len(recorder.passes) for recorder in self._recorders.values()}
         if len(passes) != 1 or 0 in passes:
             raise ValueError(f"every router must have run equally often and at least once, got {sorted(passes)} passes")
-        return [self._stacked(index) for index in range(*passes)]
-
-    def _stacked(self, index: int) -> Tensor:
-        columns = {column: recorder.passes[index] for column, recorder in self._recorders.items()}
-        absent_TK = torch.full_like(next(iter(columns.values())), NOT_RECORDED)
-        return torch.stack([columns.get(column, absent_TK) for column in range(self._num_layers)], dim=1)
+        micro_batches = []
+        for index in range(*passes):
+            columns = {column: recorder.passes[index] for column, recorder in self._recorders.items()}
+            absent_TK = torch.full_like(next(iter(columns.values())), NOT_RECORDED)
+            micro_batches.append(
+                torch.stack([columns.get(column, absent_TK) for column in range(self._num_layers)], dim=1)
+            )
+        return micro_batches
 
 
 class _Recorder:
