@@ -13,10 +13,9 @@ from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.diagnosis.measuring import Measured, Measuring
 from mis_ext.diagnosis.table import search
 from mis_ext.methods.method import Method
-from mis_ext.report.offenders import WorstToken, merged, worst_tokens
 from mis_ext.report.part import Part
 from mis_ext.report.sequences import Sequences
-from mis_ext.report.summary import Summary, summary_of
+from mis_ext.report.summary import Summary, WorstToken, summary_of, worst_tokens
 from mis_ext.report.tally import TokenTally
 from mis_ext.report.what_if import Outcome, WhatIf
 
@@ -82,7 +81,8 @@ class Collector:
         known = self._tallies.get(part.step)
         self._tallies[part.step] = tally if known is None else known + tally
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
-        self._worst = merged(self._worst, worst_tokens(part, self._num_worst), self._num_worst)
+        worst = self._worst + worst_tokens(part, self._num_worst)
+        self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
 
     @torch.no_grad()
     def _count_signals(self, part: Part) -> None:

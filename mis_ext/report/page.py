@@ -9,12 +9,11 @@ from importlib.resources import files
 from mis_ext.diagnosis.cause import Diagnosis
 from mis_ext.report.comparison_page import comparison_section
 from mis_ext.report.markup import breakable, escape, figure, number, percent, table
-from mis_ext.report.offenders import WorstToken
 from mis_ext.report.plots import pictures
 from mis_ext.report.recommendation import Recommendation
 from mis_ext.report.references import MEANING, REFERENCES
 from mis_ext.report.run import Run
-from mis_ext.report.summary import Group, Mismatch
+from mis_ext.report.summary import Group, Mismatch, WorstToken
 from mis_ext.report.whole_report import Report
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mis_ext.explain.law import GaussianLaw
-from mis_ext.report.bins import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.comparison_plot import comparison_pictures
 from mis_ext.report.drawing import BLUE, FEWEST_STEPS, GREEN, GREY, K3, LOG_RATIO, ORANGE, Picture, drawn, logarithmic
 from mis_ext.report.sequences import BANDS
+from mis_ext.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.whole_report import Report
 
 _COARSE = PER_DECADE // 10

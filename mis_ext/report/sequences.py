@@ -1,4 +1,4 @@
-"""What is kept of each sequence: a few numbers, of which everything about sequences is computed."""
+"""What is kept of each sequence: a few numbers, of which what is said of whole responses is computed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from mis_ext.correction.formula import inside
 from mis_ext.correction.gates import Gate
 from mis_ext.explain.law import GaussianLaw
-from mis_ext.report.bins import NUM_OCTAVES, octave, octave_range, summed
+from mis_ext.methods.pareto import smooth_weights
 from mis_ext.report.part import Origin, Part
-from mis_ext.report.tally import token_rows
+from mis_ext.report.tally import NUM_OCTAVES, octave, octave_range, summed, token_rows
 
 COLUMNS = (
     "num_response",
@@ -171,3 +171,22 @@ def effective_share(log_weights: Tensor) -> float:
         return math.nan
     weights = (log_weights - log_weights.max()).exp()
     return float(weights.sum().square() / (len(weights) * weights.square().sum()))
+
+
+MIN_WEIGHTS = 25
+
+
+def k_hat(log_weights: Tensor) -> float:
+    """See :class:`mis_ext.methods.pareto.Smoothed`; NaN for fewer than 25 weights, 0 where the largest are equal.
+
+    Args:
+        log_weights: ``[S]``, finite.
+    """
+    if len(log_weights) < MIN_WEIGHTS:
+        return math.nan
+    # The scale of the weights does not matter, and would leave float64.
+    weights = (log_weights.double() - log_weights.max()).exp()
+    num_tail = math.ceil(min(len(weights) / 5, 3.0 * math.sqrt(len(weights))))
+    if float(weights.topk(num_tail + 1).values[-1]) == 1.0:
+        return 0.0
+    return float(smooth_weights(weights, torch.ones_like(weights, dtype=torch.bool)).k_hat)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_ext.report.bins import NUM_OCTAVES, NUM_PROBABILITIES, octave_range, quantile
 from mis_ext.report.noise import standard_error
-from mis_ext.report.offenders import WorstSample, WorstToken, worst_samples
-from mis_ext.report.pareto import k_hat
-from mis_ext.report.sequences import Acceptance, Sequences, acceptance_by_length, effective_share
-from mis_ext.report.tally import SUMS, TokenTally
+from mis_ext.report.part import Part
+from mis_ext.report.sequences import Acceptance, Sequences, acceptance_by_length, effective_share, k_hat
+from mis_ext.report.tally import NUM_OCTAVES, NUM_PROBABILITIES, SUMS, TokenTally, octave_range, quantile
+
+NUM_CONTEXT = 12
+"""Tokens before and behind a bad one that are shown."""
 
 OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
 """Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
@@ -98,6 +100,37 @@ class Group:
     k3_share: float
 
 
+@dataclass(frozen=True)
+class WorstToken:
+    """A token, its log-probs in nats, and ids around it where the file has them (``text`` if they were decoded)."""
+
+    step: str
+    sample: str
+    sample_index: int | None
+    position: int
+    token_id: int | None
+    proximal: float
+    behavior: float
+    log_ratio: float
+    ids_before: tuple[int, ...]
+    ids_behind: tuple[int, ...]
+    text: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True)
+class WorstSample:
+    """A sample; means over its valid tokens, in nats."""
+
+    step: str
+    sample: str
+    sample_index: int | None
+    num_tokens: int
+    mean_abs_difference: float
+    mean_log_ratio: float
+    k3: float
+    reward: float
+
+
 @dataclass(frozen=True, eq=False)
 class Summary:
     """Everything about the mismatch of a run.
@@ -111,7 +144,7 @@ class Summary:
         by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
         by_length: Acceptance of bands on sequences.
-        sizes: ``[2, bins]`` of :mod:`mis_ext.report.bins`: tokens by ``|d|``, for ``d`` below and above 0.
+        sizes: ``[2, bins]`` of :mod:`mis_ext.report.tally`: tokens by ``|d|``, for ``d`` below and above 0.
         density: Tokens by behavior and proximal log-prob.
     """
 
@@ -142,7 +175,7 @@ def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
 
     measured = sequences.where(sequences.measured)
     product, geometric = measured["difference"], measured.log_ratio_mean
-    variance = mean("squared_ratio_excess") - mean("ratio_excess") ** 2
+    excess, squared = mean("ratio_excess"), mean("squared_ratio_excess")
     total = {side: float(measured[side].sum()) for side in ("proximal", "behavior")}
     sizes = tally.sizes.sum(0)
     lowest, highest = float(tally.extremes[0]), -float(tally.extremes[1])
@@ -165,14 +198,15 @@ def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
         abs_p999=quantile(sizes, 0.999, num_zeros=tally["zeros"]),
         abs_max=max(-lowest, highest) if count else math.nan,
         total_variation=mean("variation"),
-        chi_square=mean("squared_ratio_excess"),
-        ratio_mean=1.0 + mean("ratio_excess"),
-        ratio_mean_error=math.sqrt(max(variance, 0.0) / count) if count else math.nan,
+        chi_square=squared,
+        ratio_mean=1.0 + excess,
+        ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count) if count else math.nan,
         log_ratio_min=lowest if count else math.nan,
         log_ratio_max=highest if count else math.nan,
         above_2_share=mean("above_2"),
         below_half_share=mean("below_half"),
-        ess_token=_effective_share_of_tokens(mean("ratio_excess"), mean("squared_ratio_excess")),
+        # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
+        ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared) if count else math.nan,
         ess_sequence=effective_share(product),
         ess_geometric=effective_share(geometric),
         k_hat=k_hat(product),
@@ -205,12 +239,16 @@ def summary_of(
         whole = whole + tally
     sequences = Sequences.joined([each for _, each in steps.values()])
     overall = mismatch_of(whole, sequences)
+    deciles = [(index / NUM_PROBABILITIES, (index + 1) / NUM_PROBABILITIES) for index in range(NUM_PROBABILITIES)]
+    octaves = [octave_range(index) for index in range(NUM_OCTAVES)]
+    # Turns are counted from 1.
+    by_turn = groups(whole.turns, [_named_range(first + 1, last + 1) for first, last in octaves])
     return Summary(
         overall=overall,
         steps={step: mismatch_of(*found) for step, found in steps.items()},
-        by_probability=groups(whole.deciles, [_named_decile(index) for index in range(NUM_PROBABILITIES)]),
-        by_position=groups(whole.positions, [_named_octave(index) for index in range(NUM_OCTAVES)]),
-        by_turn=_by_turn(whole.turns),
+        by_probability=groups(whole.deciles, [(f"{low:.1f} to {high:.1f}", low, high) for low, high in deciles]),
+        by_position=groups(whole.positions, [_named_range(first, last) for first, last in octaves]),
+        by_turn=by_turn if len(by_turn) > 1 else [],
         by_sign=groups(whole.signs, [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
         by_version=_by_version(sequences),
         by_length=acceptance_by_length(sequences, overall.k3),
@@ -235,12 +273,6 @@ def groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Grou
     return found
 
 
-def _by_turn(sums: Tensor) -> list[Group]:
-    ranges = [octave_range(index) for index in range(NUM_OCTAVES)]
-    found = groups(sums, [_named_range(first + 1, last + 1) for first, last in ranges])
-    return found if len(found) > 1 else []
-
-
 def _by_version(sequences: Sequences) -> list[Group]:
     known = sequences.where(~sequences["versions_behind"].isnan() & sequences.measured)
     lags = sorted(set(known["versions_behind"].tolist()))
@@ -253,23 +285,66 @@ def _by_version(sequences: Sequences) -> list[Group]:
     return groups(sums, [(f"{lag:g} behind", lag, lag) for lag in lags])
 
 
-def _named_decile(index: int) -> tuple[str, float, float]:
-    low, high = index / NUM_PROBABILITIES, (index + 1) / NUM_PROBABILITIES
-    return f"{low:.1f} to {high:.1f}", low, high
-
-
-def _named_octave(index: int) -> tuple[str, float, float]:
-    return _named_range(*octave_range(index))
-
-
 def _named_range(first: int, last: int) -> tuple[str, float, float]:
     return (f"{first}" if first == last else f"{first} to {last}", float(first), float(last))
 
 
-def _effective_share_of_tokens(excess: float, squared_excess: float) -> float:
-    # The mean square of 1 + e, without the digits that a difference of squares loses.
-    return (1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared_excess) if not math.isnan(excess) else math.nan
-
-
 def _exp(value: float) -> float:
     return math.exp(min(value, _MAX_EXPONENT)) if not math.isnan(value) else math.nan
+
+
+def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
+    """The tokens with the largest ``|d|``."""
+    tokens = part.tokens
+    largest = tokens.log_ratio_T.abs().topk(min(limit, len(tokens.log_ratio_T)))
+    found = []
+    for place in largest.indices[largest.values > 0.0].tolist():
+        sequence, position = int(part.sequence_T[place]), int(part.position_T[place])
+        origin = part.origins[sequence]
+        before, own, behind = _around(origin.token_ids, position)
+        found.append(
+            WorstToken(
+                step=part.step,
+                sample=origin.name,
+                sample_index=origin.sample_index,
+                position=position,
+                token_id=own,
+                proximal=float(tokens.proximal_T[place]),
+                behavior=float(tokens.behavior_T[place]),
+                log_ratio=float(tokens.log_ratio_T[place]),
+                ids_before=before,
+                ids_behind=behind,
+            )
+        )
+    return found
+
+
+def worst_samples(sequences: Sequences, limit: int) -> list[WorstSample]:
+    """The samples with the largest mean ``|d|``."""
+    mean = sequences["gap"] / sequences["num_valid"].clamp_min(1.0)
+    largest = torch.topk(mean, min(limit, len(mean)))
+    found = []
+    for place in largest.indices[largest.values > 0.0].tolist():
+        origin, count = sequences.origins[place], float(sequences["num_valid"][place])
+        found.append(
+            WorstSample(
+                step=sequences.steps[place],
+                sample=origin.name,
+                sample_index=origin.sample_index,
+                num_tokens=int(count),
+                mean_abs_difference=float(mean[place]),
+                mean_log_ratio=float(sequences["difference"][place]) / count,
+                k3=float(sequences["k3"][place]) / count,
+                reward=origin.reward,
+            )
+        )
+    return found
+
+
+def _around(token_ids: Any, position: int) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
+    if token_ids is None or len(token_ids) <= position:
+        return (), None, ()
+    begin = max(0, position - NUM_CONTEXT)
+    around = [int(each) for each in token_ids[begin : position + NUM_CONTEXT + 1]]
+    own = position - begin
+    return tuple(around[:own]), around[own], tuple(around[own + 1 :])

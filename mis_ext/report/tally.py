@@ -1,4 +1,4 @@
-"""What is counted of tokens: sums that add up over parts, files and steps."""
+"""What is counted of tokens: sums and histograms that add up over parts, files and steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,68 @@ from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.report.bins import (
-    NUM_LOG_PROBS,
-    NUM_OCTAVES,
-    NUM_PROBABILITIES,
-    NUM_SIZES,
-    log_prob_bin,
-    octave,
-    probability_bin,
-    size_bin,
-    summed,
-)
 from mis_ext.report.part import Part
+
+SMALLEST_EXPONENT, LARGEST_EXPONENT, PER_DECADE = -9, 3, 200
+NUM_SIZES = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * PER_DECADE
+"""Bins of ``|d|`` of equal width in log space: quantiles are exact to 0.6 %."""
+
+NUM_PROBABILITIES = 10
+NUM_OCTAVES = 22
+LOWEST_LOG_PROB, LOG_PROB_WIDTH = -14.0, 0.25
+NUM_LOG_PROBS = int(-LOWEST_LOG_PROB / LOG_PROB_WIDTH)
+
+
+def size_bin(magnitude: Tensor) -> Tensor:
+    """Bin of ``|d| > 0``; what is smaller or larger than all bins is in the first or last one."""
+    exponent = (magnitude.log10() - SMALLEST_EXPONENT) * PER_DECADE
+    return exponent.clamp(0, NUM_SIZES - 1).long()
+
+
+def size_of_bin(index: int) -> float:
+    """The geometric middle of a bin of ``|d|``, in nats."""
+    return float(10.0 ** (SMALLEST_EXPONENT + (index + 0.5) / PER_DECADE))
+
+
+def size_edges() -> list[float]:
+    """Edges of the bins, one more than bins, in nats."""
+    return [float(10.0 ** (SMALLEST_EXPONENT + index / PER_DECADE)) for index in range(NUM_SIZES + 1)]
+
+
+def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
+    """The ``|d|`` that a share of tokens is not above.
+
+    Args:
+        counts: Of the bins of :func:`size_bin`.
+        share: In [0, 1].
+        num_zeros: Tokens with ``d`` 0, which have no bin.
+    """
+    total = float(counts.sum()) + num_zeros
+    if total == 0.0:
+        return math.nan
+    wanted = share * total - num_zeros
+    if wanted <= 0.0:
+        return 0.0
+    index = int(torch.searchsorted(counts.cumsum(0), torch.tensor(wanted, dtype=counts.dtype)))
+    return size_of_bin(min(index, NUM_SIZES - 1))
+
+
+def octave(number: Tensor) -> Tensor:
+    """0 for 0, 1 for 1 and 2, 2 for 3 to 6, ...: of positions, and of lengths minus 1."""
+    octaves = (torch.arange(int(number.max()) + 1 if len(number) else 0).double() + 1.0).log2().floor().long()
+    # There are fewer positions than tokens: a table of them takes a fifth of the time.
+    return octaves.clamp(0, NUM_OCTAVES - 1).index_select(0, number.long())
+
+
+def octave_range(index: int) -> tuple[int, int]:
+    """The first and the last number of an octave, whose length doubles with each index."""
+    return 2**index - 1, 2 ** (index + 1) - 2
+
+
+def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tensor:
+    """``[num_bins]`` float64: how many, or the sum of their weights."""
+    return torch.bincount(index, None if weights is None else weights.double(), minlength=num_bins).double()
+
 
 SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
 """Sums over a group of tokens: of 1, ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
@@ -74,10 +124,14 @@ class TokenTally:
         bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         is_zero = difference == 0.0
         reverse_k1 = (ratio_excess + 1.0) * bounded
-        totals = {name: _total(row) for name, row in rows.items()} | {
-            "reverse_k1": _total(reverse_k1),
-            "reverse_k3": _total((reverse_k1 - ratio_excess).clamp_min(0.0)),
-            "variation": _total(-ratio_excess.clamp_max(0.0)),
+        # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
+        # max(1 - w, 0) is the distance in total variation.
+        sums = rows | {
+            "reverse_k1": reverse_k1,
+            "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
+            "variation": -ratio_excess.clamp_max(0.0),
+        }
+        totals = {name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()} | {
             "zeros": float(is_zero.sum()),
             "above_2": float((difference > _LOG_2).sum()),
             "below_half": float((difference < -_LOG_2).sum()),
@@ -86,13 +140,16 @@ class TokenTally:
         }
         signed = size_bin(gap) + NUM_SIZES * (difference > 0.0)
         never = difference.new_full((1,), torch.inf)
+        # On the axes of the density.
+        column, row = (
+            ((side - LOWEST_LOG_PROB) / LOG_PROB_WIDTH).clamp(0, NUM_LOG_PROBS - 1).long()
+            for side in (behavior, proximal)
+        )
         return cls(
             totals=torch.tensor([totals[name] for name in TOTALS], dtype=torch.float64),
             extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
             sizes=summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
-            density=summed(log_prob_bin(behavior) * NUM_LOG_PROBS + log_prob_bin(proximal), NUM_LOG_PROBS**2).view(
-                NUM_LOG_PROBS, -1
-            ),
+            density=summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
             **_by_group(part, behavior, rows),
         )
 
@@ -126,7 +183,9 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
     """Sums over tokens of each decile, position, turn and sign: all in one pass, by the combination of the four."""
     # The fourth sign is that of tokens without an advantage.
     shape = (NUM_PROBABILITIES, NUM_OCTAVES, NUM_OCTAVES, 4)
-    index, advantage = probability_bin(behavior), part.of_valid(part.advantages_T)
+    advantage = part.of_valid(part.advantages_T)
+    # Deciles of the engine's probability.
+    index = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
     for size, values in (
         (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
         (NUM_OCTAVES, octave(part.of_valid(part.turns.turn_T))),
@@ -140,7 +199,3 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
         "turns": joint.sum((0, 1, 3)),
         "signs": joint.sum((0, 1, 2))[:3],
     }
-
-
-def _total(row: Tensor) -> float:
-    return float(row.sum(dtype=torch.float64))

@@ -15,10 +15,10 @@ from mis_ext.correction.normalization import SCALE_FORMULAS
 from mis_ext.correction.pipeline import Correction
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
-from mis_ext.report.bins import NUM_SIZES, size_bin, size_of_bin, summed
 from mis_ext.report.correcting import correct, kept_by, named_gates
 from mis_ext.report.groups import Groups
 from mis_ext.report.part import Part
+from mis_ext.report.tally import NUM_SIZES, size_bin, size_of_bin, summed
 
 _TOGETHER = "two or more gates"
 _NO_RATIO = "no finite ratio"
