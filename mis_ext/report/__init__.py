@@ -6,8 +6,7 @@ need ``mis_ext[report]``.
 """
 
 from mis_ext.report.collector import Collector, summarize
-from mis_ext.report.part import Origin, Part
-from mis_ext.report.parts import Parts
+from mis_ext.report.part import Origin, Part, Parts
 from mis_ext.report.summary import Mismatch, Summary
 from mis_ext.report.what_if import Outcome, WhatIf
 

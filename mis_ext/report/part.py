@@ -1,9 +1,9 @@
-"""A part of a run, packed: so many samples as fit into memory, all of one step."""
+"""A part of a run, packed: so many samples as fit into memory, all of one step; and a stream of samples into parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,10 +14,14 @@ from torch import Tensor
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.diagnosis.measuring import versions_behind
 from mis_ext.diagnosis.turns import Turns, turns_of
+from mis_ext.dumps import DumpedSample
+from mis_ext.dumps.joining import fingerprint
 from mis_ext.hosts.packing import PackedStreams, check_mask
 
-_LARGEST = 2**62 - 1
+MAX_TOKENS = 1 << 18
+"""Most tokens of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
 
 
 class Origin(NamedTuple):
@@ -105,33 +109,14 @@ class Part:
         return self.streams.tokens
 
     @cached_property
-    def all_valid(self) -> bool:
-        """Whether every token is trained and has a ratio: then nothing has to be left out."""
-        return bool(self.tokens.valid_mask_T.all())
+    def _valid_N(self) -> Tensor | None:
+        """Which tokens are valid; None for all of them, which are most parts, and then nothing has to be copied."""
+        valid_T = self.tokens.valid_mask_T
+        return None if bool(valid_T.all()) else valid_T.nonzero().flatten()
 
     def of_valid(self, values_T: Tensor) -> Tensor:
         """The values of valid tokens, one after the other."""
-        return values_T if self.all_valid else values_T.index_select(0, self.valid_N)
-
-    @cached_property
-    def valid_N(self) -> Tensor:
-        """Which tokens are valid."""
-        return self.tokens.valid_mask_T.nonzero().flatten()
-
-    @cached_property
-    def valid_difference(self) -> Tensor:
-        """The log-ratio of valid tokens, in nats."""
-        return self.of_valid(self.tokens.log_ratio_T)
-
-    @cached_property
-    def valid_behavior(self) -> Tensor:
-        """The engine's log-probs of valid tokens."""
-        return self.of_valid(self.tokens.behavior_T)
-
-    @cached_property
-    def valid_proximal(self) -> Tensor:
-        """The trainer's log-probs of valid tokens."""
-        return self.of_valid(self.tokens.proximal_T)
+        return values_T if self._valid_N is None else values_T.index_select(0, self._valid_N)
 
     @cached_property
     def total_variation(self) -> float:
@@ -184,7 +169,7 @@ class Part:
     def group_S(self) -> Tensor:
         """Number of each response's group, of this step alone; -1 where it is not known."""
         groups = [origin.group for origin in self.origins]
-        numbers = [-1 if group is None else hash((self.step, group)) & _LARGEST for group in groups]
+        numbers = [-1 if group is None else hash((self.step, group)) & (2**62 - 1) for group in groups]
         return torch.tensor(numbers, dtype=torch.int64)
 
     @cached_property
@@ -198,19 +183,11 @@ class Part:
         return self.streams.layout.index.sequence_T
 
     @cached_property
-    def length_S(self) -> Tensor:
-        """Tokens of each response, masked ones too."""
-        return torch.tensor(self.streams.layout.response_lengths, dtype=torch.int64)
-
-    @cached_property
-    def begin_S(self) -> Tensor:
-        """Where each response begins among the tokens."""
-        return self.length_S.cumsum(0) - self.length_S
-
-    @cached_property
     def position_T(self) -> Tensor:
         """Position of each token in its response."""
-        return torch.arange(len(self.sequence_T)) - self.begin_S[self.sequence_T]
+        length_S = torch.tensor(self.streams.layout.response_lengths, dtype=torch.int64)
+        begin_S = length_S.cumsum(0) - length_S
+        return torch.arange(len(self.sequence_T)) - begin_S[self.sequence_T]
 
     @cached_property
     def turns(self) -> Turns:
@@ -227,3 +204,120 @@ def _spread(advantage: Tensor | None, length: int) -> Tensor:
         return torch.full((length,), math.nan)
     values = torch.as_tensor(advantage).detach().float().cpu()
     return values if len(values.shape) == 1 and len(values) == length else values.reshape(()).expand(length)
+
+
+class Unusable(NamedTuple):
+    """Samples that were read and could not be used."""
+
+    num_samples: int
+    reason: str
+    first: str
+
+
+class Parts:
+    """The parts of a stream of samples; what could not be used is counted by its reason.
+
+    Args:
+        samples: From :class:`~mis_ext.dumps.Dumps`.
+        max_tokens: Of a part.
+    """
+
+    def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
+        self._samples = samples
+        self._max_tokens = max_tokens
+        self._unusable: dict[str, tuple[int, str]] = {}
+        self._unnumbered: dict[str, None] = {}
+
+    @property
+    def unusable(self) -> list[Unusable]:
+        """Samples that the last iteration left out: how many, why, and the first of them."""
+        return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
+
+    @property
+    def merged(self) -> list[str]:
+        """That several files say no rollout, so that their samples are one step."""
+        if len(self._unnumbered) < 2:
+            return []
+        first = next(iter(self._unnumbered))
+        return [f"{len(self._unnumbered)} files, the first {first}: no rollout_id, so all their samples are step 0"]
+
+    def __iter__(self) -> Iterator[Part]:
+        """Parts of one step each, in the order of the samples."""
+        self._unusable, self._unnumbered = {}, {}
+        waiting: list[DumpedSample] = []
+        num_tokens = 0
+        for sample in self._samples:
+            reason = _obstacle(sample)
+            if reason is not None:
+                count, first = self._unusable.get(reason, (0, sample.name))
+                self._unusable[reason] = (count + 1, first)
+                continue
+            if sample.rollout_id is None:
+                self._unnumbered[sample.path] = None
+            if waiting and (_step(waiting[0]) != _step(sample) or num_tokens >= self._max_tokens):
+                yield _part(waiting)
+                waiting, num_tokens = [], 0
+            waiting.append(sample)
+            num_tokens += len(sample.proximal_log_probs)  # type: ignore[arg-type]
+        if waiting:
+            yield _part(waiting)
+
+
+def _obstacle(sample: DumpedSample) -> str | None:
+    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
+    if sample.problem is not None:
+        return sample.problem
+    if proximal is None or behavior is None:
+        return f"no log-probs of the {'trainer' if proximal is None else 'engine'}"
+    lengths = {len(proximal), len(behavior)}
+    if sample.response_mask is not None:
+        lengths.add(len(sample.response_mask))
+    return None if len(lengths) == 1 else "lists of other lengths: log-probs of both sides and mask must be one each"
+
+
+def _step(sample: DumpedSample) -> str:
+    return "0" if sample.rollout_id is None else str(sample.rollout_id)
+
+
+def _part(samples: list[DumpedSample]) -> Part:
+    lengths = [len(torch.as_tensor(each.proximal_log_probs)) for each in samples]
+    return Part.of_lists(
+        proximal=[torch.as_tensor(each.proximal_log_probs) for each in samples],
+        behavior=[torch.as_tensor(each.behavior_log_probs) for each in samples],
+        masks=[
+            torch.ones(length) if each.response_mask is None else torch.as_tensor(each.response_mask)
+            for each, length in zip(samples, lengths, strict=True)
+        ],
+        advantages=[
+            None if each.advantages is None or each.advantages.numel() not in (1, length) else each.advantages
+            for each, length in zip(samples, lengths, strict=True)
+        ],
+        origins=[
+            Origin(
+                name=each.name,
+                sample_index=each.sample_index,
+                reward=math.nan if each.reward is None else each.reward,
+                versions_behind=versions_behind(each.proximal_weight_version, each.behavior_weight_versions),
+                token_ids=each.response_ids,
+                has_other_ids=_has_other_ids(each),
+                group=_group(each),
+            )
+            for each in samples
+        ],
+        step=_step(samples[0]),
+    )
+
+
+def _group(sample: DumpedSample) -> Hashable:
+    if sample.group_index is not None:
+        return str(sample.group_index)
+    if sample.token_ids is None or sample.response_ids is None:
+        return None
+    prompt = sample.token_ids[: len(sample.token_ids) - len(sample.response_ids)]
+    return fingerprint(prompt) if len(prompt) else None
+
+
+def _has_other_ids(sample: DumpedSample) -> bool | None:
+    if sample.response_ids is None or sample.sampled_ids is None:
+        return None
+    return not torch.equal(torch.as_tensor(sample.response_ids), torch.as_tensor(sample.sampled_ids))

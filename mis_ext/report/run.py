@@ -13,7 +13,7 @@ from mis_ext.diagnosis.limits import PRETRAINED_K3
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
 from mis_ext.report.collector import NUM_WORST, Collector
-from mis_ext.report.parts import Parts
+from mis_ext.report.part import Parts
 from mis_ext.report.summary import Summary
 
 

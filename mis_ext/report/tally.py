@@ -118,7 +118,7 @@ class TokenTally:
     def of(cls, part: Part) -> TokenTally:
         """Counts and sums of the tokens of a part."""
         tokens = part.tokens
-        difference, behavior, proximal = part.valid_difference, part.valid_behavior, part.valid_proximal
+        difference, proximal, behavior = map(part.of_valid, tokens[:3])
         rows = token_rows(difference)
         gap, ratio_excess = rows["gap"], rows["ratio_excess"]
         bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,18 +12,21 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.normalization import SCALE_FORMULAS
-from mis_ext.correction.pipeline import Correction
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.explain.effect import description
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
-from mis_ext.report.correcting import correct, kept_by, named_gates
-from mis_ext.report.groups import Groups
 from mis_ext.report.part import Part
-from mis_ext.report.tally import NUM_SIZES, size_bin, size_of_bin, summed
+from mis_ext.report.tally import NUM_SIZES, quantile, size_bin, summed
 
 _TOGETHER = "two or more gates"
 _NO_RATIO = "no finite ratio"
 _METHOD = "the method"
+
+MIN_SPREAD = 1e-6
+"""Advantages of equal rewards differ by less."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,37 @@ class Outcome:
 
 
 @dataclass(eq=False)
+class PromptGroups:
+    """Samples by prompt; tensors of a part are shared by all configurations that are tried on it."""
+
+    _numbers: list[Tensor] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def add(self, part: Part, kept_S: Tensor) -> None:
+        """Take in the samples of one more part: their groups, advantages or rewards, and whether they are kept."""
+        self._numbers.append(part.group_S)
+        self._values.append(part.advantage_S if part.has_advantages else part.reward_S)
+        self._kept.append(kept_S)
+
+    def num_effective(self, *, only_kept: bool = False) -> float:
+        """Groups whose samples, or whose kept samples, do not all have one advantage; NaN where that is not known."""
+        if not self._numbers:
+            return math.nan
+        numbers, values, kept = (torch.cat(each) for each in (self._numbers, self._values, self._kept))
+        is_known = (numbers >= 0) & ~values.isnan()
+        if not bool(is_known.any()):
+            return math.nan
+        chosen = is_known & kept if only_kept else is_known
+        _, index = torch.unique(numbers[chosen], return_inverse=True)
+        lowest, highest = (
+            values.new_full((len(index),), math.nan).scatter_reduce(0, index, values[chosen], how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return float((highest - lowest > MIN_SPREAD).sum())
+
+
+@dataclass(eq=False)
 class WhatIf:
     """One configuration on a stream of parts; normalisation is over each step as a whole.
 
@@ -92,7 +127,7 @@ class WhatIf:
     _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
     _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
     _steps: dict[str, Counter[str]] = field(default_factory=dict)
-    _groups: Groups = field(default_factory=Groups)
+    _groups: PromptGroups = field(default_factory=PromptGroups)
 
     def add(self, part: Part) -> Correction:
         """Count one more part; returns what was computed, with weights before normalisation.
@@ -220,11 +255,12 @@ class WhatIf:
             removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
             weight_mean=per("weight", "valid"),
             weight_min=low if math.isfinite(low) else math.nan,
-            weight_p50=self._quantile(0.5),
-            weight_p99=self._quantile(0.99),
+            weight_p50=quantile(self._weights, 0.5),
+            weight_p99=quantile(self._weights, 0.99),
             weight_max=high if math.isfinite(high) else math.nan,
             unlike_ratio=per("unlike_ratio", "valid"),
             learning_rate=_divided(weighted, sums["response"]),
+            # Kish: (sum f)^2 / (n sum f^2), with n response tokens, of which those without a gradient have f = 0.
             ess=_divided(weighted**2, sums["response"] * squared),
             variance=variance,
             residual=per("residual", "valid"),
@@ -254,19 +290,59 @@ class WhatIf:
             squared += step["squared"] * scale**2
         return weighted, squared
 
-    def _quantile(self, share: float) -> float:
-        total = float(self._weights.sum())
-        if not total:
-            return math.nan
-        wanted = torch.tensor(share * total, dtype=torch.float64)
-        return size_of_bin(min(int(torch.searchsorted(self._weights.cumsum(0), wanted)), NUM_SIZES - 1))
-
     def _side(self, name: str) -> dict[str, float]:
         return {
             "sequences": self._sums[f"{name}_sequences"],
             "mean_length": self._per(f"{name}_length", f"{name}_sequences"),
             "mean_reward": self._per(f"{name}_reward", f"{name}_rewards"),
         }
+
+
+def correct(part: Part, config: CorrectionConfig) -> Correction:
+    """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
+
+    A band that follows a target is as it is written: where it went in a run depends on the rollouts before.
+    """
+    one = torch.ones(())
+    return compute_correction(
+        proximal_logprobs_T=part.streams.proximal_logprobs_T,
+        behavior_logprobs_T=part.streams.behavior_logprobs_T,
+        response_mask_R=part.streams.response_mask_R,
+        layout=part.streams.layout,
+        config=_plan(config),
+        rollout_scale=WeightScale(one, one),
+        band_scales_N=torch.ones(len(config.adapted_gates)),
+    )
+
+
+def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
+    """What a configuration of one gate keeps ``[T]``; other configurations of this part may have the same gate."""
+    if config not in part.kept_by:
+        part.kept_by[config] = correct(part, config).keep_mask_T
+    return part.kept_by[config]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(config: CorrectionConfig) -> Plan:
+    return plan_of(config.replace(metrics=(), scope="rollout"))
+
+
+@functools.lru_cache(maxsize=128)
+def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
+    """Each gate that takes something out of the mask, as a configuration of its own.
+
+    A gate that looks at what another one leaves takes that one with it.
+    """
+    labelled = config.labelled_gates
+    found: dict[str, CorrectionConfig] = {}
+    implied = config.weight.gate if config.weight is not None else None
+    if implied is not None:
+        found[description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+    for name, gate in labelled.items():
+        if gate.action == "reject":
+            gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
+            found[description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+    return found
 
 
 def _sum(values: Tensor) -> float:
