@@ -55,7 +55,7 @@ def _show_numbers(console: Console, report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mis_ext.report.markup import number
+    from mis_ext.report.page import number
 
     overall = report.summary.overall
     grid = Table.grid(padding=(0, 2))
@@ -69,7 +69,7 @@ def _show_numbers(console: Console, report: Report) -> None:
 def _show_comparison(console: Console, report: Report, found: Comparison) -> None:
     from rich.text import Text
 
-    from mis_ext.report.comparison_page import CAUSES, NUMBERS, cause_cells, number_cells
+    from mis_ext.report.page import CAUSES, NUMBERS, cause_cells, number_cells
 
     console.print(Text(found.headline, style="bold"))
     for letter, run in (("A", report), ("B", found.other)):
@@ -97,7 +97,7 @@ def _show_ranking(console: Console, found: Recommendation) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mis_ext.report.markup import number, percent
+    from mis_ext.report.page import number, percent
 
     table = Table(title="what each configuration would do, the best first")
     table.add_column("configuration", overflow="fold")

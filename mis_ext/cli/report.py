@@ -98,9 +98,9 @@ def run(parsed: argparse.Namespace) -> Result:
 
 def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.dumps import Dumps
-    from mis_ext.report.indicators import read_series
+    from mis_ext.report.recommendation import file_candidate, method_candidate, preset_candidates
     from mis_ext.report.run import run_of
-    from mis_ext.report.whole_report import file_candidate, method_candidate, preset_candidates, report_of
+    from mis_ext.report.whole_report import read_series, report_of
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")

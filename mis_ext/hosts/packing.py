@@ -12,6 +12,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.passes import Streams
+from mis_ext.hosts.groups import Groups
 
 
 class PackedStreams(NamedTuple):
@@ -58,6 +59,50 @@ def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *,
     if found != tuple(lengths):
         raise ValueError(f"{name} has samples of {[*found]} tokens on this rank, the lengths say {[*lengths]}")
     return packed.to(device, non_blocking=True)
+
+
+def pack_rollout(
+    rollout_data: dict[str, Any],
+    groups: Groups,
+    rollout_id: int | None,
+    *,
+    device: torch.device,
+    key: str,
+    remedy: str,
+) -> PackedStreams:
+    """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
+
+    Args:
+        rollout_data: What a hook of the whole rollout gets: ``log_probs``, ``rollout_log_probs``, ``loss_masks``,
+            ``total_lengths``, ``response_lengths``.
+        groups: Where this rank stands: it says which tokens of a response are here.
+        rollout_id: Number of the rollout, for the message.
+        device: Where the tensors go.
+        key: Who asks, for the message.
+        remedy: What to do where the host has not scored the rollout, for the message.
+
+    Raises:
+        ValueError: Log-probs of either side are missing, or the lengths of a sample differ.
+        KeyError: Lengths or masks are missing.
+    """
+    sides = ("log_probs", "rollout_log_probs")
+    missing = [name for name in sides if not rollout_data.get(name)]
+    if missing and rollout_data["response_lengths"]:
+        raise ValueError(
+            f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
+            f"with one optimiser step per rollout: {remedy}"
+        )
+    layout = PackedLayout.context_parallel(
+        rollout_data["response_lengths"],
+        total_lengths=rollout_data["total_lengths"],
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+        device=device,
+    )
+    proximal_T, behavior_T = (pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in sides)
+    mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
+    check_mask(mask_R)
+    return PackedStreams(proximal_T, behavior_T, mask_R, layout)
 
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:

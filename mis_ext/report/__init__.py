@@ -5,8 +5,8 @@ sums of them, of which the typed :class:`Summary` is computed. It needs nothing 
 need ``mis_ext[report]``.
 """
 
-from mis_ext.report.collector import Collector, summarize
 from mis_ext.report.part import Origin, Part, Parts
+from mis_ext.report.run import Collector, summarize
 from mis_ext.report.summary import Mismatch, Summary
 from mis_ext.report.what_if import Outcome, WhatIf
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from mis_ext.correction.collectives import Group, gather_objects
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
-from mis_ext.hosts.slime_miles.rollout import pack_rollout
-from mis_ext.report.share import Share, mismatch_of_share, of_other_sequences, of_same_sequences
-from mis_ext.report.summary import OF_PROMPTS
+from mis_ext.hosts.packing import PackedStreams, pack_rollout
+from mis_ext.report.part import Origin, Part
+from mis_ext.report.sequences import COLUMNS, Sequences
+from mis_ext.report.summary import OF_PROMPTS, Mismatch, mismatch_of
+from mis_ext.report.tally import TokenTally
 
 PREFIX = "mismatch/"
 STEP = f"{PREFIX}rollout_id"
@@ -22,6 +29,8 @@ _LEFT_OUT = ("reward", *OF_PROMPTS)
 _HOOK = "--rollout-data-postprocess-path mis_ext.log_mismatch"
 _REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave this function out"
 _logger = logging.getLogger(__name__)
+SUMS = slice(COLUMNS.index("num_response"), COLUMNS.index("behavior") + 1)
+"""The columns of sequences that are sums over tokens; the others are known of no rollout."""
 
 
 class _Failure(NamedTuple):
@@ -108,3 +117,57 @@ def _write(numbers: dict[str, float], rollout_id: int) -> None:
     with SummaryWriter(os.environ.get("MISMATCH_LOG_DIR", "runs/mismatch")) as writer:
         for name, value in numbers.items():
             writer.add_scalar(name, value, rollout_id)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Sums of some tokens of ``S`` sequences.
+
+    Attributes:
+        tally: Of all tokens. Those by position and by turn are wrong where a sequence is split: use none of them.
+        columns: ``[S, len(COLUMNS)]`` float64, as in :class:`Sequences`.
+    """
+
+    tally: TokenTally
+    columns: Tensor
+
+    @classmethod
+    def of(cls, streams: PackedStreams) -> Share:
+        """The sums of the tokens that this rank holds."""
+        layout = streams.layout
+        # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
+        local = PackedStreams(
+            streams.proximal_logprobs_T.cpu(),
+            streams.behavior_logprobs_T.cpu(),
+            (layout.local_part(streams.response_mask_R) != 0).cpu(),
+            PackedLayout.whole(layout.local_lengths),
+        )
+        without_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
+        origins = [Origin()] * layout.num_sequences
+        part = Part(step="", streams=local, advantages_T=without_advantage_T, origins=origins)
+        return cls(TokenTally.of(part), Sequences.of(part).columns)
+
+
+def of_same_sequences(shares: Sequence[Share]) -> Share:
+    """The share of context-parallel ranks: each has some tokens of every sequence."""
+    columns = shares[0].columns.clone()
+    columns[:, SUMS] = torch.stack([share.columns[:, SUMS] for share in shares]).sum(0)
+    return Share(_added(shares), columns)
+
+
+def of_other_sequences(shares: Sequence[Share]) -> Share:
+    """The share of data-parallel ranks: each has sequences of its own."""
+    return Share(_added(shares), torch.cat([share.columns for share in shares]))
+
+
+def mismatch_of_share(share: Share) -> Mismatch:
+    """The numbers of the report's summary; the reward is NaN."""
+    count = len(share.columns)
+    return mismatch_of(share.tally, Sequences(share.columns, [Origin()] * count, [""] * count))
+
+
+def _added(shares: Sequence[Share]) -> TokenTally:
+    first, *rest = (share.tally for share in shares)
+    for tally in rest:
+        first = first + tally
+    return first

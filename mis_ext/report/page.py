@@ -2,19 +2,103 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import NamedTuple
 
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.report.comparison_page import comparison_section
-from mis_ext.report.markup import breakable, escape, figure, number, percent, table
-from mis_ext.report.plots import pictures
+from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.files import printable
+from mis_ext.report.comparison import Compared, ComparedCause, Comparison, Found
+from mis_ext.report.noise import MIN_PROMPTS, digits
+from mis_ext.report.plots import Picture, comparison_pictures, drawn, pictures
 from mis_ext.report.recommendation import Recommendation
-from mis_ext.report.references import MEANING, REFERENCES
 from mis_ext.report.run import Run
 from mis_ext.report.summary import Group, Mismatch, WorstToken
 from mis_ext.report.whole_report import Report
+
+_LONG = 20
+"""Characters from which on a cell of a table is wrapped."""
+
+
+class Reference(NamedTuple):
+    """A k3 per token that was seen, and where."""
+
+    low: float
+    high: float
+    what: str
+    source: str
+
+
+REFERENCES = (
+    Reference(
+        1e-5,
+        PRETRAINED_K3,
+        "dense models in bfloat16",
+        "5e-5 in a toy (bf16.md), 6e-4 with 4B (published.md), 2e-3 with 135M (slime_gpu.md)",
+    ),
+    Reference(
+        KERNEL_K3,
+        QUANTISED_K3,
+        "fp8 weights or cache",
+        "1e-3 to 8e-3 in a toy (fp8_*.md), 7e-3 to 7e-2 pretrained (published.md, pretrained_stories.md). "
+        "Qwen2.5 has 0.3 with an e4m3 cache, which no correction saved (README.md)",
+    ),
+    Reference(4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one (moe_mismatch.md), more of slime and Miles users"),
+    Reference(
+        4e-3,
+        3.0,
+        "weights 1 to 16 steps old",
+        "with 135M 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8 (pretrained_stale.md); 8e-2 and more in a toy",
+    ),
+)
+"""All of fresh weights but the last; files are those of ``lab/evidence``, ``slime_gpu.md`` of ``real_stack``."""
+
+MEANING = {
+    "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
+    "fresh weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
+    "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
+    "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores what cannot have been sampled.",
+    "abs_mean": "Mean |d| in nats. Above 0.3 it is a mistake or stale weights, not kernels.",
+    "abs_p99": "One token in a hundred differs by more.",
+    "abs_max": "The largest |d|. A single token above 20 is a sentinel or another text.",
+    "total_variation": "Share of probability that trainer and engine give to different tokens.",
+    "chi_square": "Variance of token ratios.",
+    "ratio_mean": "1 if both score the distribution that was sampled. Below 1: top-p, top-k or padding.",
+    "ess_token": "Effective share of tokens if each is weighted by its ratio. Below 0.9 weights add variance.",
+    "ess_sequence": "The same for products over responses. Below 0.2 a tenth of them has half of all weight.",
+    "ess_geometric": "The same for geometric means.",
+    "k_hat": "Tail of the products: below 0.5 it is fine, above 0.7 their mean is unreliable.",
+    "perplexity_ratio": "Proximal over behavior perplexity; 1 + k1 where they are close.",
+    "zero_share": "Tokens with equal log-probs on both sides. All: true on-policy, or a copy.",
+    "above_2_share": "Tokens that an upper bound of 2 truncates.",
+    "below_half_share": "Tokens whose ratio is below 1/2.",
+}
+"""Numbers of the summary that are explained on the page, in this order."""
+
+
+NUMBERS = ("number", "A", "B", "change", "95 % interval")
+CAUSES = ("cause", "A", "B", "found in")
+"""Titles of the two tables."""
+
+_VERDICTS = {
+    "equal": "equal",
+    "noise": "not more than noise",
+    "higher": "yes, A is higher",
+    "lower": "yes, A is lower",
+    "unknown": "-",
+}
+_REMARKS = (
+    "Change: x is A / B. Shares, and what may be 0 or less, have A - B with its sign.",
+    "95 % interval: over prompts, because responses to one prompt are alike. A response of unknown prompt counts as a "
+    "prompt. It is Welch's, of the standard error of a ratio of two sums (Cochran, Sampling Techniques, 1977, chapter "
+    "6; over clusters: Miller, Adding Error Bars to Evals, arXiv:2411.00640).",
+    f"A dash: the number has no interval, or a run has fewer than {MIN_PROMPTS} prompts.",
+    "The interval knows nothing of other seeds: two runs of one configuration may differ by more.",
+)
 
 
 def page_of(report: Report) -> str:
@@ -228,3 +312,108 @@ def _files(run: Run, whose: str = "") -> str:
     read = "".join(f"<li>{escape(source)}</li>" for source in run.sources)
     skipped = "".join(f"<li>{escape(each)}</li>" for each in run.skipped) or "<li>nothing</li>"
     return f"<h3>Read{whose}</h3><ul>{read}</ul><h3>Skipped{whose}</h3><ul>{skipped}</ul>"
+
+
+def comparison_section(report: Report) -> list[tuple[str, str, str]]:
+    """The section as its name, title and content, in a list; none without another run."""
+    if report.against is None:
+        return []
+    found = report.against
+    content = (
+        f'<p class="headline">{escape(found.headline)}</p>'
+        f"<dl>{_run('A', report)}{_run('B', found.other)}</dl>"
+        f"{_list(found.notes)}"
+        f'<div class="pictures">{"".join(map(figure, comparison_pictures(report)))}</div>'
+        f"{_compared_numbers(found)}{_list(_REMARKS)}<h3>Causes</h3>{_causes(found)}"
+        "<p>All other sections, the ranking of configurations too, are of A alone.</p>"
+    )
+    return [("against", "Two runs side by side", content)]
+
+
+def _list(texts: Iterable[str]) -> str:
+    rows = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<ul>{rows}</ul>" if rows else ""
+
+
+def _run(letter: str, run: Run) -> str:
+    overall = run.summary.overall
+    size = (
+        f"{overall.num_tokens:,} tokens of {overall.num_sequences:,} responses to {overall.num_prompts:,} prompts, "
+        f"{len(run.summary.steps)} steps"
+    )
+    return f"<dt>{letter}: {escape(run.name)}</dt><dd>{size}</dd>"
+
+
+def number_cells(found: Compared) -> tuple[str, ...]:
+    """A row of the table of numbers, without the verdict: its name, A, B, how they differ, and the interval of that."""
+    sign = "x " if found.kind == "ratio" else "+" if found.change > 0.0 else ""
+    change = f"{sign}{digits(found.change)}"
+    return (found.name, number(found.first), number(found.second), change, str(found.interval))
+
+
+def _compared_numbers(found: Comparison) -> str:
+    rows = ((*number_cells(each), _VERDICTS[each.verdict]) for each in found.numbers)
+    return table("Numbers of A and of B", (*NUMBERS, "more than noise?"), rows)
+
+
+def cause_cells(found: ComparedCause) -> tuple[str, ...]:
+    """A row of the table of causes: what it is, how each run shows it, and which of them does."""
+    where = "both" if found.first and found.second else "A alone" if found.first else "B alone"
+    return (found.title, _found(found.first), _found(found.second), where)
+
+
+def _causes(found: Comparison) -> str:
+    if not found.causes:
+        return "<p>Neither run has enough tokens to name one.</p>"
+    return table("Causes in A and in B", CAUSES, map(cause_cells, found.causes))
+
+
+def _found(found: Found | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.confidence}, {'up to ' if found.is_up_to else ''}{percent(found.k3_share)} of k3"
+
+
+def escape(text: str) -> str:
+    """What a browser shows as it is; names and tokens may hold bytes that a terminal would obey."""
+    return html.escape(printable(text))
+
+
+def figure(picture: Picture) -> str:
+    """A picture with its text, inside the page."""
+    content = base64.b64encode(drawn(picture, file_format="svg")).decode()
+    text = escape(picture.text)
+    return (
+        f'<figure><img alt="{escape(picture.title)}. {text}" src="data:image/svg+xml;base64,{content}">'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in a box that scrolls by itself, also with the keyboard."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in titles)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(content: object) -> str:
+    text = breakable(str(content))
+    return f'<td class="long">{text}</td>' if len(str(content)) > _LONG else f"<td>{text}</td>"
+
+
+def breakable(name: str) -> str:
+    """With places where a long name may go on in the next line."""
+    return escape(name).replace("_", "_<wbr>").replace("/", "/<wbr>")
+
+
+def number(value: float) -> str:
+    """Three digits; a dash for what was not measured."""
+    return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """A share in percent, with one digit; a dash for what was not measured."""
+    return "-" if math.isnan(value) else f"{value:.1%}"

@@ -1,21 +1,45 @@
-"""Pictures of a run: where the engines differ, and what each configuration would do."""
+"""Pictures of a run: where the engines differ, what each configuration would do, and how another run compares.
+
+For print and for colour-blind readers: every line has dashes and a marker of its own.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mis_ext.explain.law import GaussianLaw
-from mis_ext.report.comparison_plot import comparison_pictures
-from mis_ext.report.drawing import BLUE, FEWEST_STEPS, GREEN, GREY, K3, LOG_RATIO, ORANGE, Picture, drawn, logarithmic
+from mis_ext.report.noise import Estimate, interval_of
+from mis_ext.report.run import Run
 from mis_ext.report.sequences import BANDS
+from mis_ext.report.summary import Group, Mismatch, Summary
 from mis_ext.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.whole_report import Report
 
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
+K3, LOG_RATIO = BLUE, ORANGE
+"""The same in all pictures; of a comparison A and B have these colours, and it shows k3 only."""
+SIZE = 5.2, 3.4
+FEWEST_STEPS = 2
+"""Of a picture over steps."""
 _COARSE = PER_DECADE // 10
 _BEYOND, _NUM_POINTS = 3.0, 60
 """How far the law is drawn beyond the lengths of the data, and with how many points."""
+_STYLES = (("A", BLUE, "o", "-"), ("B", ORANGE, "s", "--"))
+_APART = 0.08
+"""Half of the distance of the two markers of a step, in steps: bars that lie on each other cannot be read."""
+
+
+class Picture(NamedTuple):
+    """A picture: the stem of its file, a title, what it says in words, and how to draw it."""
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[Any], None]
 
 
 def pictures(report: Report) -> list[Picture]:
@@ -64,6 +88,18 @@ def pictures(report: Report) -> list[Picture]:
             Picture("steps", "Over steps", "k3 and mean |log ratio| of each step.", lambda axes: _steps(axes, report))
         )
     return found
+
+
+def comparison_pictures(report: Report) -> list[Picture]:
+    """The picture of a comparison; none without another run."""
+    if report.against is None:
+        return []
+    runs: tuple[Run, Run] = (report, report.against.other)
+    if all(len(run.summary.steps) >= FEWEST_STEPS for run in runs):
+        text = "k3 of each step, of A and of B. Bars are 95 % intervals over the prompts of the step."
+        return [Picture("against", "A and B over steps", text, lambda axes: _steps_of_two(axes, runs))]
+    text = "k3 by position in the response, of A and of B, without an interval: the table says what is noise."
+    return [Picture("against", "A and B by position", text, lambda axes: _positions_of_two(axes, runs))]
 
 
 def write_pictures(report: Report, folder: Path) -> list[Path]:
@@ -174,3 +210,89 @@ def _steps(axes: Any, report: Report) -> None:
     axes.set(xlabel="step", ylabel="nats")
     logarithmic(axes, steps.values())
     axes.legend(frameon=False)
+
+
+def _steps_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
+    names = _in_order({step for run in runs for step in run.summary.steps})
+    for (name, color, marker, line), run, shift in zip(_STYLES, runs, (-_APART, _APART), strict=True):
+        steps = run.summary.steps
+        places = [place + shift for place, step in enumerate(names) if step in steps]
+        rows = [_bar(steps[step]) for step in names if step in steps]
+        values, below, above = ([row[part] for row in rows] for part in range(3))
+        axes.errorbar(
+            places,
+            values,
+            [below, above],
+            color=color,
+            marker=marker,
+            linestyle=line,
+            ms=4,
+            capsize=3,
+            lw=1.2,
+            label=name,
+        )
+    stride = max(1, len(names) // 10)
+    axes.set_xticks([*range(len(names))][::stride], names[::stride])
+    axes.set(xlabel="step", ylabel="k3 (nats per token)")
+    logarithmic(axes, [step for run in runs for step in run.summary.steps.values()])
+    axes.legend(frameon=False)
+
+
+def _bar(step: Mismatch) -> tuple[float, float, float]:
+    """k3, and how far its interval reaches below and above; a logarithmic axis has no place for 0."""
+    if not step.k3 > 0.0:
+        return math.nan, 0.0, 0.0
+    interval = interval_of(Estimate(step.k3, step.k3_error, step.num_prompts))
+    return (step.k3, step.k3 - interval.low, interval.high - step.k3) if interval.is_known else (step.k3, 0.0, 0.0)
+
+
+def _in_order(steps: set[str]) -> list[str]:
+    return sorted(steps, key=lambda step: (0, int(step), step) if step.isdecimal() else (1, 0, step))
+
+
+def _positions_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
+    summaries: list[Summary] = [run.summary for run in runs]
+    for (name, color, marker, line), summary in zip(_STYLES, summaries, strict=True):
+        rows = summary.by_position
+        places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
+        axes.plot(places, [row.k3 or math.nan for row in rows], color=color, marker=marker, linestyle=line, label=name)
+    axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
+    logarithmic(axes, [row for summary in summaries for row in summary.by_position])
+    axes.legend(frameon=False)
+
+
+def drawn(picture: Picture, *, file_format: str) -> bytes:
+    """A picture drawn, as the bytes of a file of this format."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.axisbelow": True,
+        "svg.hashsalt": picture.name,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_title(picture.title, loc="left", fontsize=10, fontweight="bold")
+        picture.draw(axes)
+        content = io.BytesIO()
+        metadata = {"Date": None} if file_format == "svg" else None
+        figure.savefig(content, format=file_format, dpi=150, metadata=metadata)
+    return content.getvalue()
+
+
+def logarithmic(axes: Any, rows: Iterable[Group | Mismatch]) -> None:
+    """A logarithmic axis, but not for equal engines, which have nothing that it could show."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    if any(row.k3 > 0.0 for row in rows):
+        axes.set_yscale("log")
+        # Within two decades the ticks between powers of ten need numbers too.
+        axes.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(2.0, 0.6)))

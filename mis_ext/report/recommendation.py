@@ -1,10 +1,12 @@
-"""Which configuration to take, and why."""
+"""Which configuration to take, and why: candidates, what speaks against each on the data, and their ranking."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
@@ -20,8 +22,11 @@ from mis_ext.explain.traps import (
     gates_sequences,
     traps_of,
 )
-from mis_ext.keys.presets import NO_CORRECTION
-from mis_ext.methods.first_update import without_terms
+from mis_ext.keys.preset_files import list_presets, preset_path
+from mis_ext.keys.presets import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
+from mis_ext.loss.objective import objective_of
+from mis_ext.methods.catalogue import find_method
+from mis_ext.methods.first_update import equivalent_correction, without_terms
 from mis_ext.methods.method import Method
 from mis_ext.report.summary import Summary
 from mis_ext.report.what_if import Outcome
@@ -45,6 +50,59 @@ class Candidate:
     yaml: str
     said: tuple[str, ...] = ()
     method: Method | None = None
+
+
+def no_correction() -> Candidate:
+    """The candidate that measures and changes nothing."""
+    return Candidate(NONE, NO_CORRECTION, "")
+
+
+def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
+    """Presets by name; by default all that correct, each point once."""
+    found: list[Candidate] = []
+    # The default first: of two names of one point its own is the one to see.
+    for name in sorted(list_presets(), key=lambda name: name != "mis") if names is None else names:
+        candidate = dataclasses.replace(file_candidate(preset_path(name)), name=name)
+        is_new = all(candidate.config != other.config for other in found)
+        if names is not None or (is_new and not candidate.config.metrics_only):
+            found.append(candidate)
+    return found
+
+
+def file_candidate(path: Path) -> Candidate:
+    """The candidate that a YAML file describes, with the warnings that reading it gave.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no configuration, or names a method that looks at what a dump does not hold.
+        TypeError: A value has the wrong type.
+    """
+    return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
+
+
+def method_candidate(name: str) -> Candidate:
+    """The candidate that is a published method with its defaults, by the file that runs it.
+
+    Raises:
+        ValueError: There is no such method, or a dump does not hold what it looks at.
+    """
+    row = find_method(name)
+    return _candidate(f"method {name}", read_method(row), method_yaml(row))
+
+
+def _candidate(name: str, spelt: Spelt, yaml: str) -> Candidate:
+    if spelt.loss is None or spelt.loss.method is None:
+        return Candidate(name, spelt.config, yaml, spelt.said)
+    method = objective_of(spelt.loss).method
+    if "reference" in method.policies:
+        raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
+    if method.needs_state_values:
+        raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
+    # What the hook could do too has its exact numbers, its gates by name, and its traps.
+    config = equivalent_correction(spelt.config, method)
+    if config is not None:
+        return Candidate(name, config, yaml, spelt.said)
+    return Candidate(name, spelt.config, yaml, spelt.said, method)
 
 
 @dataclass(frozen=True)
@@ -75,11 +133,6 @@ class Recommendation:
     name: str
     yaml: str
     ranking: tuple[Ranked, ...] = field(repr=False)
-
-
-def no_correction() -> Candidate:
-    """The candidate that measures and changes nothing."""
-    return Candidate(NONE, NO_CORRECTION, "")
 
 
 def recommend(

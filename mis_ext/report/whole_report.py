@@ -1,30 +1,50 @@
-"""A whole report: of files, with configurations to try."""
+"""A whole report: of files, with configurations to try, another run beside it, and what moves with the mismatch."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mis_ext.dumps import Dumps
+from mis_ext.files import regular_file
 from mis_ext.jsonable import to_jsonable
-from mis_ext.keys.preset_files import list_presets, preset_path
-from mis_ext.keys.presets import Spelt, method_yaml, read_file, read_method
-from mis_ext.loss.objective import objective_of
-from mis_ext.methods.catalogue import find_method
-from mis_ext.methods.first_update import equivalent_correction
-from mis_ext.report.collector import NUM_WORST, Collector
 from mis_ext.report.comparison import Comparison, compared
-from mis_ext.report.indicators import Indicator, indicators
 from mis_ext.report.recommendation import Candidate, Recommendation, no_correction, recommend
-from mis_ext.report.run import Run, run_of
-from mis_ext.report.summary import Summary
+from mis_ext.report.run import NUM_WORST, Collector, Run, run_of
 
 FORMAT = 1
 """Version of the format of ``summary.json``."""
+
+
+MIN_STEPS, MAX_LAG = 8, 5
+STEP_KEYS = ("step", "rollout_id", "rollout/step", "train/step")
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """How a series goes with k3.
+
+    Attributes:
+        name: Of the series.
+        lag: Steps by which k3 is ahead of it, where they go together best; below 0 it is behind.
+        correlation: Spearman's, there.
+        correlation_now: The same without lag.
+        num_steps: That were compared.
+    """
+
+    name: str
+    lag: int
+    correlation: float
+    correlation_now: float
+    num_steps: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +83,7 @@ def report_of(
         candidates: What to try, besides no correction.
         sources: What to call the files.
         num_worst: How many tokens and samples are listed.
-        pool: See :class:`~mis_ext.report.collector.Collector`.
+        pool: See :class:`~mis_ext.report.run.Collector`.
         logged: Numbers that the run logged, by name and step, to hold against k3.
         against: Another run, to stand beside this one.
 
@@ -79,63 +99,85 @@ def report_of(
         pool=pool,
     )
     run = run_of(dumps, collector, sources=sources)
+    own = {
+        name: {step: getattr(found, name) for step, found in run.summary.steps.items()}
+        for name in ("reward", "mean_length")
+    }
     return Report(
         **vars(run),
         recommendation=recommend(candidates, collector.outcomes(), run.summary, run.diagnoses),
-        indicators=tuple(_indicators(run.summary, logged or {})),
+        indicators=tuple(
+            indicators({step: found.k3 for step, found in run.summary.steps.items()}, own | {**(logged or {})})
+        ),
         against=None if against is None else compared(run, against),
     )
 
 
-def _indicators(summary: Summary, logged: Mapping[str, Mapping[str, float]]) -> list[Indicator]:
-    steps = summary.steps.items()
-    own = {name: {step: getattr(found, name) for step, found in steps} for name in ("reward", "mean_length")}
-    return indicators({step: found.k3 for step, found in steps}, own | {**logged})
+def indicators(k3: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> list[Indicator]:
+    """The series that have a number in at least 8 of the steps, the strongest first.
+
+    Args:
+        k3: By step, in order.
+        others: Further series by name.
+    """
+    found = []
+    for name, series in others.items():
+        both = [step for step in k3 if math.isfinite(k3[step]) and math.isfinite(series.get(step, math.nan))]
+        ours, theirs = (torch.tensor([each[step] for step in both], dtype=torch.float64) for each in (k3, series))
+        if len(both) < MIN_STEPS:
+            continue
+        by_lag = {lag: _at_lag(ours, theirs, lag) for lag in range(-MAX_LAG, MAX_LAG + 1)}
+        known = {lag: value for lag, value in by_lag.items() if not math.isnan(value)}
+        if known:
+            # Of equally strong ones the nearest.
+            lag = max(known, key=lambda lag: (round(abs(known[lag]), 6), -abs(lag)))
+            found.append(Indicator(name, lag, known[lag], by_lag[0], len(both)))
+    return sorted(found, key=lambda each: -abs(each.correlation))
 
 
-def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
-    """Presets by name; by default all that correct, each point once."""
-    found: list[Candidate] = []
-    # The default first: of two names of one point its own is the one to see.
-    for name in sorted(list_presets(), key=lambda name: name != "mis") if names is None else names:
-        candidate = dataclasses.replace(file_candidate(preset_path(name)), name=name)
-        is_new = all(candidate.config != other.config for other in found)
-        if names is not None or (is_new and not candidate.config.metrics_only):
-            found.append(candidate)
-    return found
-
-
-def file_candidate(path: Path) -> Candidate:
-    """The candidate that a YAML file describes, with the warnings that reading it gave.
+def read_series(path: Path) -> dict[str, dict[str, float]]:
+    """Numbers by name and step, from JSON lines that a run logged: an object with a step per line.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no configuration, or names a method that looks at what a dump does not hold.
-        TypeError: A value has the wrong type.
+        OSError: The file cannot be opened.
+        ValueError: A line is no object with a step.
     """
-    return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
+    series: dict[str, dict[str, float]] = {}
+    for number, line in enumerate(regular_file(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            for name, step, value in _numbers(line, f"{path}, line {number}"):
+                series.setdefault(name, {})[step] = value
+    return series
 
 
-def method_candidate(name: str) -> Candidate:
-    """The candidate that is a published method with its defaults, by the file that runs it.
+def _numbers(line: str, place: str) -> Iterator[tuple[str, str, float]]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    key = next((key for key in STEP_KEYS if isinstance(row, dict) and key in row), None)
+    if key is None:
+        raise ValueError(f"{place}: not an object with one of {', '.join(STEP_KEYS)}")
+    for name, value in row.items():
+        if name != key and isinstance(value, (int, float)) and not isinstance(value, bool):
+            try:
+                yield name, str(row[key]), float(value)
+            except OverflowError:
+                raise ValueError(f"{place}: {name} is beyond all numbers of 64 bits") from None
 
-    Raises:
-        ValueError: There is no such method, or a dump does not hold what it looks at.
-    """
-    row = find_method(name)
-    return _candidate(f"method {name}", read_method(row), method_yaml(row))
+
+def _at_lag(ours: Tensor, theirs: Tensor, lag: int) -> float:
+    first, second = (ours[: len(ours) - lag], theirs[lag:]) if lag >= 0 else (ours[-lag:], theirs[: len(theirs) + lag])
+    if len(first) < MIN_STEPS - MAX_LAG:
+        return math.nan
+    ranks = torch.stack([_ranks(first), _ranks(second)])
+    if bool((ranks.std(1) == 0).any()):
+        return math.nan
+    return float(torch.corrcoef(ranks)[0, 1])
 
 
-def _candidate(name: str, spelt: Spelt, yaml: str) -> Candidate:
-    if spelt.loss is None or spelt.loss.method is None:
-        return Candidate(name, spelt.config, yaml, spelt.said)
-    method = objective_of(spelt.loss).method
-    if "reference" in method.policies:
-        raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
-    if method.needs_state_values:
-        raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
-    # What the hook could do too has its exact numbers, its gates by name, and its traps.
-    config = equivalent_correction(spelt.config, method)
-    if config is not None:
-        return Candidate(name, config, yaml, spelt.said)
-    return Candidate(name, spelt.config, yaml, spelt.said, method)
+def _ranks(values: Tensor) -> Tensor:
+    """Equal values share the middle of their ranks."""
+    is_below = (values[:, None] > values[None, :]).sum(1)
+    is_equal = (values[:, None] == values[None, :]).sum(1)
+    return is_below.double() + (is_equal + 1) / 2.0

@@ -22,7 +22,7 @@ from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
 from mis_ext.keys.preset_files import PresetRemarks, preset_remarks
 from mis_ext.methods.table import methods_table
-from mis_ext.report.references import MEANING, REFERENCES
+from mis_ext.report.page import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -17,8 +17,8 @@ from mis_ext.diagnosis import Measuring
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.explain.traps import traps_of
 from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
-from mis_ext.report.collector import MAX_WAITING
 from mis_ext.report.recommendation import circumstances_of
+from mis_ext.report.run import MAX_WAITING
 from mis_ext.report.sequences import BANDS, effective_share, k_hat
 from mis_ext.report.tally import NUM_SIZES, quantile, size_bin, size_of_bin, summed
 

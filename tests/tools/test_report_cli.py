@@ -18,8 +18,8 @@ from mis_ext.cli import main
 from mis_ext.dumps import Dumps
 from mis_ext.explain.traps import traps_of
 from mis_ext.report.page import page_of
-from mis_ext.report.recommendation import circumstances_of
-from mis_ext.report.whole_report import file_candidate, preset_candidates, report_of
+from mis_ext.report.recommendation import circumstances_of, file_candidate, preset_candidates
+from mis_ext.report.whole_report import report_of
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")

@@ -9,8 +9,8 @@ import pytest
 from test_report_oracle import CONFIG, collected, draw
 
 import mis_ext
+from mis_ext.report.page import MEANING
 from mis_ext.report.recommendation import Candidate, no_correction, recommend
-from mis_ext.report.references import MEANING
 from mis_ext.report.run import Unexplained
 from mis_ext.report.summary import WorstToken
 from mis_ext.report.whole_report import Report

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
-from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.normalization import WeightScale, ratio_or_one
 from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
+from mis_ext.hosts.groups import device_of, find_groups, initialized_megatron
 from mis_ext.hosts.monitor import raise_if_failed
-from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack
+from mis_ext.hosts.packing import check_samples, pack_rollout
 from mis_ext.hosts.runs import session_for
 from mis_ext.hosts.session import Session
 
-_STREAMS = ("log_probs", "rollout_log_probs")
 _REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
@@ -99,50 +97,6 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
             mean_weight=ratio_or_one(weight_sum, weight_count),
             denominator_factor=ratio_or_one(original_terms, kept_terms),
         )
-
-
-def pack_rollout(
-    rollout_data: dict[str, Any],
-    groups: Groups,
-    rollout_id: int | None,
-    *,
-    device: torch.device,
-    key: str,
-    remedy: str,
-) -> PackedStreams:
-    """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
-
-    Args:
-        rollout_data: What the host gives a rollout hook, see :func:`prepare_rollout`.
-        groups: Where this rank stands: it says which tokens of a response are here.
-        rollout_id: Number of the rollout, for the message.
-        device: Where the tensors go.
-        key: Who asks, for the message.
-        remedy: What to do where the host has not scored the rollout, for the message.
-
-    Raises:
-        ValueError: Log-probs of either side are missing, or the lengths of a sample differ.
-        KeyError: Lengths or masks are missing.
-    """
-    missing = [name for name in _STREAMS if not rollout_data.get(name)]
-    if missing and rollout_data["response_lengths"]:
-        raise ValueError(
-            f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
-            f"with one optimiser step per rollout: {remedy}"
-        )
-    layout = PackedLayout.context_parallel(
-        rollout_data["response_lengths"],
-        total_lengths=rollout_data["total_lengths"],
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-        device=device,
-    )
-    proximal_T, behavior_T = (
-        pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in _STREAMS
-    )
-    mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
-    check_mask(mask_R)
-    return PackedStreams(proximal_T, behavior_T, mask_R, layout)
 
 
 def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> Tensor | None:
