@@ -10,7 +10,8 @@ import pytest
 import torch
 from commands import json_of
 
-from mis_ext.dumps import DumpedSample, Dumps, Skipped, reading, stream
+from mis_ext.dumps import DumpedSample, Dumps, Skipped, stream
+from mis_ext.dumps.sample import read_file as read_whole
 
 
 def read(*paths: Path | str) -> list[DumpedSample]:
@@ -202,7 +203,7 @@ def test_one_file_is_in_memory_at_a_time(tmp_path, monkeypatch) -> None:
 
     def read_file(*arguments, **keywords):
         while_reading.append([reference() for reference in alive[:2]])
-        return reading.read_file(*arguments, **keywords)
+        return read_whole(*arguments, **keywords)
 
     monkeypatch.setattr(stream, "read_file", read_file)
     next(samples)

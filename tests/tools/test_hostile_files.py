@@ -13,7 +13,7 @@ import torch
 
 from mis_ext import __version__, files
 from mis_ext.cli import main
-from mis_ext.dumps import Dumps, json_lines
+from mis_ext.dumps import Dumps, formats
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -194,7 +194,7 @@ def test_what_a_terminal_would_obey_is_escaped_on_page_and_terminal(tmp_path, ca
 
 
 def test_a_line_that_no_sample_has_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "_MAX_LINE", len(json.dumps(ROW)) + 1)
+    monkeypatch.setattr(formats, "_MAX_LINE", len(json.dumps(ROW)) + 1)
     path = tmp_path / "dump.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"reward": 1}) + "\n")
     with pytest.raises(ValueError, match="line 2: longer than"):
