@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from mis_ext import __version__
-from mis_ext.cli import audit, check_rollouts, convert, diff, explain, methods, presets, report
-from mis_ext.cli.needed import require
-from mis_ext.cli.result import Result
+from mis_ext.cli import audit, check_rollouts, configurations, diff, report
+from mis_ext.cli.command import Result, require
 from mis_ext.files import printable
 from mis_ext.jsonable import to_jsonable
 
@@ -29,8 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for module in (audit, report, explain, diff, check_rollouts, presets, methods, convert):
-        module.add_command(commands)
+    for add in (
+        audit.add_command,
+        report.add_command,
+        configurations.add_explain,
+        diff.add_command,
+        check_rollouts.add_command,
+        configurations.add_presets,
+        configurations.add_methods,
+        configurations.add_convert,
+    ):
+        add(commands)
     for command in commands.choices.values():
         command.add_argument(
             "--json", action="store_true", help="print everything as one JSON document, and nothing else"

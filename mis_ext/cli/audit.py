@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mis_ext.cli.progress import watch
-from mis_ext.cli.result import Result
-from mis_ext.files import printable
+from mis_ext.cli.command import Result, grid, watch
 
 if TYPE_CHECKING:
     from mis_ext.dumps import Dumps
@@ -108,20 +106,9 @@ def _show(report: AuditReport) -> None:
 
     console = Console()
     console.print(Text(report.verdict.value, style=f"bold {_COLORS[report.verdict.value]}"))
-    console.print(_grid(report.rows()))
+    console.print(grid(report.rows()))
     if report.num_active_tokens:
         table = Table("probability", "tokens", "different", "mean", "max", title="by rollout probability")
         for row in report.decile_rows():
             table.add_row(*row)
         console.print(table)
-
-
-def _grid(rows: list[tuple[str, str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        # Text, because names of files may hold what rich would read as markup.
-        grid.add_row(Text(name, style="dim"), Text(printable(value)))
-    return grid

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from mis_ext.cli.needed import require
-from mis_ext.cli.progress import bytes_bars
-from mis_ext.cli.result import Result
-from mis_ext.cli.rollout_report import show
+from mis_ext.cli.command import Result, bytes_bars, grid, require
+from mis_ext.files import printable
 from mis_ext.rollout.conversations.policies import Policy
 
 if TYPE_CHECKING:
@@ -140,3 +138,66 @@ def load_tokenizer(path: Path) -> Tokenizer:
         from_file: Any = transformers.PreTrainedTokenizerFast
         tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
     return cast("Tokenizer", tokenizer)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print a report of :class:`~mis_ext.rollout.logs.log_report.LogReport`: verdict, counts and tables."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    passed = report["passed"]
+    console.print(Text("PASSED" if passed else "FAILED", style="bold green" if passed else "bold red"))
+    console.print(grid(_rows(report)))
+    for key, title in (("refused", "refused"), ("boundaries", "turn boundaries"), ("texts", "texts")):
+        if report[key]:
+            console.print(_table(title, report[key]))
+    if report["policy"] and report["policy"]["errors"]:
+        console.print(_table("refused by the policy", report["policy"]["errors"]))
+
+
+def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("because", reason) for reason in report["reasons"]]
+    rows += [(name.replace("_", " "), str(report[name])) for name in ("conversations", "calls", "sampled_tokens")]
+    for kind, found in report["weight_versions"].items():
+        versions = ", ".join(found["first"]["versions"])
+        example = f", the first {found['first']['conversation']!r}{versions and ': '}{versions}"
+        rows.append((f"weight versions: {kind}", f"{found['count']} conversations{example}"))
+    policy = report["policy"]
+    if policy:
+        rows += [
+            (f"policy {policy['name']}", f"{policy['samples']} samples"),
+            ("trained tokens", str(policy["trained_tokens"])),
+            ("dropped tokens", str(policy["dropped_tokens"])),
+            ("actions", ", ".join(f"{action} {count}" for action, count in policy["actions"].items() if count) or "-"),
+        ]
+    return rows
+
+
+def _table(title: str, classes: Mapping[str, Mapping[str, Any]]) -> Any:
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    first = Column("first", overflow="fold")
+    table = Table("class", "count", "share", "failing", first, title=title, show_lines=True)
+    for kind, found in classes.items():
+        cells = [kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])]
+        example = "\n".join(map(printable, _example_lines(found["first"])))
+        table.add_row(*map(Text, cells), Text(example), style="red" if found["failing"] else "")
+    return table
+
+
+def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:
+    place = f"{example['file']}, line {example['line']}" if "file" in example else ""
+    conversation = f"conversation {example['conversation']!r}" if example["conversation"] is not None else ""
+    yield ", ".join(filter(None, (place, conversation)))
+    if example.get("position") is not None:
+        found = "the prompt ends" if example["found_id"] is None else f"the prompt has {example['found_id']}"
+        known = "nothing more" if example["expected_id"] is None else f"id {example['expected_id']}"
+        yield f"position {example['position']}: {known} is known, {found}"
+    for key, name in (("expected_text", "known: "), ("found_text", "prompt: ")):
+        if example.get(key) is not None:
+            yield f"{name}{example[key]!r}"
+    yield from (example[key] for key in ("message", "detail") if example.get(key))
+    if example.get("cure"):
+        yield f"cure: {example['cure']}"

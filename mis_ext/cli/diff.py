@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext import onpolicy
-from mis_ext.cli.result import Result
+from mis_ext.cli.command import Result
 from mis_ext.files import printable
 
 if TYPE_CHECKING:

@@ -239,7 +239,7 @@ def test_what_ends_a_command_early_has_a_code_and_a_line(error, code, said, monk
     def fail(_):
         raise error
 
-    monkeypatch.setattr("mis_ext.cli.presets.run", fail)
+    monkeypatch.setattr("mis_ext.cli.configurations.run_presets", fail)
     try:
         found = main(["presets"])
     except SystemExit as end:

@@ -69,13 +69,13 @@ def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
 
 
 def test_the_progress_of_a_large_log_is_shown(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.cli import progress
+    from mis_ext.cli import command
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     path = write(tmp_path, *good())
     report_of(path)
     assert "checking" not in capfd.readouterr().err
-    monkeypatch.setattr(progress, "_LARGE", 1)
+    monkeypatch.setattr(command, "_LARGE", 1)
     report_of(path)
     shown = capfd.readouterr().err
     size = path.stat().st_size / 1000

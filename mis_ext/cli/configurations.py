@@ -1,4 +1,4 @@
-"""``mis-ext explain``: what a configuration does, before it runs."""
+"""Commands about configurations, which need no data: ``explain``, ``presets``, ``methods`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.cli.result import Result
+from mis_ext.cli.command import Result
 
 if TYPE_CHECKING:
     from mis_ext.explain import Effect, Explanation
@@ -30,7 +30,7 @@ _NUMBERS = {
 }
 
 
-def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``mis-ext explain``."""
     parser = subparsers.add_parser(
         "explain",
@@ -59,7 +59,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
     parser.add_argument("--sequences", type=int, metavar="N", help="responses over which one call normalises")
-    parser.set_defaults(run=run, shown_with=("rich",))
+    parser.set_defaults(run=run_explain, shown_with=("rich",))
 
 
 def _number(text: str) -> float:
@@ -69,7 +69,7 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, such as 5e-3, got {text!r}") from None
 
 
-def run(parsed: argparse.Namespace) -> Result:
+def run_explain(parsed: argparse.Namespace) -> Result:
     """Explain the configuration."""
     from mis_ext.explain import explain_config
 
@@ -84,7 +84,7 @@ def run(parsed: argparse.Namespace) -> Result:
         loss=spelt.loss,
         about=spelt.about,
     )
-    return Result({"config": parsed.config} | found.to_dict(), lambda: _show(parsed.config, found))
+    return Result({"config": parsed.config} | found.to_dict(), lambda: _show_explanation(parsed.config, found))
 
 
 def _spelt(name: str) -> Spelt:
@@ -104,7 +104,7 @@ def _spelt(name: str) -> Spelt:
     raise ValueError(f"no preset and no method {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
 
 
-def _show(name: str, found: Explanation) -> None:
+def _show_explanation(name: str, found: Explanation) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -140,7 +140,7 @@ def _show(name: str, found: Explanation) -> None:
     lines(found.denominator)
     title(f"Expected at k3 {found.effect.k3:g} per token")
     table = Table("", *(f"T = {each.length:,.0f}" for each in found.at_lengths))
-    for label, values in _rows(found.at_lengths):
+    for label, values in _effect_rows(found.at_lengths):
         table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
     console.print(table)
     console.print(Text(found.limits, style="dim"))
@@ -153,7 +153,7 @@ def _show(name: str, found: Explanation) -> None:
         lines(found.notes)
 
 
-def _rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
+def _effect_rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
     effects = [*effects]
     of: Callable[[Any, str], float] = getattr
     for name, label in _NUMBERS.items():
@@ -168,3 +168,107 @@ def _percent(value: float) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:.1e}" if 0.0 < value < 1e-3 else f"{value:.3f}"
+
+
+def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext presets``."""
+    parser = subparsers.add_parser(
+        "presets",
+        help="the YAML files of mis_ext: what each does, and when to use it",
+        description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
+    parser.set_defaults(run=run_presets, shown_with=())
+
+
+def run_presets(arguments: argparse.Namespace) -> Result:
+    """The list, or one file."""
+    from mis_ext.keys.preset_files import list_presets, preset_remarks, preset_text
+
+    if arguments.name is not None:
+        file = preset_text(arguments.name)
+        remarks = preset_remarks(arguments.name)._asdict()
+        return Result({"name": arguments.name, **remarks, "yaml": file}, lambda: print(file, end=""))
+    presets = [{"name": name, **preset_remarks(name)._asdict()} for name in list_presets()]
+    return Result({"presets": presets}, lambda: _show_presets(presets))
+
+
+def _show_presets(presets: list[dict[str, str]]) -> None:
+    from mis_ext.columns import hanging
+
+    for each in presets:
+        print(each["name"])
+        print(hanging("  What: ", each["what"]))
+        print(hanging("  When: ", each["when"]))
+    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME its effect.")
+
+
+def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext methods``."""
+    parser = subparsers.add_parser(
+        "methods",
+        help="published methods: formula, source, when to use, what speaks against it",
+        description="Lists the methods. With NAME it describes that method.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
+    parser.add_argument(
+        "--yaml",
+        action="store_true",
+        help="print a file that runs NAME: with the hook if it can, else with the policy loss of mis_ext",
+    )
+    parser.set_defaults(run=run_methods, shown_with=())
+
+
+def run_methods(arguments: argparse.Namespace) -> Result:
+    """The list, or one method with the file that runs it."""
+    from mis_ext.keys.presets import method_yaml
+    from mis_ext.methods import METHODS, find_method
+    from mis_ext.methods.published import SYMBOLS
+    from mis_ext.methods.table import describe_method, list_methods, method_facts
+
+    if arguments.name is None:
+        if arguments.yaml:
+            raise ValueError("--yaml needs the NAME of a method")
+        methods = [method_facts(row) for row in METHODS.values()]
+        return Result({"methods": methods, "symbols": SYMBOLS}, lambda: print(list_methods()))
+    row = find_method(arguments.name)
+    file = method_yaml(row)
+    content = method_facts(row) | {"yaml": file, "symbols": SYMBOLS}
+    return Result(content, lambda: print(file, end="") if arguments.yaml else print(describe_method(row)))
+
+
+def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext convert``."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="converts the options of another framework to a YAML file of mis_ext with the same weights and masks",
+        description="Reads a configuration of verl: the .hydra/config.yaml of a run, what its command prints with "
+        "--cfg job, or its rollout_correction alone. Prints the YAML file of mis_ext with the same weights and masks. "
+        "Options without a counterpart are refused.",
+    )
+    parser.add_argument("framework", choices=("verl",), help="the framework of the options")
+    parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
+    parser.set_defaults(run=run_convert, shown_with=())
+
+
+def run_convert(arguments: argparse.Namespace) -> Result:
+    """Convert the file."""
+    from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
+    from mis_ext.keys.given import read_keys
+
+    try:
+        content = read_keys(arguments.file)
+    except ValueError as error:
+        raise ValueError(f"{error}. {WHOLE_CONFIGURATION}") from None
+    keys, remarks = convert_verl(options_in(content))
+    lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks, *dtype_remarks(content)]
+    result = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
+    return Result(result, lambda: _show_convert(keys, lines))
+
+
+def _show_convert(keys: dict[str, Any], remarks: list[str]) -> None:
+    import yaml
+
+    for remark in remarks:
+        print(f"# {remark}")
+    print(yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120), end="")

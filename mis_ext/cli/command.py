@@ -1,11 +1,53 @@
-"""How far a command has come, on standard error: on a terminal, and where rich is installed."""
+"""What commands share: a result, packages that one needs, and how far it has come."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from mis_ext.files import printable
+
+
+class Result(NamedTuple):
+    """What a command found.
+
+    ``content`` is all of it, as :func:`~mis_ext.jsonable.to_jsonable` takes it. ``show`` prints it for people. ``code``
+    is the exit code.
+    """
+
+    content: Any
+    show: Callable[[], object]
+    code: int = 0
+
+
+def grid(rows: Iterable[tuple[str, str]]) -> Any:
+    """Names and values in two columns of a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        # Text, because names of files may hold what rich would read as markup.
+        grid.add_row(Text(name, style="dim"), Text(printable(value)))
+    return grid
+
+
+def require(*modules: str, install: str) -> None:
+    """Say what to install, before any work is done.
+
+    Raises:
+        OSError: A module is not there; the message says how to get it.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise OSError(f"needs {module}: pip install {install}") from error
+
 
 Advance = Callable[[int], None]
 """Says how many bytes more were read."""
