@@ -14,8 +14,7 @@ from torch import Tensor
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import compute_correction
-from mis_ext.explain.effect import Effect, effect_of
-from mis_ext.explain.law import GaussianLaw
+from mis_ext.explain.law import Effect, GaussianLaw, effect_of
 from mis_ext.methods.first_update import first_update, without_terms
 from mis_ext.methods.method import Method
 

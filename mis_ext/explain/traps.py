@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
-from mis_ext.explain.effect import Effect, described_gates
-from mis_ext.explain.law import GaussianLaw
+from mis_ext.explain.law import Effect, GaussianLaw, described_gates
 
 if TYPE_CHECKING:
     from mis_ext.methods.method import Method

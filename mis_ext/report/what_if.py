@@ -15,7 +15,7 @@ from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction
 from mis_ext.correction.plan import Plan, plan_of
-from mis_ext.explain.effect import description
+from mis_ext.explain.law import gate_label
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.report.part import Part
@@ -337,11 +337,11 @@ def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
     found: dict[str, CorrectionConfig] = {}
     implied = config.weight.gate if config.weight is not None else None
     if implied is not None:
-        found[description("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+        found[gate_label("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
     for name, gate in labelled.items():
         if gate.action == "reject":
             gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
-            found[description(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+            found[gate_label(name, gate)] = CorrectionConfig(weight=None, gates=gates)
     return found
 
 
