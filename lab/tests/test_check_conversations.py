@@ -11,8 +11,7 @@ from check_conversations import check_some
 
 from mis_ext.rollout.conversations import builder, samples
 from mis_ext.rollout.conversations.boundary import BoundaryAction
-from mis_ext.rollout.readers import choices, evidence
-from mis_ext.rollout.streams import joining
+from mis_ext.rollout.readers import cross_checks, server_sent_events
 
 
 def test_drawn_conversations_become_exactly_the_samples_that_they_are() -> None:
@@ -24,7 +23,7 @@ def test_drawn_conversations_become_exactly_the_samples_that_they_are() -> None:
     assert min(counts[f"responses: {name}"] for name in streams) > 10
 
 
-ACTION, EVENTS = builder.choose_action, joining._events
+ACTION, EVENTS = builder.choose_action, server_sent_events._events
 
 
 def first_place(places, read):
@@ -47,11 +46,15 @@ def split_copies(policy, call, finding):
 
 
 MISTAKES = {
-    "only the first witness": (evidence, "agree", first_place),
-    "counts of a response": (evidence, "_check_counts", lambda *places: None),
-    "any index of a choice": (choices, "check_same", lambda one, other: None),
-    "a stream that breaks off": (joining, "_events", lambda lines, name: EVENTS([*lines, "data: [DONE]"], name)),
-    "all events are new": (joining, "_has_all", lambda event: False),
+    "only the first witness": (cross_checks, "agree", first_place),
+    "counts of a response": (cross_checks, "_check_counts", lambda *places: None),
+    "any index of a choice, any end": (cross_checks, "check_same", lambda one, other: None),
+    "a stream that breaks off": (
+        server_sent_events,
+        "_events",
+        lambda lines, name: EVENTS([*lines, "data: [DONE]"], name),
+    ),
+    "all events are new": (server_sent_events, "_has_all", lambda event: False),
     "shared calls are trained twice": (builder, "collect_samples", trained_in_each),
     "a copy is a sample": (builder, "choose_action", split_copies),
 }

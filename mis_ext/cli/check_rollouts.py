@@ -15,9 +15,9 @@ from mis_ext.files import printable
 from mis_ext.rollout.conversations.policies import Policy
 
 if TYPE_CHECKING:
+    from mis_ext.rollout.generation import Tokenizer
     from mis_ext.rollout.logs.checks import ConversationCheck
     from mis_ext.rollout.logs.lines import LoggedCall
-    from mis_ext.rollout.text import Tokenizer
 
 _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '

@@ -38,13 +38,12 @@ if TYPE_CHECKING:
         RolloutError,
         UnprovenTokenIds,
     )
-    from mis_ext.rollout.generation import Generation
+    from mis_ext.rollout.generation import Generation, TrainingSample
     from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
     from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
+    from mis_ext.rollout.readers.server_sent_events import join_stream
     from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
     from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
-    from mis_ext.rollout.streams.joining import join_stream
-    from mis_ext.rollout.training_sample import TrainingSample
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -72,13 +71,12 @@ else:
                 "RolloutError",
                 "UnprovenTokenIds",
             ),
-            "generation": ("Generation",),
+            "generation": ("Generation", "TrainingSample"),
             "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
             "readers.openai": ("read_openai_chat", "read_openai_completions"),
             "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
             "readers.vllm": ("read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
-            "streams.joining": ("join_stream",),
-            "training_sample": ("TrainingSample",),
+            "readers.server_sent_events": ("join_stream",),
         },
     )
 

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Generation, Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no whole character."""

@@ -1,13 +1,14 @@
-"""One call of an inference server, in one form whatever server answered."""
+"""What the parts of this room hand to each other: a call of an inference server in, a training sample out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 LARGEST_ID = 2**31 - 1
 """No vocabulary is larger."""
+
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -41,3 +42,46 @@ class Generation:
     weight_version: str | None = None
     weight_versions: list[str] | None = None
     kept_ids: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """A prompt and a response in which every sampled token is marked.
+
+    The response begins with the first sampled token. The lists about the response have ``response_length`` entries.
+
+    Attributes:
+        tokens: Token ids of prompt and response.
+        response_length: Tokens of the response: sampled ones and, between turns, those of tools and of the template.
+        loss_mask: 1 where the token was sampled and is trained, else 0.
+        rollout_log_probs: The server's natural log-prob, of exactly this context, where ``loss_mask`` is 1, else 0.0.
+        weight_versions: Version of the weights that sampled the token; None where nothing was sampled or the server did
+            not say.
+        request_ids: The calls whose tokens are trained in this sample, in order.
+    """
+
+    tokens: list[int]
+    response_length: int
+    loss_mask: list[int]
+    rollout_log_probs: list[float]
+    weight_versions: list[str | None]
+    request_ids: list[str]
+
+
+class Tokenizer(Protocol):
+    """A Hugging Face tokenizer, or anything with its ``encode`` and ``decode``."""
+
+    def __hash__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...  # noqa: D102
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...  # noqa: D102
+
+
+def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
+    """The index of the first value that is no token id up to ``largest``; None if all are."""
+    # Types before values, each in one pass in C: the loop runs only to name the position. True and 5.0 equal ids and
+    # are none.
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
+        return None
+    return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from mis_ext.rollout.decoding import UNKNOWN, Decoding, Endings, decodings
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Generation, Tokenizer
 
 
 class PostProcessingKind(str, Enum):

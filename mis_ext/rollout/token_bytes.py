@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol, cast
 
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Tokenizer
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 # A space, a line break and characters of two and four bytes: read in the wrong way, at least one of them differs.

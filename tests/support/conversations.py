@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from tiny_tokenizers import KEEP_REASONING, PLAIN, STRIP_REASONING, TURN_END, encode, encode_bytewise, render
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.generation import FinishReason, Generation
-from mis_ext.rollout.training_sample import TrainingSample
+from mis_ext.rollout.generation import FinishReason, Generation, TrainingSample
 
 QUESTION = [
     {"role": "system", "content": "Think first."},

@@ -13,7 +13,7 @@ from truth import versions_of
 
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.logs.lines import READERS
-from mis_ext.rollout.streams.joining import join_stream
+from mis_ext.rollout.readers.server_sent_events import join_stream
 
 FORMATS = ("sglang", "sglang-chat", "vllm", "vllm-chat", "vllm-completions")
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -16,8 +16,7 @@ from mis_ext.rollout.conversations.policies import Policy, choose_action
 from mis_ext.rollout.conversations.prefix_tree import PrefixTree
 from mis_ext.rollout.conversations.samples import collect_samples
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
-from mis_ext.rollout.generation import LARGEST_ID, Generation
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import LARGEST_ID, Generation, Tokenizer
 
 _CONTEXT_TOKENS = 8
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
-from mis_ext.rollout.training_sample import TrainingSample
+from mis_ext.rollout.generation import TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

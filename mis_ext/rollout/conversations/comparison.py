@@ -10,8 +10,7 @@ from mis_ext.rollout.conversations.boundary import BoundaryKind
 from mis_ext.rollout.conversations.known_call import KnownCall
 from mis_ext.rollout.conversations.prefix_tree import Place, find_mismatch
 from mis_ext.rollout.conversations.rewriting import marks_of
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Generation, Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mis_ext.rollout.conversations.known_call import KnownCall
-from mis_ext.rollout.training_sample import TrainingSample
+from mis_ext.rollout.generation import TrainingSample
 
 
 def collect_samples(calls: Sequence[KnownCall]) -> tuple[TrainingSample, ...]:

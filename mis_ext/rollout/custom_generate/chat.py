@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Tokenizer
 
 # Stands for an assistant's turn, to find where the template's text after such a turn begins.
 _MARK = "\N{REFERENCE MARK}assistant\N{REFERENCE MARK}"

@@ -15,7 +15,7 @@ from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn
 from mis_ext.rollout.custom_generate.http import host_of
 from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
 from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Tokenizer
 
 UNFINISHED = f"{KEY}_unfinished"
 """Key in ``sample.metadata`` of the turn in which a sample was aborted."""

@@ -12,11 +12,9 @@ from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.conversations.policies import Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
-from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.generation import Generation, Tokenizer, TrainingSample
 from mis_ext.rollout.logs.lines import LoggedCall
 from mis_ext.rollout.post_processing import detect_post_processing
-from mis_ext.rollout.text import Tokenizer
-from mis_ext.rollout.training_sample import TrainingSample
 
 # What they go on from is there in the ids that were sampled.
 _BRANCHES = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE, BoundaryKind.FORK)

@@ -8,11 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from mis_ext.rollout.errors import Contradiction, UnprovenTokenIds
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.readers.choices import Choice, Scores, given_ids, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import settle
-from mis_ext.rollout.readers.reading import Field
-from mis_ext.rollout.text import Tokenizer
+from mis_ext.rollout.generation import Generation, Tokenizer
+from mis_ext.rollout.readers.cross_checks import Choice, given_ids, open_choice, sent_ids, settle
+from mis_ext.rollout.readers.json_fields import Field
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 # What stands in text for bytes that are no character, so that it stands for no bytes in particular.
@@ -60,35 +58,26 @@ def read_openai_completions(
     r"""What a completions request with ``logprobs`` sampled, if ``tokenizer`` proves the ids of ``choice``.
 
     Completions have text and no bytes, so that only a token of ASCII characters is proven: servers write the bytes of
-    a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. See :func:`read_openai_chat`.
-
-    Args:
-        request: The request as it was sent, decoded.
-        response: The response as it came, decoded.
-        prompt_ids: The prompt's ids, unless it was sent as ids.
-        tokenizer: The server's, a fast Hugging Face tokenizer of byte-level BPE; None refuses every response.
-        choice: The position of the choice; None: the only one.
-        request_id: Names the request in errors and samples; None: the server's name for it.
-
-    Raises:
-        RolloutError: The response proves no sample; the subclass says why.
+    a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. Arguments and errors are those of
+    :func:`read_openai_chat`; ``prompt_ids`` may be left out where the prompt was sent as ids.
     """
     found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
     return _read_choice(found, tokenizer, [given_ids(found, prompt_ids), sent_ids(found.asked, "prompt")])
 
 
 def _read_choice(found: Choice, tokenizer: Tokenizer | None, prompt_places: list[Field | None]) -> Generation:
-    tokens = found.scores.tokens
+    tokens = found.tokens
     if tokenizer is None:
         advice = "ask the server for ids, or give its tokenizer and the prompt_ids"
         raise UnprovenTokenIds(tokens.request_id, f"the response has text and no token ids: {advice}")
     vocabulary = _vocabulary(tokens.request_id, tokenizer)
-    proven = [_prove(tokens.entry(i), known, vocabulary) for i, known in enumerate(_bytes_of_tokens(found.scores))]
+    known = [_bytes(found, position, text) for position, text in enumerate(tokens.strings())]
+    proven = [_prove(tokens.entry(position), each, vocabulary) for position, each in enumerate(known)]
     return settle(
         tokens.request_id,
         sampled_ids=[replace(tokens, value=proven)],
         sampled_counts=[],
-        log_probs=[found.scores.log_probs],
+        log_probs=[found.log_probs],
         prompt_ids=prompt_places,
         prompt_counts=[found.prompt_count],
         finish_reason=found.finish_reason,
@@ -111,15 +100,11 @@ def _prove(token: Field, known: bytes | None, vocabulary: Mapping[bytes, list[in
     return ids[0]
 
 
-def _bytes_of_tokens(scores: Scores) -> list[bytes | None]:
-    """The bytes of each token; None where the response does not have them."""
-    texts = scores.tokens.strings()
-    if scores.bytes is None:
-        return [text.encode() if text.isascii() else None for text in texts]
-    return [_bytes(scores.bytes.entry(position), text) for position, text in enumerate(texts)]
-
-
-def _bytes(row: Field, text: str) -> bytes | None:
+def _bytes(found: Choice, position: int, text: str) -> bytes | None:
+    """The bytes of a token; None where the response does not have them."""
+    if found.token_bytes is None:
+        return text.encode() if text.isascii() else None
+    row = found.token_bytes.entry(position)
     if row.value is None:
         return None
     values = row.array()

@@ -7,9 +7,17 @@ from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.readers.choices import Choice, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import agree, check_same, settle, with_kept_ids, with_versions
-from mis_ext.rollout.readers.reading import Field, open_exchange
+from mis_ext.rollout.readers.cross_checks import (
+    Choice,
+    agree,
+    check_same,
+    open_choice,
+    sent_ids,
+    settle,
+    with_kept_ids,
+    with_versions,
+)
+from mis_ext.rollout.readers.json_fields import Field, open_exchange
 
 _ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
 
@@ -93,34 +101,31 @@ def read_sglang_completions(
 ) -> Generation:
     """What ``/v1/completions`` sampled for one choice; the request needs ``logprobs`` and ``return_token_ids: true``.
 
-    Args:
-        request: The request as it was sent, decoded.
-        response: The response as it came, decoded.
-        choice: The position of the choice; None: the only one.
-        request_id: Names the request in errors and samples; None: the server's name for it.
-
-    Raises:
-        RolloutError: The response proves no sample; the subclass says why.
+    Arguments and errors are those of :func:`read_sglang_chat`.
     """
     found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
     return _read_choice(found, sampled_ids="token_ids", sent_as="prompt")
 
 
 def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation:
-    body, scores = found.body, found.scores
+    body = found.body
     _check_not_replaced(body.get("matched_stop"))
     meta = body.get("meta_info")
     ending = scored = None
     if meta is not None:
         ending, scored = meta["finish_reason"], _scored_tokens(meta)
         check_same(body["finish_reason"], ending["type"])
-        agree([scores.tokens, scored.column(2)], Field.strings)
+        agree([found.tokens, scored.column(2)], Field.strings)
+    # In a stream, the sampled ids of all choices stand beside the choices.
     extension = found.answer.get("sglext")
+    listed = extension and extension.get("output_ids")
+    if listed is not None and found.position >= len(listed.array()):
+        raise listed.malformed("a list of ids for each choice")
     generation = settle(
         body.request_id,
-        sampled_ids=[body.get(sampled_ids), scored and scored.column(1), extension and _of_choice(extension, found)],
+        sampled_ids=[body.get(sampled_ids), scored and scored.column(1), listed and listed.entry(found.position)],
         sampled_counts=[meta and meta["completion_tokens"], ending and ending.get("length")],
-        log_probs=[scores.log_probs, scored and scored.column(0)],
+        log_probs=[found.log_probs, scored and scored.column(0)],
         prompt_ids=[
             sent_ids(found.asked, sent_as),
             body.get("prompt_token_ids"),
@@ -144,14 +149,6 @@ def _read_choice(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
         return generation
     generation = with_kept_ids(generation, meta and meta.get("output_token_sampling_mask"))
     return with_versions(generation, holder.get("weight_versions"), holder.get("weight_version"))
-
-
-def _of_choice(extension: Field, found: Choice) -> Field | None:
-    """The sampled ids that stand beside the choices."""
-    lists = extension.get("output_ids")
-    if lists is not None and found.position >= len(lists.array()):
-        raise lists.malformed("a list of ids for each choice")
-    return lists and lists.entry(found.position)
 
 
 def _scored_tokens(meta: Field) -> Field:

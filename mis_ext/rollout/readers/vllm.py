@@ -8,9 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.readers.choices import Choice, given_ids, open_choice, sent_ids
-from mis_ext.rollout.readers.evidence import settle, with_kept_ids, with_versions
-from mis_ext.rollout.readers.reading import Field
+from mis_ext.rollout.readers.cross_checks import (
+    Choice,
+    given_ids,
+    open_choice,
+    sent_ids,
+    settle,
+    with_kept_ids,
+    with_versions,
+)
+from mis_ext.rollout.readers.json_fields import Field
 
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
@@ -38,7 +45,7 @@ def read_vllm_generate(
         RolloutError: The response proves no sample; the subclass says why.
     """
     found = open_choice(request, response, api="generate", choice=choice, request_id=request_id)
-    ids = found.scores.tokens
+    ids = found.tokens
     # Its text mode has texts beside the log-probs, and no ids.
     has_ids = any(value is not None for value in ids.value)
     prompt_places = [sent_ids(found.asked, "token_ids"), found.answer.get("prompt_token_ids")]
@@ -71,7 +78,7 @@ def read_vllm_chat(
     """
     found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
     prompt_places = [given_ids(found, prompt_ids), found.answer.get("prompt_token_ids")]
-    return _read_choice(found, prompt_places, _ids_in_tokens(found.scores.tokens))
+    return _read_choice(found, prompt_places, _ids_in_tokens(found.tokens))
 
 
 def read_vllm_completions(
@@ -86,21 +93,12 @@ def read_vllm_completions(
 
     The request needs ``logprobs`` and ``return_token_ids: true``. Before vLLM had that, it needs
     ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``. With
-    ``return_weight_versions: true`` it has the versions of the weights.
-
-    Args:
-        request: The request as it was sent, decoded.
-        response: The response as it came, decoded.
-        prompt_ids: The prompt's ids, where neither the request nor the response has them.
-        choice: The position of the choice; None: the only one.
-        request_id: Names the request in errors and samples; None: the server's name for it.
-
-    Raises:
-        RolloutError: The response proves no sample; the subclass says why.
+    ``return_weight_versions: true`` it has the versions of the weights. Arguments and errors are those of
+    :func:`read_vllm_chat`.
     """
     found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
     places = [given_ids(found, prompt_ids), sent_ids(found.asked, "prompt"), found.body.get("prompt_token_ids")]
-    return _read_choice(found, places, _ids_in_tokens(found.scores.tokens))
+    return _read_choice(found, places, _ids_in_tokens(found.tokens))
 
 
 def _read_choice(found: Choice, prompt_places: list[Field | None], scored_ids: Field | None) -> Generation:
@@ -108,7 +106,7 @@ def _read_choice(found: Choice, prompt_places: list[Field | None], scored_ids: F
         found.body.request_id,
         sampled_ids=[found.body.get("token_ids"), scored_ids],
         sampled_counts=[],
-        log_probs=[found.scores.log_probs],
+        log_probs=[found.log_probs],
         prompt_ids=prompt_places,
         prompt_counts=[found.prompt_count],
         finish_reason=found.finish_reason,

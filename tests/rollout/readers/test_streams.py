@@ -24,9 +24,9 @@ from mis_ext.rollout.errors import (
     RolloutError,
     UnprovenTokenIds,
 )
+from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
 from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
-from mis_ext.rollout.streams.joining import join_stream
 
 CALLS = [("call-a", "weather", '{"city": "Paris"}'), ("call-b", "time", '{"zone": "CET"}')]
 

@@ -10,15 +10,23 @@ from operator import itemgetter
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse, NotASample
-from mis_ext.rollout.generation import LARGEST_ID, FinishReason
+from mis_ext.rollout.generation import LARGEST_ID, FinishReason, find_illegal_id
 
 # JSON has no infinity: vLLM writes this in its place.
 _STAND_IN_FOR_MINUS_INFINITY = -9999.0
+
+
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
+
+
 # Characters of an error that a server answered with.
 _SHOWN = 500
+
+
 # vLLM saw the model repeat itself: whole, but not ended by the model.
 _CUT_BY_THE_SERVER: dict[str, FinishReason] = {"repetition": "length"}
+
+
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 
@@ -100,15 +108,15 @@ class Field:
     def token_or_text(self) -> int | str:
         """The value, which must be a token id or a string."""
         value: int | str = self.value
-        if not isinstance(value, str) and not _is_token_id(value):
+        if not isinstance(value, str) and find_illegal_id([value]) is not None:
             raise self.malformed("a token id or a string")
         return value
 
     def token_ids(self) -> list[int]:
         """The value, which must be a list of token ids."""
         ids = self.array()
-        if not are_token_ids(ids):
-            wrong = next(i for i, x in enumerate(ids) if not _is_token_id(x))
+        wrong = find_illegal_id(ids)
+        if wrong is not None:
             raise self.entry(wrong).malformed(f"a token id, an integer in [0, {LARGEST_ID}]")
         return ids
 
@@ -122,23 +130,18 @@ class Field:
     def log_probs(self) -> list[float]:
         """The value, which must be a list of log-probs, finite and at most 0."""
         values = self.array()
-        # As in ``token_ids``; a sum with NaN or an infinity is not finite.
+        # Whole-list operations, as in ``column``; a sum with NaN or an infinity is not finite.
         is_plain = set(map(type, values)) == {float} and math.isfinite(sum(values))
         if is_plain and max(values) <= 0 and min(values) > _STAND_IN_FOR_MINUS_INFINITY:
             return values
         for position, value in enumerate(values):
             # The comparisons are false for NaN.
             if type(value) not in (float, int) or not _STAND_IN_FOR_MINUS_INFINITY < value <= 0:
-                raise self._bad_log_prob(position)
+                stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
+                legal = f"must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
+                found = "is missing" if value is None else legal
+                raise LogProbError(self.request_id, f"{self.entry(position).path} {found}")
         return list(map(float, values))
-
-    def _bad_log_prob(self, position: int) -> LogProbError:
-        value, path = self.value[position], self.entry(position).path
-        if value is None:
-            return LogProbError(self.request_id, f"{path} is missing")
-        stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
-        message = f"{path} must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
-        return LogProbError(self.request_id, message)
 
     def finish_reason(self) -> FinishReason:
         """The value, which must be one of the ends at which a generation is whole."""
@@ -198,16 +201,6 @@ def _check_sampled(parameters: Field) -> None:
         if found is not None and found.value not in values:
             problem = f"{found.path} is {reprlib.repr(found.value)}, so the answer is no sample of the policy"
             raise NotASample(found.request_id, f"{problem}: leave it out")
-
-
-def are_token_ids(values: list[Any]) -> bool:
-    """Whether all values are token ids."""
-    # Whole-list operations: ten times as fast as a Python loop. True and 5.0 equal ids and are none.
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= LARGEST_ID)
-
-
-def _is_token_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_ID
 
 
 def _find_id(request: Any, response: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, CountMismatch, MalformedResponse
-from mis_ext.rollout.readers.reading import Field
+from mis_ext.rollout.readers.json_fields import Field
 
 _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}

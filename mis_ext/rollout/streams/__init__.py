@@ -1,1 +1,0 @@
-"""Server-sent events, joined into what a server answers without streaming."""
