@@ -9,7 +9,7 @@ pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
 
 from check_conversations import check_some
 
-from mis_ext.rollout.conversations import builder, samples
+from mis_ext.rollout.conversations import builder
 from mis_ext.rollout.conversations.boundary import BoundaryAction
 from mis_ext.rollout.readers import cross_checks, server_sent_events
 
@@ -37,7 +37,7 @@ def trained_in_each(calls):
         while path[0].ancestor is not None:
             path.insert(0, path[0].ancestor)
         paths.append(path)
-    return tuple(map(samples._sample_of, paths))
+    return tuple(map(builder._join_path, paths))
 
 
 def split_copies(policy, call, finding):

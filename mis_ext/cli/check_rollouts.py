@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mis_ext.cli.command import Result, bytes_bars, grid, require
 from mis_ext.files import printable
-from mis_ext.rollout.conversations.policies import Policy
+from mis_ext.rollout.conversations.boundary import Policy
 
 if TYPE_CHECKING:
     from mis_ext.rollout.generation import Tokenizer

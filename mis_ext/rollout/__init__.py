@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
+    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
     from mis_ext.rollout.conversations.builder import build_samples
-    from mis_ext.rollout.conversations.built import Built
-    from mis_ext.rollout.conversations.policies import Policy
     from mis_ext.rollout.custom_generate.function import generate
     from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
     from mis_ext.rollout.definitions.distribution import Distribution, Truncation
@@ -48,10 +46,8 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind"),
+            "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind", "Built", "Policy"),
             "conversations.builder": ("build_samples",),
-            "conversations.built": ("Built",),
-            "conversations.policies": ("Policy",),
             "custom_generate.function": ("generate",),
             "definitions.definition": ("LogProbDefinition", "define_log_probs"),
             "definitions.distribution": ("Distribution", "Truncation"),

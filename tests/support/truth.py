@@ -6,8 +6,8 @@ from typing import Any
 
 from agents import score_of, scores
 
+from mis_ext.rollout.conversations.boundary import Built
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.built import Built
 from mis_ext.rollout.errors import BoundaryError
 from mis_ext.rollout.generation import Generation
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
 from mis_ext.checks import check_choice
-from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind
-from mis_ext.rollout.conversations.built import Built
-from mis_ext.rollout.conversations.comparison import Finding, compare
-from mis_ext.rollout.conversations.known_call import KnownCall
-from mis_ext.rollout.conversations.policies import Policy, choose_action
-from mis_ext.rollout.conversations.prefix_tree import PrefixTree
-from mis_ext.rollout.conversations.samples import collect_samples
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
+from mis_ext.rollout.conversations.classification import Finding, compare
+from mis_ext.rollout.conversations.prefix_tree import KnownCall, PrefixTree
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
-from mis_ext.rollout.generation import LARGEST_ID, Generation, Tokenizer
+from mis_ext.rollout.generation import LARGEST_ID, Generation, Tokenizer, TrainingSample, find_illegal_id
 
 _CONTEXT_TOKENS = 8
 
@@ -107,15 +103,12 @@ class _Builder:
         self.calls.append(known)
 
     def _check(self, call: Generation, prompt: list[int], *, first_new: int) -> None:
-        if len(call.log_probs) != len(call.sampled_ids):
-            counts = f"{len(call.sampled_ids)} sampled ids, but {len(call.log_probs)} log-probs"
-            raise CountMismatch(call.request_id, counts)
-        versions = call.weight_versions
-        if versions is not None and len(versions) != len(call.sampled_ids):
-            counts = f"{len(call.sampled_ids)} sampled ids, but {len(versions)} weight versions"
-            raise CountMismatch(call.request_id, counts)
+        for name, values in (("log-probs", call.log_probs), ("weight versions", call.weight_versions)):
+            if values is not None and len(values) != len(call.sampled_ids):
+                counts = f"{len(call.sampled_ids)} sampled ids, but {len(values)} {name}"
+                raise CountMismatch(call.request_id, counts)
         for key, ids, start in (("prompt_ids", prompt, first_new), ("sampled_ids", call.sampled_ids, 0)):
-            index = _find_illegal_id(ids[start:], self._largest_id)
+            index = find_illegal_id(ids[start:], self._largest_id)
             if index is not None:
                 found = f"got {reprlib.repr(ids[start + index])}"
                 message = f"{key}[{start + index}] must be an int in [0, {self._largest_id}], {found}"
@@ -153,11 +146,15 @@ class _Builder:
         return None if self._tokenizer is None else self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
 
 
-def _find_illegal_id(ids: list[int], largest: int) -> int | None:
-    # Types before values, each in one pass in C: the loop below runs only to name the position.
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
-        return None
-    return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)
+def choose_action(policy: Policy, call: Generation, finding: Finding) -> BoundaryAction:
+    """The action that a policy takes at a boundary of this class."""
+    if finding.position is None:
+        return BoundaryAction.CONTINUED
+    if policy == "strict":
+        return BoundaryAction.RAISED
+    if finding.kind is BoundaryKind.DUPLICATE or not call.sampled_ids:
+        return BoundaryAction.DROPPED
+    return BoundaryAction.SPLIT
 
 
 def _error(boundary: Boundary) -> BoundaryError:
@@ -170,3 +167,51 @@ def _error(boundary: Boundary) -> BoundaryError:
     if boundary.expected_text is not None:
         message += f"; prompt {boundary.found_text!r}, known {boundary.expected_text!r}"
     return BoundaryError(boundary.later, message, boundary)
+
+
+def collect_samples(calls: Sequence[KnownCall]) -> tuple[TrainingSample, ...]:
+    """One sample for each call from which none goes on, in their order.
+
+    Of the samples that share calls, the one that ends last has their tokens; the others have them as a prompt.
+
+    Args:
+        calls: In order.
+    """
+    last = {call.number: call.number for call in calls}
+    for call in reversed(calls):
+        if call.ancestor is not None:
+            last[call.ancestor.number] = max(last[call.ancestor.number], last[call.number])
+    paths: dict[int, list[KnownCall]] = {end: [] for end in sorted({*last.values()})}
+    for call in calls:
+        paths[last[call.number]].append(call)
+    return tuple(_join_path(path) for path in paths.values())
+
+
+def _join_path(path: list[KnownCall]) -> TrainingSample:
+    # Known ids may be equal numbers of another type where a prompt repeats them.
+    tokens = [*map(int, path[0].prompt)] if path[0].ancestor else [*path[0].prompt]
+    response = len(tokens)
+    loss_mask, log_probs = list[int](), list[float]()
+    versions, request_ids = list[str | None](), list[str]()
+    for number, call in enumerate(path):
+        if number:
+            between = call.prompt[len(tokens) :]
+            tokens += between
+            loss_mask += [0] * len(between)
+            log_probs += [0.0] * len(between)
+            versions += [None] * len(between)
+        sampled = call.generation
+        count = len(sampled.sampled_ids)
+        tokens += sampled.sampled_ids
+        loss_mask += [1] * count
+        log_probs += sampled.log_probs
+        versions += sampled.weight_versions or [sampled.weight_version] * count
+        request_ids.append(sampled.request_id)
+    return TrainingSample(
+        tokens=tokens,
+        response_length=len(tokens) - response,
+        loss_mask=loss_mask,
+        rollout_log_probs=log_probs,
+        weight_versions=versions,
+        request_ids=request_ids,
+    )

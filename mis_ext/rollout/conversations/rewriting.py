@@ -1,22 +1,37 @@
-"""The same text, written another way: what a chat template changes in a turn when it renders it again."""
+"""A conversation found again in a prompt that writes its turns another way, or with other tokens.
+
+A chat template renders earlier turns anew: white space, JSON, reasoning blocks and tokens may change where no word
+does. :func:`align` finds the turns in the prompt's text, and :func:`find_end` says where one of them ends.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import unicodedata
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+from mis_ext.rollout.conversations.boundary import BoundaryKind
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
+
+
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)
+
+
 # What a template may put between a special token and the turn.
 _ROLES = ("assistant", "model")
+
+
 _REPLACEMENT = "\ufffd"
+
+
 # Each reads on to where the text is no JSON: thousands of open brackets would take quadratic time.
 _MAX_FAILURES = 64
 
@@ -64,6 +79,104 @@ def marks_of(tokenizer: Tokenizer, reasoning: tuple[str, str]) -> Marks:
     """The marks of a tokenizer; the same object for the same arguments."""
     table = token_bytes_of(tokenizer)
     return Marks(table.special_texts, table.added_texts | {*reasoning}, reasoning)
+
+
+class Turn(NamedTuple):
+    """What was sampled, and what stands before it since the turn before."""
+
+    template: bytes
+    sampled: bytes
+
+
+class Alignment(NamedTuple):
+    """The conversation as it stands in the prompt.
+
+    Attributes:
+        kind: ``RETOKENIZED``: byte for byte; ``RETEMPLATED`` or ``REASONING_STRIPPED``: what happened to any turn.
+        end: Prompt tokens that hold the conversation; None where a token holds its end and what follows.
+        spans: Prompt tokens ``[start, end)`` of each turn's sampled text, a token that holds more of the text included.
+    """
+
+    kind: BoundaryKind
+    end: int | None
+    spans: list[tuple[int, int]]
+
+
+def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: bool) -> Alignment | None:
+    """Where the turns are in the prompt; None where anything else than the writing of a sampled text was changed.
+
+    Args:
+        turns: The conversation.
+        prompt: Bytes of each token of the prompt.
+        marks: What begins and ends a turn, and what is a tag.
+        cut: The token limit ended the last turn.
+    """
+    text = b"".join(prompt)
+    kind, ends = BoundaryKind.RETOKENIZED, [*accumulate(len(part) for turn in turns for part in turn)]
+    if not text.startswith(b"".join(part for turn in turns for part in turn)):
+        found = _align_text(turns, _readable(text), marks, cut=cut)
+        if found is None:
+            return None
+        kind, ends = found
+    token_ends = [0, *accumulate(map(len, prompt))]
+    tokens = [bisect_left(token_ends, end) for end in ends]
+    is_whole = token_ends[tokens[-1]] == ends[-1]
+    return Alignment(kind, tokens[-1] if is_whole else None, [*zip(tokens[::2], tokens[1::2], strict=True)])
+
+
+def _align_text(turns: Sequence[Turn], text: str, marks: Marks, *, cut: bool) -> tuple[BoundaryKind, list[int]] | None:
+    position, kind, bounds = 0, BoundaryKind.RETEMPLATED, list[int]()
+    for number, turn in enumerate(turns):
+        template, sampled = _readable(turn.template), _readable(turn.sampled)
+        cut_here = cut and number == len(turns) - 1
+        begins = marks.begin_behind(template)
+        start = _find_template(text, position, template, marks, behind_a_turn=number > 0)
+        end = None if start is None else find_end(text, start, sampled, marks=marks, begins=begins, cut=cut_here)
+        if end is None:
+            start, end = _find_stripped(text, position, template, sampled, marks, behind_a_turn=number > 0)
+            kind = BoundaryKind.REASONING_STRIPPED
+        if start is None or end is None:
+            return None
+        bounds += [start, end]
+        position = end
+    steps = [0, *bounds]
+    sizes = (len(text[a:b].encode("utf-8", "surrogateescape")) for a, b in zip(steps, bounds, strict=False))
+    return kind, [*accumulate(sizes)]
+
+
+def _find_template(text: str, position: int, template: str, marks: Marks, *, behind_a_turn: bool) -> int | None:
+    """Where the template's text ends; white space of the turn before it may have changed."""
+    is_free = behind_a_turn and marks.follow(template, 0)
+    while not text.startswith(template, position):
+        if not (is_free and text[position : position + 1].isspace()):
+            return None
+        position += 1
+    return position + len(template)
+
+
+def _find_stripped(
+    text: str, position: int, template: str, sampled: str, marks: Marks, *, behind_a_turn: bool
+) -> tuple[int | None, int | None]:
+    opening, closing = map(re.escape, marks.reasoning)
+    cut_at = len(template)
+    # A generation prompt may open the block, or hold an empty one: that, too, goes with the reasoning.
+    head = template.rfind(marks.reasoning[0])
+    if head >= 0 and re.fullmatch(rf"{opening}\s*(?:{closing}\s*)?", template[head:]):
+        cut_at = len(template[:head].rstrip())
+    start = _find_template(text, position, template[:cut_at], marks, behind_a_turn=behind_a_turn)
+    if start is None:
+        return None, None
+    begins = marks.begin_behind(template[:cut_at])
+    for rest in without_reasoning(template[cut_at:] + sampled, marks.reasoning):
+        end = find_end(text, start, rest, marks=marks, begins=begins)
+        # Harmony ends what was sampled with <|return|>, and what is history with <|end|>.
+        body = marks.without_end(rest)
+        if end is None and body is not None:
+            end = find_end(text, start, body, marks=marks, begins=begins)
+            end = None if end is None else marks.end_behind(text, end)
+        if end is not None:
+            return start, end
+    return None, None
 
 
 def find_end(
@@ -168,3 +281,7 @@ def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys)
+
+
+def _readable(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")

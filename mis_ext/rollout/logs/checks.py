@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind
+from mis_ext.rollout.conversations.boundary import Boundary, BoundaryKind, Built, Policy
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.built import Built
-from mis_ext.rollout.conversations.policies import Policy
 from mis_ext.rollout.errors import BoundaryError, RolloutError
 from mis_ext.rollout.generation import Generation, Tokenizer, TrainingSample
 from mis_ext.rollout.logs.lines import LoggedCall
@@ -54,7 +52,7 @@ class ConversationCheck:
             one.
         policy_errors: At most one: the policy refuses the conversation.
         samples: What is trained under the policy.
-        metrics: :meth:`~mis_ext.rollout.conversations.built.Built.metrics` under the policy; empty without one.
+        metrics: :meth:`~mis_ext.rollout.conversations.boundary.Built.metrics` under the policy; empty without one.
     """
 
     calls: int

@@ -15,7 +15,7 @@ from conversations import CASES, call, sample_of
 from tiny_tokenizers import TOKENIZERS, encode, encode_bytewise, english_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.prefix_tree import Run, find_mismatch
+from mis_ext.rollout.conversations.prefix_tree import Node, find_mismatch
 from mis_ext.rollout.errors import BoundaryError
 
 TOKENIZER = english_tokenizer()
@@ -146,14 +146,14 @@ def test_equal_numbers_of_other_types_never_reach_a_sample_of_a_fork() -> None:
 
 
 def test_a_prompt_is_compared_once_however_many_calls_there_are(monkeypatch) -> None:
-    compared, count_equal = [0], Run.count_equal
+    compared, count_equal = [0], Node.count_equal
 
     def counting(run, ids, position):
         found = count_equal(run, ids, position)
         compared[0] += found + 1
         return found
 
-    monkeypatch.setattr(Run, "count_equal", counting)
+    monkeypatch.setattr(Node, "count_equal", counting)
     rng, known = random.Random(0), [[*range(100, 400)]]
     calls = []
     for number in range(300):

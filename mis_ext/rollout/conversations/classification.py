@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mis_ext.rollout.conversations.alignment import Change, Turn, align
 from mis_ext.rollout.conversations.boundary import BoundaryKind
-from mis_ext.rollout.conversations.known_call import KnownCall
-from mis_ext.rollout.conversations.prefix_tree import Place, find_mismatch
-from mis_ext.rollout.conversations.rewriting import marks_of
+from mis_ext.rollout.conversations.prefix_tree import KnownCall, Place, find_mismatch
+from mis_ext.rollout.conversations.rewriting import Turn, align, marks_of
 from mis_ext.rollout.generation import Generation, Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
@@ -32,17 +30,14 @@ class Finding(NamedTuple):
     @property
     def rewritten(self) -> KnownCall | None:
         """The call that the prompt goes on from in other ids."""
-        is_text = self.kind in _KIND_OF.values() or self.kind is BoundaryKind.TRUNCATED_GENERATION
-        return self.compared if is_text and self.position is not None else None
+        return self.compared if self.kind in _REWRITTEN and self.position is not None else None
 
 
 _MARKER_TOKENS = 16
+
+
 _BEST_FIRST = (BoundaryKind.TRUNCATED_GENERATION, BoundaryKind.RETEMPLATED, BoundaryKind.REASONING_STRIPPED)
-_KIND_OF = {
-    Change.NONE: BoundaryKind.RETOKENIZED,
-    Change.REWRITTEN: BoundaryKind.RETEMPLATED,
-    Change.REASONING_STRIPPED: BoundaryKind.REASONING_STRIPPED,
-}
+_REWRITTEN = (BoundaryKind.RETOKENIZED, *_BEST_FIRST)
 
 
 def compare(
@@ -64,6 +59,7 @@ def compare(
         tokenizer: What the ids mean; needed where they differ.
         reasoning: The markers before and behind a reasoning block.
     """
+    # Ids decide first: a repeated call, a prompt that begins with all that is known, the same prompt once more.
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
     for each in same:
         if call.sampled_ids and _sample(each.generation) == _sample(call):
@@ -76,6 +72,7 @@ def compare(
         return Finding(kind, ancestor, None, ancestor.spans)
     if same:
         return Finding(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
+    # Then the text of the ids, as far as a tokenizer tells it.
     return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
 
 
@@ -156,8 +153,8 @@ def _align(
     found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
     if found is None:
         return []
-    kind = _KIND_OF[found.change]
-    if found.change is not Change.REASONING_STRIPPED:
+    kind = found.kind
+    if kind is not BoundaryKind.REASONING_STRIPPED:
         if known_call.was_cut and position >= spans[-1][0]:
             kind = BoundaryKind.TRUNCATED_GENERATION
         # A special token and the same characters in plain tokens are another conversation.
