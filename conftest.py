@@ -114,9 +114,9 @@ def wide_terminal(monkeypatch):
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Between attempts to reach a server."""
-    from mis_ext.rollout.custom_generate import http
+    from mis_ext.rollout.custom_generate import framework
 
-    monkeypatch.setattr(http, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
+    monkeypatch.setattr(framework, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol
 
 LARGEST_ID = 2**31 - 1
 """No vocabulary is larger."""
-
-
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -219,11 +219,7 @@ def _show(text: str) -> str:
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no whole character."""
-
-
 _CONTEXT_LENGTH = 8
-
-
 _LONGEST_CHARACTER = 4
 
 

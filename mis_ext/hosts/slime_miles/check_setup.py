@@ -29,7 +29,7 @@ from mis_ext.keys.native import NATIVE_KEY
 from mis_ext.keys.near_misses import near_miss
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.stray import method_advice
-from mis_ext.rollout.custom_generate.settings import KEY as ON_POLICY_TOKENS
+from mis_ext.rollout.custom_generate.host_args import KEY as ON_POLICY_TOKENS
 
 
 class _Entrance(NamedTuple):

@@ -34,8 +34,6 @@ class Finding(NamedTuple):
 
 
 _MARKER_TOKENS = 16
-
-
 _BEST_FIRST = (BoundaryKind.TRUNCATED_GENERATION, BoundaryKind.RETEMPLATED, BoundaryKind.REASONING_STRIPPED)
 _REWRITTEN = (BoundaryKind.RETOKENIZED, *_BEST_FIRST)
 

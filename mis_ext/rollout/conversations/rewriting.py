@@ -20,18 +20,10 @@ from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
-
-
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)
-
-
 # What a template may put between a special token and the turn.
 _ROLES = ("assistant", "model")
-
-
 _REPLACEMENT = "\ufffd"
-
-
 # Each reads on to where the text is no JSON: thousands of open brackets would take quadratic time.
 _MAX_FAILURES = 64
 

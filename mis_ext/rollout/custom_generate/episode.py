@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from mis_ext.rollout.custom_generate.chat import ChatTokenizer, observation_text
-from mis_ext.rollout.custom_generate.http import host_of, post_json
-from mis_ext.rollout.custom_generate.settings import Settings
+from mis_ext.rollout.custom_generate.framework import ChatTokenizer, host_of, post_json
+from mis_ext.rollout.custom_generate.host_args import Settings
 from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.sglang import read_sglang_generate
 
 # With these the router sends an episode to the server that has its prefix cached.
 _STICKY_POLICIES = ("consistent_hashing", "manual")
+# Stands for an assistant's turn, to find where the template's text after such a turn begins.
+_MARK = "\N{REFERENCE MARK}assistant\N{REFERENCE MARK}"
 
 
 class Turn(NamedTuple):
@@ -181,13 +182,9 @@ def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], reque
     meta_info = response["meta_info"]
     length = len(meta_info.get("output_token_logprobs") or [])
     if not length:
+        ids = request["input_ids"]
         return Generation(
-            request_id=request_id,
-            prompt_ids=request["input_ids"],
-            sampled_ids=[],
-            log_probs=[],
-            finish_reason="length",
-            text="",
+            request_id=request_id, prompt_ids=ids, sampled_ids=[], log_probs=[], finish_reason="length", text=""
         )
     params = {**request["sampling_params"], "max_new_tokens": length}
     # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
@@ -196,3 +193,62 @@ def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], reque
     return read_sglang_generate(
         {**request, "sampling_params": params}, {**response, "meta_info": cut}, request_id=request_id
     )
+
+
+def encode_prompt(
+    tokenizer: ChatTokenizer,
+    prompt: str | Sequence[Mapping[str, Any]],
+    template_options: Callable[[], Mapping[str, Any]],
+) -> list[int]:
+    """Token ids of a sample's prompt: a text as it stands, messages through the chat template.
+
+    Args:
+        tokenizer: The model's.
+        prompt: A text, to which the host has applied the template, or messages.
+        template_options: Says what the chat template takes besides the messages; not asked for a text.
+    """
+    if not isinstance(prompt, str):
+        prompt = _render(tokenizer, prompt, template_options())
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def observation_text(
+    tokenizer: ChatTokenizer,
+    observation: str | Sequence[Mapping[str, Any]],
+    end_id: int | None,
+    template_options: Callable[[], Mapping[str, Any]],
+) -> str:
+    """What follows a sampled turn up to where the next one begins.
+
+    Messages are rendered behind an assistant's turn that stands for the sampled one. The end of that turn is left out
+    where the model sampled it itself.
+
+    Args:
+        tokenizer: The model's.
+        observation: What the environment returned; a text is returned as it stands.
+        end_id: The token with which the model ended the sampled turn; None where it sampled none.
+        template_options: Says what the chat template takes besides the messages; not asked for a text.
+
+    Raises:
+        ValueError: The template does not render the turn that stands for the sampled one.
+    """
+    if isinstance(observation, str):
+        return observation
+    turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *observation]
+    rendered = _render(tokenizer, turns, template_options())
+    _, mark, behind = rendered.partition(_MARK)
+    if not mark:
+        raise ValueError(
+            "the chat template does not render an assistant's content as it stands: let the environment return the "
+            f"text to append, with the template's tokens, in place of messages; it rendered {rendered!r}"
+        )
+    return behind if end_id is None else behind.removeprefix(tokenizer.decode([end_id], skip_special_tokens=False))
+
+
+def _render(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
+) -> str:
+    rendered = tokenizer.apply_chat_template(
+        messages, **{"add_generation_prompt": True, **template_options, "tokenize": False}
+    )
+    return cast(str, rendered)

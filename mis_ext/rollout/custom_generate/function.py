@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.custom_generate.aborting import abort_flag
-from mis_ext.rollout.custom_generate.chat import encode_prompt, load_tokenizer, template_options
-from mis_ext.rollout.custom_generate.definitions import warn_of_definition
-from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn
-from mis_ext.rollout.custom_generate.http import host_of
-from mis_ext.rollout.custom_generate.sample_fields import append_observation, append_sampled, check_resumable
-from mis_ext.rollout.custom_generate.settings import KEY, Settings, check_supported
+from mis_ext.rollout.custom_generate.episode import Call, Ended, Episode, Observation, Turn, encode_prompt
+from mis_ext.rollout.custom_generate.framework import abort_flag, host_of, load_tokenizer
+from mis_ext.rollout.custom_generate.host_args import (
+    KEY,
+    Settings,
+    check_supported,
+    template_options,
+    warn_of_definition,
+)
 from mis_ext.rollout.generation import Tokenizer
 
 UNFINISHED = f"{KEY}_unfinished"
@@ -42,7 +44,7 @@ async def generate(
         input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
             ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
             the router's policy and SGLang's speculative decoding are read, the last seven where they exist, and what
-            :class:`~mis_ext.rollout.custom_generate.settings.Settings` describes, under ``on_policy_tokens``. Miles
+            :class:`~mis_ext.rollout.custom_generate.host_args.Settings` describes, under ``on_policy_tokens``. Miles
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
@@ -102,7 +104,7 @@ async def _generate(
     sample.tokens = prompt_ids
     # The hosts ask the first sample of a batch whether there are log-probs, also where there was no room for a token.
     sample.rollout_log_probs = sample.rollout_log_probs or []
-    _append(args, sample, ended, tokenizer)
+    _append_calls(args, sample, ended, tokenizer)
     if ended.aborted:
         _count(sample, aborted_requests=num_aborted)
         sample.metadata[UNFINISHED] = tuple(ended.turn)
@@ -117,7 +119,7 @@ async def _generate(
     return sample
 
 
-def _append(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
+def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
     """Append what the calls sampled, and the observations between, to a sample that has what came before."""
     built = build_samples([call.generation for call in ended.calls], policy="strict", tokenizer=tokenizer)
     token_ids, log_probs = list[int](), list[float]()
@@ -132,6 +134,84 @@ def _append(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
         append_sampled(args, sample, token_ids[start:end], log_probs[start:end], call)
     append_observation(args, sample, ended.unsent)
     _count(sample, **built.metrics())
+
+
+def check_resumable(sample: Any) -> None:
+    """Refuse a sample whose response so far lacks log-probs, a mask entry or a token.
+
+    Raises:
+        ValueError: The message names the field and both lengths.
+    """
+    length = sample.response_length
+    fields = {"rollout_log_probs": sample.rollout_log_probs, "loss_mask": sample.loss_mask, "tokens": sample.tokens}
+    if not length:
+        return
+    for name, values in fields.items():
+        # No mask means all ones; the tokens are those of the prompt too.
+        if name == "loss_mask" and values is None:
+            continue
+        found = len(values or [])
+        if found < length or (found > length and name != "tokens"):
+            raise ValueError(
+                f"sample {sample.index} is to be resumed: its {name} have {found} entries, its response {length}"
+            )
+
+
+def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: Sequence[float], call: Call) -> None:
+    """Append what one request sampled to the sample, with its log-probs and a loss mask of 1.
+
+    The host's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
+
+    Args:
+        args: The host's.
+        sample: slime's ``Sample`` or Miles'.
+        token_ids: The sampled tokens, ``[T]``.
+        log_probs: Their log-probs, ``[T]``.
+        call: The request.
+    """
+    if hasattr(sample, "append_response_tokens"):
+        sample.append_response_tokens(
+            args,
+            tokens=list(token_ids),
+            log_probs=list(log_probs),
+            trainable=True,
+            meta_info=dict(call.meta_info),
+            text=call.text,
+        )
+    else:
+        _extend(sample, token_ids, log_probs, 1, call.text)
+        sample.update_from_meta_info(args, dict(call.meta_info))
+    versions = call.generation.weight_versions
+    # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest of all.
+    if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
+        sample.weight_versions[-1:] = dict.fromkeys(versions)
+
+
+def append_observation(args: Any, sample: Any, observation: Observation) -> None:
+    """Append tokens that nobody sampled to the sample, with a loss mask of 0 and log-probs of 0.
+
+    Args:
+        args: The host's.
+        sample: slime's ``Sample`` or Miles'.
+        observation: The tokens, ``[T]``, and their text; nothing happens where there are none.
+    """
+    text, token_ids = observation
+    if not token_ids:
+        return
+    if hasattr(sample, "append_response_tokens"):
+        sample.append_response_tokens(args, tokens=list(token_ids), trainable=False, text=text)
+        return
+    _extend(sample, token_ids, [0.0] * len(token_ids), 0, text)
+
+
+def _extend(sample: Any, token_ids: Sequence[int], log_probs: Sequence[float], mask: int, text: str) -> None:
+    # A resumed sample may have no mask, which means all ones.
+    loss_mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    sample.tokens = [*sample.tokens, *token_ids]
+    sample.response += text
+    sample.response_length += len(token_ids)
+    sample.loss_mask = [*loss_mask, *[mask] * len(token_ids)]
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *log_probs]
 
 
 def _count(sample: Any, **counts: Any) -> None:

@@ -16,8 +16,6 @@ from mis_ext.rollout.generation import FinishReason, Generation
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
 
 T = TypeVar("T")
-
-
 Places = Sequence[Field | None]
 
 

@@ -14,19 +14,11 @@ from mis_ext.rollout.generation import LARGEST_ID, FinishReason, find_illegal_id
 
 # JSON has no infinity: vLLM writes this in its place.
 _STAND_IN_FOR_MINUS_INFINITY = -9999.0
-
-
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
-
-
 # Characters of an error that a server answered with.
 _SHOWN = 500
-
-
 # vLLM saw the model repeat itself: whole, but not ended by the model.
 _CUT_BY_THE_SERVER: dict[str, FinishReason] = {"repetition": "length"}
-
-
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 

@@ -19,15 +19,16 @@ from tiny_tokenizers import encode
 from tokens.sample import Sample, Status, host_args
 from transformers import AutoTokenizer
 
-from mis_ext.rollout.custom_generate import chat, definitions
+from mis_ext.rollout.custom_generate import framework
 from mis_ext.rollout.custom_generate.function import generate
+from mis_ext.rollout.custom_generate.host_args import LogProbDefinitionWarning, _warn_once
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.mark.parametrize(("limits", "room"), [({}, 20), ({"eval_max_context_len": 24}, 24)])
 def test_evaluation_has_a_limit_of_its_own_and_no_warning_about_training(tokenizer_folder, limits, room):
-    definitions._warn_once.cache_clear()
+    _warn_once.cache_clear()
     num_known = len(encode(TOKENIZER, "The weather"))
     with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
         args = host_args(server.port, tokenizer_folder, rollout_max_context_len=20, **limits)
@@ -52,7 +53,7 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monk
 
     loaded = []
     # Whatever ran before.
-    chat.load_tokenizer.cache_clear()
+    framework.load_tokenizer.cache_clear()
     client, loader = (types.ModuleType(f"{host}.utils.{name}") for name in ("http_utils", "processing_utils"))
     client.post, loader.load_tokenizer = post, load_tokenizer
     for module in (types.ModuleType(host), types.ModuleType(f"{host}.utils"), client, loader):
@@ -117,10 +118,10 @@ def test_flags_that_are_off_are_not_in_the_way(tokenizer_folder):
 
 
 def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(tokenizer_folder):
-    definitions._warn_once.cache_clear()
+    _warn_once.cache_clear()
     for params in ({**LIMITS, "top_p": 0.9}, {**LIMITS, "repetition_penalty": 1.1}):
         match = r"top_p=0.9 keeps\) is missing" if params["top_p"] < 1 else "cannot be made comparable"
-        with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
+        with pytest.warns(LogProbDefinitionWarning, match=match):
             run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
         with warnings.catch_warnings(action="error"):
             run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
@@ -138,10 +139,10 @@ def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_s
         response["meta_info"]["top_p_token_ids"] = ""
         return response
 
-    definitions._warn_once.cache_clear()
+    _warn_once.cache_clear()
     with warnings.catch_warnings(action="error"):
         run([replayed], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
-    with pytest.warns(definitions.LogProbDefinitionWarning, match="only slime's SGLang knows it"):
+    with pytest.warns(LogProbDefinitionWarning, match="only slime's SGLang knows it"):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
 
 
@@ -153,9 +154,9 @@ def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_s
     ],
 )
 def test_speculative_decoding_is_said_once(tokenizer_folder, flags, match):
-    definitions._warn_once.cache_clear()
+    _warn_once.cache_clear()
     flags = {"sglang_speculative_algorithm": "EAGLE", **flags}
-    with pytest.warns(definitions.LogProbDefinitionWarning, match=match):
+    with pytest.warns(LogProbDefinitionWarning, match=match):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)
     with warnings.catch_warnings(action="error"):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)

@@ -1,21 +1,24 @@
-"""What the user may set about :func:`mis_ext.rollout.generate`, and what it refuses to be used with."""
+"""What the host's ``args`` ask of :func:`mis_ext.rollout.generate`: settings, template options, refusals, warnings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, cast
 
 from mis_ext.checks import check_known, check_number
+from mis_ext.rollout.definitions.definition import define_log_probs
+from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definitions.servers import Speculation
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the hosts' ``--custom-config-path`` file."""
-
 Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
-
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
 _UNSUPPORTED_FLAGS = (
     "use_rollout_routing_replay",
@@ -113,3 +116,94 @@ def check_supported(args: Any, sample: Any) -> None:
     present = [name for name, value in inputs.items() if value is not None]
     if present:
         raise ValueError(f"mis_ext.rollout.generate takes text only, the sample has {', '.join(present)}")
+
+
+def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
+    """What the chat template takes besides messages: ``apply_chat_template_kwargs`` and the tools of the sample.
+
+    Args:
+        args: The host's.
+        sample: Its own ``apply_chat_template_kwargs`` come before those of the host.
+        evaluation: Those of the sample's evaluation dataset come before those of the host; slime has such.
+
+    Raises:
+        ValueError: The sample may be of several datasets, whose options differ.
+    """
+    options = dict(getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {})
+    tools = sample.metadata.get("tools")
+    return options if tools is None else {**options, "tools": tools}
+
+
+def _host_options(args: Any, sample: Any, evaluation: bool) -> Mapping[str, Any] | None:
+    general: Mapping[str, Any] | None = getattr(args, "apply_chat_template_kwargs", None)
+    datasets = getattr(args, "eval_datasets", None) if evaluation else None
+    # A sample does not name its dataset, but has what the dataset puts into it.
+    found: dict[str, Mapping[str, Any] | None] = {}
+    for dataset in datasets or ():
+        if _is_of(sample, dataset):
+            own = getattr(dataset, "apply_chat_template_kwargs", None)
+            found[dataset.name] = general if own is None else own
+    for name, options in found.items():
+        first, expected = next(iter(found.items()))
+        if options != expected:
+            raise ValueError(
+                f"apply_chat_template_kwargs of the evaluation datasets {first} ({expected}) and {name} ({options}) "
+                f"differ, and sample {sample.index} may be of both: give each a metadata_overrides of its own"
+            )
+    return next(iter(found.values()), general)
+
+
+def _is_of(sample: Any, dataset: Any) -> bool:
+    """Whether the sample has what the host puts into each sample of a dataset."""
+    function = getattr(dataset, "custom_generate_function_path", None)
+    metadata: bool = dataset.inject_metadata(sample.metadata) == sample.metadata
+    return metadata and function == getattr(sample, "generate_function_path", None)
+
+
+# slime's SGLang returns the kept ids under one of these.
+_KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+
+
+class LogProbDefinitionWarning(UserWarning):
+    """The server's log-probs are of another distribution than the one that it draws from."""
+
+
+def warn_of_definition(
+    args: Any, sampling_params: Mapping[str, Any], meta_infos: Iterable[Mapping[str, Any]] = ()
+) -> None:
+    """Warn, once per process and definition, where SGLang's log-probs are not those of the behavior policy.
+
+    Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn.
+
+    Args:
+        args: The host's; those of SGLang's speculative decoding are read, where they exist.
+        sampling_params: SGLang's.
+        meta_infos: Of the responses that have tokens, as far as there are any.
+
+    Raises:
+        TypeError: A sampling parameter has another type.
+        ValueError: A sampling parameter is out of range.
+    """
+    parameters = SamplingParameters.from_request(sampling_params, server="sglang")
+    speculation = _speculation(args)
+    definition = define_log_probs(parameters, server="sglang", speculation=speculation)
+    if definition.is_greedy:
+        return
+    # The kept ids were asked for, and the server knows no such parameter.
+    is_ignored = parameters.returns_kept_ids and definition.returned.truncation is not None
+    is_ignored = is_ignored and any(not any(key in meta for key in _KEPT_IDS) for meta in meta_infos)
+    if is_ignored or speculation is not None or not (definition.is_behavior and definition.is_comparable):
+        _warn_once("; ".join(definition.explain()))
+
+
+def _speculation(args: Any) -> Speculation | None:
+    if not getattr(args, "sglang_speculative_algorithm", None):
+        return None
+    thresholds = (getattr(args, f"sglang_speculative_accept_threshold_{name}", None) for name in ("single", "acc"))
+    single, acc = (1.0 if threshold is None else threshold for threshold in thresholds)
+    return Speculation(threshold_single=single, threshold_acc=acc)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, LogProbDefinitionWarning, stacklevel=4)
