@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
     from mis_ext.rollout.conversations.builder import build_samples
     from mis_ext.rollout.custom_generate.function import generate
-    from mis_ext.rollout.definitions.definition import LogProbDefinition, define_log_probs
-    from mis_ext.rollout.definitions.distribution import Distribution, Truncation
-    from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
-    from mis_ext.rollout.definitions.scoring import (
+    from mis_ext.rollout.definitions.comparable_log_probs import (
         BehaviorLogProbs,
         TrainerLogProbs,
         behavior_log_probs,
         trainer_log_probs,
     )
-    from mis_ext.rollout.definitions.servers import Speculation
-    from mis_ext.rollout.definitions.told_mode import tell_logprobs_mode
+    from mis_ext.rollout.definitions.definition import (
+        Distribution,
+        LogProbDefinition,
+        Speculation,
+        Truncation,
+        define_log_probs,
+        tell_logprobs_mode,
+    )
+    from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
     from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
     from mis_ext.rollout.errors import (
         AbortedRequest,
@@ -49,30 +53,25 @@ else:
             "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind", "Built", "Policy"),
             "conversations.builder": ("build_samples",),
             "custom_generate.function": ("generate",),
-            "definitions.definition": ("LogProbDefinition", "define_log_probs"),
-            "definitions.distribution": ("Distribution", "Truncation"),
+            "definitions.comparable_log_probs": (
+                *("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
+            ),
+            "definitions.definition": (
+                *("Distribution", "LogProbDefinition", "Speculation", "Truncation"),
+                *("define_log_probs", "tell_logprobs_mode"),
+            ),
             "definitions.sampling_parameters": ("SamplingParameters",),
-            "definitions.scoring": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
-            "definitions.servers": ("Speculation",),
-            "definitions.told_mode": ("tell_logprobs_mode",),
             "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
             "errors": (
-                "AbortedRequest",
-                "BoundaryError",
-                "Contradiction",
-                "CountMismatch",
-                "LogProbError",
-                "MalformedResponse",
-                "NotASample",
-                "RolloutError",
-                "UnprovenTokenIds",
+                *("AbortedRequest", "BoundaryError", "Contradiction", "CountMismatch", "LogProbError"),
+                *("MalformedResponse", "NotASample", "RolloutError", "UnprovenTokenIds"),
             ),
             "generation": ("Generation", "TrainingSample"),
             "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
             "readers.openai": ("read_openai_chat", "read_openai_completions"),
+            "readers.server_sent_events": ("join_stream",),
             "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
             "readers.vllm": ("read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
-            "readers.server_sent_events": ("join_stream",),
         },
     )
 

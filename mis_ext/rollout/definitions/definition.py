@@ -2,16 +2,125 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mis_ext.checks import check_choice
-from mis_ext.rollout.definitions.distribution import Distribution
+from mis_ext.checks import check_choice, check_number
 from mis_ext.rollout.definitions.sampling_parameters import SERVERS, SamplingParameters, Server
-from mis_ext.rollout.definitions.servers import SamplingBackend, Speculation, choose_backend, truncation_of
 
+SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 _MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+_BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
+    "sglang": ("flashinfer", "pytorch"),
+    "vllm": ("flashinfer", "triton", "pytorch"),
+}
+# JSON has no infinity: vLLM writes this in its place.
+_MINUS_INFINITY = -9999.0
+# A sum of float32 probabilities may exceed 1 by so much.
+_MASS_ERROR = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truncation:
+    """Which tokens can be drawn; the kept ones are always the most probable.
+
+    Attributes:
+        top_k: So many tokens; None: all.
+        top_p: The fewest tokens that have this share of the mass.
+        min_p: Tokens of at least this share of the largest probability.
+        mass_of: The mass that ``top_p`` is a share of: of ``"all"`` tokens, of those within ``"top_k"``, or of those
+            within both ``"top_k_and_min_p"``.
+        keeps_next: Whether a token is kept before which exactly ``top_p`` of the mass lies.
+        keeps_ties: Whether more tokens are kept that are as probable as the last kept one: ``"none"`` of them,
+            ``"top_k"``: those as probable as the k-th, ``"all"``: also those as probable as the last within ``top_p``.
+            Where only some are kept, it is those with the lowest ids.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    mass_of: Literal["all", "top_k", "top_k_and_min_p"] = "all"
+    keeps_next: bool = False
+    keeps_ties: Literal["none", "top_k", "all"] = "none"
+
+    def __str__(self) -> str:
+        parts = [f"top_k={self.top_k}"] if self.top_k is not None else []
+        parts += [f"top_p={self.top_p:g}"] if self.top_p < 1.0 else []
+        parts += [f"min_p={self.min_p:g}"] if self.min_p > 0.0 else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """The softmax of (logits + ``logit_bias``) / ``temperature``, renormalised over what ``truncation`` keeps.
+
+    Attributes:
+        temperature: Above 0.
+        logit_bias: What is added to the logits, by token id.
+        truncation: None keeps every token.
+        unrepeatable: What else changed the logits, and why a trainer that has only logits and token ids cannot do it
+            again.
+    """
+
+    temperature: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    truncation: Truncation | None = None
+    unrepeatable: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        logits = "changed logits" if self.unrepeatable else "logits"
+        logits = f"{logits} + logit_bias" if self.logit_bias else logits
+        if self.temperature != 1.0:
+            logits = f"({logits}) / {self.temperature:g}" if self.logit_bias else f"{logits} / {self.temperature:g}"
+        return f"softmax({logits}), renormalised over {self.truncation}" if self.truncation else f"softmax({logits})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """SGLang's speculative decoding, as its verification draws (EAGLE and its relatives, 0.5).
+
+    A draft token is accepted with ``min(1, p / threshold_acc)``, and surely where ``p`` exceeds ``threshold_single``;
+    with both at 1 the tokens follow the model's truncated distribution.
+
+    Attributes:
+        threshold_single: ``--speculative-accept-threshold-single``, in (0, 1].
+        threshold_acc: ``--speculative-accept-threshold-acc``, in (0, 1].
+
+    Raises:
+        TypeError: A threshold is no number.
+        ValueError: A threshold is out of range.
+    """
+
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("threshold_single", "threshold_acc"):
+            check_number(name, getattr(self, name), low=0.0, high=1.0, open_low=True)
+
+    @property
+    def unrepeatable(self) -> tuple[str, ...]:
+        """Why a trainer cannot compute the probability of a token; empty if it can."""
+        if self.threshold_single == self.threshold_acc == 1.0:
+            return ()
+        return (
+            f"speculative_accept_threshold_single={self.threshold_single:g}, _acc={self.threshold_acc:g}: how likely a "
+            "token is depends on what was drafted; set both to 1",
+        )
+
+    def explain(self, parameters: SamplingParameters) -> Iterator[str]:
+        """What a request asks that verification does otherwise, one line each."""
+        yield (
+            "speculative decoding: on a CPU, an XPU, and on ROCm without rejection sampling, verification takes the "
+            "most probable token: nothing is drawn there"
+        )
+        if parameters.min_p > 0.0:
+            yield f"min_p={parameters.min_p:g}: verification ignores it; only a request's first token is drawn under it"
+        if parameters.top_k is not None and parameters.top_p < 1.0:
+            yield "top_k and top_p: verification takes top_p of the mass of top_k, also where SGLang else does not"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +159,8 @@ class LogProbDefinition:
 
     def explain(self) -> list[str]:
         """What was sampled, what was returned, and what makes the trainer's log-probs comparable; one line each."""
-        lines = [f"sampled from {self.sampled}", f"returned: {self._kind} of {self.returned}", self._correction()]
+        kind = "logits" if self.returns_logits else "log-probs"
+        lines = [f"sampled from {self.sampled}", f"returned: {kind} of {self.returned}", self._correction()]
         lines += self.returned.unrepeatable
         lines += [reason for reason in self.sampled.unrepeatable if reason not in self.returned.unrepeatable]
         if self.is_greedy:
@@ -61,10 +171,6 @@ class LogProbDefinition:
         elif not self.is_behavior:
             lines.append(f"the returned numbers are not those of the behavior policy: {self._behavior()}")
         return [*lines, *self.doubts]
-
-    @property
-    def _kind(self) -> str:
-        return "logits" if self.returns_logits else "log-probs"
 
     def _correction(self) -> str:
         if self.returns_logits:
@@ -128,7 +234,9 @@ def define_log_probs(
     check_choice("server", server, SERVERS)
     check_choice("logprobs_mode", logprobs_mode, _MODES)
     is_raw = logprobs_mode.startswith("raw")
-    backend = choose_backend(sampling_backend, server, returns_processed=server == "vllm" and not is_raw)
+    # Where vLLM returns processed log-probs, it does not draw with FlashInfer.
+    backends = _BACKENDS[server][1:] if server == "vllm" and not is_raw else _BACKENDS[server]
+    backend = backends[0] if sampling_backend is None else check_choice("sampling_backend", sampling_backend, backends)
     if speculation is not None and server != "sglang":
         raise ValueError(f"speculation is described for sglang only, got server {server!r}")
     is_greedy = parameters.temperature == 0.0 or parameters.top_k == 1
@@ -140,7 +248,7 @@ def define_log_probs(
         logit_bias=parameters.logit_bias,
         unrepeatable=(*grammars, *_explain_penalties(parameters.penalties, server), *processors),
     )
-    truncation = truncation_of(parameters, is_greedy, server, backend, speculation)
+    truncation = _truncation(parameters, is_greedy, server, backend, speculation)
     sampled = replace(changed, truncation=truncation)
     doubts = tuple(f"{key}: unknown, it may change what is sampled" for key in parameters.unknown)
     if server == "vllm":
@@ -152,7 +260,7 @@ def define_log_probs(
         reported = tuple(reason for reason in changed.unrepeatable if not reason.startswith("watermark="))
         temperature = 1.0 if return_original else changed.temperature
         returned = replace(changed, temperature=temperature, unrepeatable=reported)
-        doubts += _doubts_of_sglang(parameters, is_greedy, temperature, backend, speculation)
+        doubts += _sglang_doubts(parameters, is_greedy, temperature, backend, speculation)
         if parameters.returns_kept_ids and not (is_greedy or return_original):
             returned = replace(returned, truncation=truncation)
         if speculation is not None and not is_greedy:
@@ -166,7 +274,37 @@ def define_log_probs(
     )
 
 
-def _doubts_of_sglang(
+def _truncation(
+    parameters: SamplingParameters,
+    is_greedy: bool,
+    server: Server,
+    backend: SamplingBackend,
+    speculation: Speculation | None,
+) -> Truncation | None:
+    """The set from which tokens are drawn, by top-k, top-p and min-p; None if it is the whole vocabulary."""
+    if is_greedy:
+        return Truncation(top_k=1)
+    kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=parameters.min_p)
+    if speculation is not None:
+        kept = replace(kept, min_p=0.0)
+    if kept == Truncation():
+        return None
+    if server == "vllm":
+        is_top_p_alone = kept.top_k is None and kept.min_p == 0.0
+        ties: dict[SamplingBackend, Literal["none", "top_k", "all"]]
+        ties = {"flashinfer": "all", "triton": "none", "pytorch": "top_k"}
+        return replace(kept, mass_of="all" if is_top_p_alone else "top_k_and_min_p", keeps_ties=ties[backend])
+    if speculation is not None:
+        # Verification renormalises after top-k, then after top-p, with FlashInfer's kernels whatever draws elsewhere.
+        return replace(kept, mass_of="all" if kept.top_k is None else "top_k", keeps_ties="all")
+    if backend == "pytorch":
+        return replace(kept, keeps_next=True)
+    # FlashInfer's joint kernel knows no min-p: with it, SGLang renormalises after top-k, before top-p.
+    is_joint = kept.top_k is None or kept.min_p == 0.0
+    return replace(kept, mass_of="all" if is_joint else "top_k", keeps_ties="all")
+
+
+def _sglang_doubts(
     parameters: SamplingParameters,
     is_greedy: bool,
     temperature: float,
@@ -206,3 +344,32 @@ def _explain_penalties(penalties: tuple[str, ...], server: Server) -> tuple[str,
         f"{name}: {reasons[name.partition('=')[0]]}, another normaliser at each token, which one log-prob does not tell"
         for name in penalties
     )
+
+
+def tell_logprobs_mode(
+    parameters: SamplingParameters, top_log_probs: Sequence[Sequence[float]]
+) -> Literal["raw_logprobs", "processed_logprobs"] | None:
+    """The ``--logprobs-mode`` of vLLM, by what a truncation did to the largest log-probs; None if these prove none.
+
+    Processed log-probs of what is not kept are minus infinity; raw ones never are, and there are more than top-k.
+    Without a truncation the modes differ by the temperature alone, which a list of the largest ones does not tell.
+
+    Args:
+        parameters: Of the request. Ask for more log-probs than ``top_k``: at least one is then not kept.
+        top_log_probs: Per token, the largest log-probs that the server returned, in any order.
+
+    Raises:
+        ValueError: The numbers are logits, or some tokens prove one mode and others the other one.
+    """
+    told: set[Literal["raw_logprobs", "processed_logprobs"]] = set()
+    for position, row in enumerate(top_log_probs):
+        finite = [value for value in row if value > _MINUS_INFINITY]
+        if math.fsum(map(math.exp, finite)) > 1.0 + _MASS_ERROR:
+            raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
+        if len(finite) < len(row):
+            told.add("processed_logprobs")
+        elif parameters.top_k is not None and len(row) > parameters.top_k:
+            told.add("raw_logprobs")
+    if len(told) > 1:
+        raise ValueError("some tokens have log-probs of a truncated distribution, others of a whole one")
+    return next(iter(told), None)

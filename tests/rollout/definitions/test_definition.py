@@ -6,10 +6,9 @@ import pytest
 import torch
 from log_prob_definitions import LOGITS, NUCLEUS, PROBABILITIES, define, read
 
-from mis_ext.rollout.definitions.distribution import Distribution, Truncation
+from mis_ext.rollout.definitions.comparable_log_probs import behavior_log_probs, trainer_log_probs
+from mis_ext.rollout.definitions.definition import Distribution, Speculation, Truncation
 from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
-from mis_ext.rollout.definitions.scoring import behavior_log_probs, trainer_log_probs
-from mis_ext.rollout.definitions.servers import Speculation
 
 # Server, its switches, the request, what the tokens were drawn from, and what was returned.
 DEFINITIONS = {

@@ -6,9 +6,8 @@ import pytest
 import torch
 from log_prob_definitions import LOGITS, PROBABILITIES, define
 
-from mis_ext.rollout.definitions.distribution import Distribution, Truncation
-from mis_ext.rollout.definitions.kept_tokens import kept_mask
-from mis_ext.rollout.definitions.scoring import trainer_log_probs
+from mis_ext.rollout.definitions.comparable_log_probs import kept_mask, trainer_log_probs
+from mis_ext.rollout.definitions.definition import Distribution, Truncation
 from mis_ext.rollout.definitions.vocabulary import check_vocabulary, padded_vocab_size, padding_log_mass
 
 
