@@ -12,7 +12,7 @@ from streamed import Event, chunked, counted, generate_events, lines_of, of_sgla
 from truth import versions_of
 
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.logs.lines import READERS
+from mis_ext.rollout.logs.rollout_log import READERS
 from mis_ext.rollout.readers.server_sent_events import join_stream
 
 FORMATS = ("sglang", "sglang-chat", "vllm", "vllm-chat", "vllm-completions")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from responses import recorded, vllm_chat, vllm_completions
 
-from mis_ext.rollout.logs import lines
-from mis_ext.rollout.logs.lines import LogLineError, parse_line
+from mis_ext.rollout.logs import rollout_log
+from mis_ext.rollout.logs.rollout_log import LogLineError, parse_line
 
 GENUINE = [recorded(name) for name in ("generate_length", "generate_two", "chat_two", "completions_token_ids")]
 EXCHANGES = [*GENUINE, vllm_chat(), vllm_completions()]
@@ -25,7 +25,7 @@ rows = st.fixed_dictionaries(
     {},
     optional={
         "conversation": st.just("a") | json_values,
-        "format": st.sampled_from([*lines.READERS, "slang"]) | json_values,
+        "format": st.sampled_from([*rollout_log.READERS, "slang"]) | json_values,
         "request": st.sampled_from([request for request, _ in EXCHANGES]) | json_values,
         "response": st.sampled_from([response for _, response in EXCHANGES]) | json_values,
         "request_id": st.text(max_size=3) | json_values,
@@ -46,7 +46,7 @@ def outcome(content: bytes) -> str:
 
 
 def refuse(content: bytes) -> None:
-    raise lines.msgspec.DecodeError("by the test")
+    raise rollout_log.msgspec.DecodeError("by the test")
 
 
 @settings(max_examples=150, deadline=None)
@@ -61,5 +61,5 @@ def test_a_line_is_read_as_by_the_standard_library(row, ascii_only, data) -> Non
         )
     with pytest.MonkeyPatch.context() as patch:
         fast = outcome(content)
-        patch.setattr(lines, "_DECODE", refuse)
+        patch.setattr(rollout_log, "_DECODE", refuse)
         assert fast == outcome(content)
