@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from mis_ext.correction.metric_row import PREFIX, Mean, Metric
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.padded import correct_padded
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.trl_loss import WholeLoss, log_metrics, session_for
-from mis_ext.keys.given import Keys, read_keys, says_whole_loss
+from mis_ext.hosts.session import Session
+from mis_ext.keys.given import Keys, config_given, kept_keys, read_keys, says_whole_loss
+
+_TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
+_LOST = {
+    "importance_sampling_level": "token",
+    "delta": None,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "aux_loss_enabled": False,
+}
+_UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""How TRL samples by default: from the distribution that its trainer scores with."""
 
 
 class MisTrainer:
@@ -58,3 +78,114 @@ class MisTrainer:
         loss, metrics = self.mis_loss(current, entropy, inputs)
         log_metrics(self, metrics)
         return loss
+
+
+def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
+    """The session of the correction whose weights multiply a loss of TRL's.
+
+    Raises:
+        ValueError: VESPO, which multiplies the ratios of a sequence itself, would get ones that are no token's.
+    """
+    config = config_given(keys)
+    is_of_tokens = config.weight is None or (config.weight.level == "token" and config.normalize_over is None)
+    if trainer.loss_type == "vespo" and not is_of_tokens:
+        raise ValueError(
+            "loss_type=vespo multiplies the weights of a sequence's tokens: write tis_level: token, without "
+            "tis_batch_normalize"
+        )
+    _warn_if_cut(trainer)
+    return Session(config.replace(per_token_loss=trainer.loss_type not in ("grpo", "sapo")))
+
+
+class WholeLoss:
+    """The part of a micro-batch in the mean over a step, and its metrics.
+
+    Raises:
+        ValueError: A setting of the trainer would be lost, or its ``loss_type`` is no way to divide.
+    """
+
+    def __init__(self, trainer: Any, keys: dict[str, Any]) -> None:
+        for name, value in _LOST.items():
+            found = getattr(trainer, name, getattr(trainer.args, name, value))
+            if found != value:
+                cure = "router_aux_loss_coef=0" if name == "aux_loss_enabled" else f"{name}={value!r}"
+                raise ValueError(f"{name}={found}: the loss of mis_ext does not use it; write {cure}")
+        if trainer.loss_type not in ("grpo", *_TOKEN_SUMS):
+            raise ValueError(
+                f"loss_type={trainer.loss_type} with keys of the whole loss of mis_ext: one of grpo, "
+                f"{', '.join(_TOKEN_SUMS)}, which then only say how to divide"
+            )
+        kl = {"use_kl_loss": True, "kl_loss_coef": trainer.beta, "kl_loss_type": "k3"}
+        kl |= {"use_unbiased_kl": trainer.args.use_bias_correction_kl}
+        self.trainer = trainer
+        self.keys = kept_keys(
+            keys, calculate_per_token_loss=trainer.loss_type in _TOKEN_SUMS, **kl if trainer.beta else {}
+        )
+        run = run_of(self.keys, whole_loss=True).config
+        assert run.whole_loss is not None
+        corrects = run.whole_loss.has_correction and not run.correction.metrics_only
+        uses_behavior = run.whole_loss.settings.needs_behavior or corrects
+        if uses_behavior and not (trainer.use_vllm or trainer.rollout_func):
+            raise ValueError(
+                "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "
+                "rollout_func that returns them"
+            )
+        if uses_behavior:
+            _warn_if_cut(trainer)
+
+    def __call__(self, current: Tensor, entropy: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+        """From log-probs with gradient, and a micro-batch as TRL's ``_compute_loss`` gets it."""
+        found = policy_loss_from_log_probs(
+            self.keys,
+            current_logprobs=current,
+            proximal_logprobs=inputs.get("old_per_token_logps"),
+            behavior_logprobs=inputs.get("sampling_per_token_logps"),
+            reference_logprobs=inputs.get("ref_per_token_logps"),
+            advantages=inputs["advantages"],
+            response_mask=inputs["completion_mask"] * inputs.get("tool_mask", 1),
+            entropy=entropy,
+            groups=Groups.of_process_groups(dp_group=dist.group.WORLD),
+        )
+        return found.total / self._size(inputs, found.num_terms), found.metrics
+
+    def _size(self, inputs: dict[str, Any], num_terms: Tensor) -> Any:
+        trainer, is_training = self.trainer, self.trainer.model.training
+        steps = trainer.current_gradient_accumulation_steps if is_training else 1
+        if trainer.loss_type == "dapo":
+            # TRL counts the tokens of all micro-batches that were generated together.
+            size = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+            return size * steps / trainer.args.steps_per_generation if is_training else size
+        if trainer.loss_type == "bnpo":
+            return num_terms.clamp(min=1.0) * steps
+        num_rows = inputs["completion_mask"].shape[0]
+        return num_rows * steps * (trainer.max_completion_length if trainer.loss_type == "dr_grpo" else 1)
+
+
+def _warn_if_cut(trainer: Any) -> None:
+    more = getattr(trainer.args, "generation_kwargs", None) or {}
+    found = {name: more.get(name, getattr(trainer, name, uncut)) for name, uncut in _UNCUT.items()}
+    # Before TRL had 0 for it, and in vLLM, a top_k of -1 or None keeps all tokens.
+    is_cut = {name: value is not None and value != _UNCUT[name] and value != -1 for name, value in found.items()}
+    named = ", ".join(f"{name}={value}" for name, value in found.items() if is_cut[name])
+    if named:
+        warnings.warn(
+            f"{named}: vLLM's log-probs are of the distribution that it sampled from, TRL's of all tokens, so every "
+            "weight carries the probability of what was kept. Sample with "
+            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/hosts_trl.md)",
+            MismatchWarning,
+            stacklevel=4,
+        )
+
+
+def log_metrics(trainer: Any, metrics: Mapping[str, Metric]) -> None:
+    """Put them among the trainer's own, each the mean over all ranks; ``mis_loss/`` before what TRL may have too."""
+    if not metrics:
+        return
+    # A number of all ranks is the same on each of them.
+    pairs = [
+        (m.total, m.count) if isinstance(m, Mean) else (m.number, torch.ones_like(m.number)) for m in metrics.values()
+    ]
+    sums = trainer.accelerator.reduce(torch.stack([torch.stack(pair).detach().float() for pair in pairs]), "sum")
+    log = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in zip(metrics, (sums[:, 0] / sums[:, 1]).tolist(), strict=True):
+        log[name if name.startswith(PREFIX) else f"mis_loss/{name}"].append(value)

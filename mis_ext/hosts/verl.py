@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mis_ext.checks import check_choice
+from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.padded import correct_padded
 from mis_ext.hosts.scalars import scalars
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.verl_loss import own_loss, refused, whole_loss
 from mis_ext.keys.given import Keys, read_keys, says_whole_loss
+from mis_ext.methods.chosen import choose_method
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+_SEQUENCES = "seq-mean-token-mean"
+_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", _SEQUENCES)
+_OWN = {"gspo": "gspo", "sapo": "sapo", "gmpo": "geo_mean"}
+"""Methods whose loss in verl is a mean over sequences whatever ``loss_agg_mode`` says: which of them, its version says.
+"""
 
 
 def register(keys: Keys) -> None:
@@ -44,6 +56,85 @@ def register(keys: Keys) -> None:
             core_algos.register_policy_loss(name)(
                 whole_loss(given, is_bypass=name == "bypass_mode", own=own) if is_ours else refused(name)
             )
+
+
+def own_loss(core_algos: Any, given: dict[str, Any]) -> PolicyLoss | None:
+    """The loss of verl of the method of these keys, if it may not follow ``loss_agg_mode``."""
+    method = given.get("mis_loss_method")
+    name = None if method is None else choose_method("mis_loss_method", method).name
+    return getattr(core_algos, f"compute_policy_loss_{_OWN.get(name or '')}", None)
+
+
+def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None = None) -> PolicyLoss:
+    """A policy loss as verl calls it: the mean over its global batch, and metrics of the micro-batch.
+
+    Args:
+        given: The keys.
+        is_bypass: What verl calls old log-probs are those of the behavior policy; a method that looks at the proximal
+            one is refused.
+        own: verl's own loss of the same method. Where it does not follow ``loss_agg_mode``, ours does not either.
+    """
+    keys: dict[str, dict[str, Any]] = {}
+    modes: dict[str, str] = {}
+
+    def loss(config: Any, loss_agg_mode: str, old_log_prob: Tensor, **more: Any) -> tuple[Tensor, dict[str, float]]:
+        if loss_agg_mode not in modes:
+            modes[loss_agg_mode] = _mode_that_acts(loss_agg_mode, own, config)
+        loss_agg_mode = modes[loss_agg_mode]
+        per_token, sums = loss_agg_mode in ("token-mean", "token-sum"), "seq-mean-token-sum" in loss_agg_mode
+        switches = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": is_bypass}
+        found = policy_loss_from_log_probs(
+            keys.setdefault(loss_agg_mode, given | switches),
+            current_logprobs=more["log_prob"],
+            proximal_logprobs=old_log_prob,
+            behavior_logprobs=old_log_prob if is_bypass else more.get("rollout_is_weights"),
+            advantages=more["advantages"],
+            response_mask=more["response_mask"],
+            divisors=torch.ones_like(old_log_prob[:, 0]) if sums else None,
+        )
+        info = config.global_batch_info
+        size = info.get("batch_num_tokens" if per_token else "global_batch_size") or found.num_terms.clamp_min(1.0)
+        size = 1 if loss_agg_mode == "token-sum" else size
+        horizon = info.get("loss_scale_factor") or old_log_prob.shape[1] if loss_agg_mode.endswith("norm") else 1
+        return found.total * info.get("dp_size", 1) / (size * horizon), scalars(found.metrics, prefix="actor/")
+
+    return loss
+
+
+def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
+    check_choice("loss_agg_mode", said, _MODES)
+    if own is None or said == _SEQUENCES or _follows(own, config):
+        return said
+    warnings.warn(
+        f"loss_agg_mode={said} does not act on this policy loss, but on entropy and KL: verl's own one is a mean over "
+        f"sequences ({_SEQUENCES}) in this version, and so is that of mis_ext",
+        stacklevel=3,
+    )
+    return _SEQUENCES
+
+
+def _follows(own: PolicyLoss, config: Any) -> bool:
+    """Whether a loss of verl gives every token the same slope when it is told to be a mean over tokens."""
+    with torch.enable_grad():
+        current = torch.zeros(2, 2, requires_grad=True)
+        mask = torch.tensor([[1, 0], [1, 1]])
+        streams = {"old_log_prob": torch.zeros(2, 2), "log_prob": current, "advantages": torch.ones(2, 2)}
+        value, _ = own(**streams, response_mask=mask, loss_agg_mode="token-mean", config=config)
+        (slope,) = torch.autograd.grad(value, current)
+    # A mean over sequences halves it where the response has two tokens.
+    return bool(slope[0, 0].abs() < 1.5 * slope[1, 0].abs())
+
+
+def refused(name: str) -> Callable[..., None]:
+    """A policy loss that stops a run in which verl's own one would take log-probs for weights."""
+
+    def loss(**_: Any) -> None:
+        raise ValueError(
+            f"policy_loss.loss_mode: {name} with keys of the whole loss of mis_ext: write loss_mode=mis_ext, or with "
+            "bypass_mode: true loss_mode=bypass_mode"
+        )
+
+    return loss
 
 
 if "MIS_EXT_KEYS" in os.environ:

@@ -17,8 +17,7 @@ import yaml
 
 import mis_ext
 from mis_ext.cli import main
-from mis_ext.hosts.verl import register
-from mis_ext.hosts.verl_loss import whole_loss
+from mis_ext.hosts.verl import register, whole_loss
 from mis_ext.hosts.verl_options import convert_verl
 from mis_ext.keys.given import read_keys
 
