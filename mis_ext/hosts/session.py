@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,21 +22,6 @@ from mis_ext.hosts.guards import DataGuards, MismatchWarning
 from mis_ext.hosts.monitor import MaskMonitor, RejectionMonitor, StatusMonitor, raise_if_failed
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.keys.given import config_given
-
-
-class LocalWork:
-    """An error in its ``with`` statement is raised after the other ranks of the call know of it."""
-
-    def __init__(self, session: Session, response_lengths: Sequence[int], groups: Groups, device: torch.device) -> None:
-        self._session, self._response_lengths = session, response_lengths
-        self._groups, self._device = groups, device
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, Exception) and not self._groups.is_alone:
-            self._session.neutral(self._response_lengths, groups=self._groups, device=self._device, fails=True)
 
 
 class Session:
@@ -156,9 +142,15 @@ class Session:
         """
         self._watch_status(self.neutral(response_lengths, groups=groups, device=device), groups)
 
-    def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> LocalWork:
-        """What a rank does before the collectives of a call, in a ``with`` statement."""
-        return LocalWork(self, response_lengths, groups, device)
+    @contextmanager
+    def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Iterator[None]:
+        """What a rank does before the collectives of a call: an error in it is raised when the other ranks know it."""
+        try:
+            yield
+        except Exception:
+            if not groups.is_alone:
+                self.neutral(response_lengths, groups=groups, device=device, fails=True)
+            raise
 
     def check_mask(self, mask: Tensor) -> None:
         """Refuse a mask with values below 0 or not finite, in the first call and now and then.
