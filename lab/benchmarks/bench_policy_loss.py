@@ -42,11 +42,11 @@ from torch import Tensor
 from workload import Responses, Shape, World, draw
 
 import mis_ext
+from mis_ext.hosts.batches import Host, policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host
-from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores
 

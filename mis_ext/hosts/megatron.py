@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
 from mis_ext.hosts.groups import Groups, find_groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host, plain_scores
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 

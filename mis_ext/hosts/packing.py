@@ -159,3 +159,31 @@ def check_samples(name: str, samples: Any) -> None:
             raise ValueError(f"{name}[{index}] must be a 1-D tensor, got shape {list(sample.shape)}")
         if sample.device != samples[0].device:
             raise ValueError(f"{name}[{index}] is on {sample.device}, {name}[0] on {samples[0].device}")
+
+
+def is_absent(samples: Sequence[Tensor] | None) -> bool:
+    """Whether the host has no such samples: None, or an empty list, as it pleases."""
+    # Not the truth of a tensor, which would be read from the device.
+    return samples is None or (isinstance(samples, (list, tuple)) and not samples)
+
+
+def layout_of(
+    *,
+    is_padded: bool,
+    groups: Groups,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+    device: torch.device,
+) -> PackedLayout:
+    """Where this rank's tokens of a micro-batch lie."""
+    if is_padded and groups.cp_size > 1 and max_seq_lens is None:
+        raise ValueError("qkv_format: bshd with context parallelism needs max_seq_lens")
+    return PackedLayout.context_parallel(
+        response_lengths,
+        total_lengths=total_lengths,
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+        padded_lengths=max_seq_lens if is_padded else None,
+        device=device,
+    )

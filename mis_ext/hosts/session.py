@@ -166,6 +166,16 @@ class Session:
             raise ValueError(f"{message} [to continue with a warning: mis_guard: {{{guard}: warn}}]")
         self.warn(message)
 
+    def report_missing(self, *, is_rollout_missing: bool) -> None:
+        """Say which log-probs a correction lacks; nothing where it only measures."""
+        if self.config.metrics_only:
+            return  # The hosts may measure without log-probs: the metrics then say so by being NaN.
+        if is_rollout_missing:
+            message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
+        else:
+            message = "train_log_probs are missing: the host must score the rollout with the trainer before training"
+        self.report("missing_log_probs", message)
+
     def warn(self, message: str) -> None:
         """Warn of something legal that is probably not meant, as a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)

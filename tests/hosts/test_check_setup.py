@@ -15,7 +15,7 @@ import yaml
 
 import mis_ext
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import MILES, SLIME
+from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
 
 PATH = "mis_ext.check_setup"
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}

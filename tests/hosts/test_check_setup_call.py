@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import mis_ext
 from mis_ext.hosts import runs
-from mis_ext.hosts.slime_miles.host import MILES, SLIME
+from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
 from mis_ext.keys.native import NATIVE_KEY, native_keys_of
 from mis_ext.methods import METHODS
 

@@ -11,8 +11,8 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import PackedLayout
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.loss.naive import naive_policy_loss
 
 STREAMS = {

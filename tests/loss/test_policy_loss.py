@@ -7,10 +7,11 @@ import loss_cases
 import pytest
 import torch
 
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles import host as hosts
-from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles import policy_loss as hosts
+from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 
 RECORDED = Path(__file__).parents[1] / "data" / "host_losses" / "losses.pt.xz"

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles import host as hosts
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings

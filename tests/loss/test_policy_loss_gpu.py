@@ -8,10 +8,10 @@ import torch
 from test_policy_loss_calls import MODES, given_scores, of_lengths
 from torch.profiler import ProfilerActivity, profile
 
+from mis_ext.hosts.batches import Host, policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host
-from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
+from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -13,9 +13,8 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
+from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host, plain_scores
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.as_correction import as_correction

@@ -6,10 +6,9 @@ import torch
 from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
+from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host, plain_scores
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 
 PLAIN = Host(Groups(), plain_scores)
 BEHAVIOR = {"use_rollout_logprobs": True}

@@ -10,10 +10,9 @@ from process_ranks import run_checks
 from thread_ranks import Rank, run_ranks
 
 import mis_ext
+from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import Host, plain_scores
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores, score_tokens
 

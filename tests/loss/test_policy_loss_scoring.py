@@ -17,9 +17,9 @@ from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import SLIME, find_host
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
+from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host
 
 OF_LARGEST = 2e-6
 """Both sum float32 logarithms of eight columns, in another order."""

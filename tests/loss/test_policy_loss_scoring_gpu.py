@@ -8,10 +8,9 @@ from test_policy_loss_gpu import moved
 from test_policy_loss_scoring import HOT, assert_same, of_lengths
 from torch.profiler import ProfilerActivity, profile
 
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.runs import run_of
-from mis_ext.hosts.slime_miles.host import find_host
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss_of
-from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
+from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, find_host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

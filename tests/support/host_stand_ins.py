@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.slime_miles import host as hosts
+from mis_ext.hosts.slime_miles import policy_loss as hosts
 
 HOSTS = ("slime", "miles")
 

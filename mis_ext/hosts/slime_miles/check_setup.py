@@ -21,8 +21,7 @@ from mis_ext.hosts.runs import all_arguments, read_argument, run_of
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
-from mis_ext.hosts.slime_miles.host import SLIME, is_miles
-from mis_ext.hosts.slime_miles.policy_loss import policy_loss
+from mis_ext.hosts.slime_miles.policy_loss import SLIME, is_miles, policy_loss
 from mis_ext.hosts.slime_miles.rehearsal import call_once
 from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.native import NATIVE_KEY

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups
-from mis_ext.hosts.packing import PackedStreams, pack, unpack
+from mis_ext.hosts.packing import PackedStreams, is_absent, layout_of, pack, unpack
 from mis_ext.hosts.runs import Run, run_of
-from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
 
 
 def compute_mis_weights_with_cp(
@@ -95,7 +94,7 @@ def mis_weights_of(
         _check_loss(pg_loss, layout, groups)
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
         if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):
-            report_missing(session, is_rollout_missing=is_absent(rollout_log_probs))
+            session.report_missing(is_rollout_missing=is_absent(rollout_log_probs))
         else:
             proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=device)
             behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)

@@ -1,26 +1,42 @@
-"""The whole policy loss, which slime and Miles call in place of their own."""
+"""The whole loss in slime and Miles: which of them runs, who scores the logits there, and what is handed back."""
 
 from __future__ import annotations
 
-import warnings
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.packing import pack, unpack
-from mis_ext.hosts.runs import Run, run_of
-from mis_ext.hosts.slime_miles.host import Host, find_host
-from mis_ext.hosts.slime_miles.micro_batch import is_absent, layout_of, report_missing
-from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
-from mis_ext.keys.run_config import WholeLoss
-from mis_ext.loss.policy import PolicyLoss, Reducer
-from mis_ext.scoring import Scores
+from mis_ext.correction.token_index import runs, to_device
+from mis_ext.hosts.batches import (
+    Batch,
+    Host,
+    VocabularyPart,
+    chosen_loss,
+    entropy_use,
+    fused_scores,
+    plain_scores,
+    policy_loss_of,
+    refuse_host_scoring,
+    slime_temperature,
+)
+from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.packing import pack
+from mis_ext.hosts.runs import run_of
+from mis_ext.keys.run_config import RunConfig
+from mis_ext.loss.policy import MILES_METRICS
+from mis_ext.scoring import KeptColumns, Scores
+
+SLIME = "slime.backends.megatron_utils.loss"
+MILES = "miles.backends.training_utils.loss_hub.logit_processors"
+MILES_PARALLEL = "miles.backends.training_utils.parallel"
+IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 
 
 def policy_loss(
@@ -58,105 +74,171 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(metrics, values.unbind(), strict=True))
 
 
-def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
-    """The loss and its metrics, where the logits are."""
-    config, loss, groups = run.config, run.config.whole_loss, host.groups
-    assert loss is not None
-    settings = loss.settings
-    if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
-        reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
-        warnings.warn(
-            f"{reason} does not use the trainer's own pass over the rollout: --use-rollout-logprobs makes the host "
-            "skip it",
-            stacklevel=4,
-        )
-    with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):
-        layout = layout_of(
-            is_padded=config.is_padded,
-            groups=groups,
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-            max_seq_lens=batch.get("max_seq_lens"),
-            device=logits.device,
-        )
-        scores = host.score(config, batch, logits, layout, groups)
-        given = _packed(loss, batch, scores, layout)
-        run.session.check_mask(given.response_mask_R)
-        tokens = loss_tokens(settings, given, layout, groups, missing=_MISSING)
-        if loss.has_correction and "behavior" not in tokens.log_probs:
-            report_missing(run.session, is_rollout_missing=True)
-    found = loss_of_tokens(
-        settings,
-        tokens,
-        session=run.session if loss.has_correction else None,
-        groups=groups,
-        make_reducer=partial(_reducer, loss, batch, layout),
-        extra_metrics=host.metrics,
-    )
-    if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
-        return found
-    # The backward pass of context parallelism has collectives, in which a rank without tokens must take part. Log-probs
-    # of no tokens need not come from the logits.
-    return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
+def is_miles() -> bool:
+    """Whether this process has imported Miles' training modules."""
+    return MILES in sys.modules
 
 
-_MISSING = Missing(
-    behavior="rollout_log_probs are missing (the rollout function must store the inference engine's log-probs)",
-    reference="ref_log_probs are missing (--use-kl-loss with --ref-load makes the host score them; a method with a "
-    "penalty of its own takes --kl-loss-coef 0)",
-    state_values="state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
-    "make_loss_func may have them)",
-)
+def find_host(args: Any, config: RunConfig) -> Host:
+    """Miles or slime, whose training modules this process has imported; else Megatron-Core, or nothing, by itself.
+
+    The hosts' own functions for log-probs take their ``args``; nobody else sees them.
+    """
+    is_fused = chosen_loss(config).scoring.by == "fused"
+    if is_miles():
+        state = sys.modules[MILES_PARALLEL].get_parallel_state()
+        score = partial(_miles_fused_scores, state) if is_fused else partial(_miles_scores, args)
+        return Host(find_groups(state), score, MILES_METRICS)
+    if SLIME in sys.modules:
+        return Host(find_groups(), _slime_fused_scores if is_fused else partial(_slime_scores, args))
+    return Host(find_groups(), plain_scores)
 
 
-def _packed(loss: WholeLoss, batch: Mapping[str, Any], scores: Scores, layout: PackedLayout) -> GivenTokens:
-    device = scores.log_prob_T.device
+def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
+    """As :func:`find_host`, of one rank with the whole vocabulary and ``groups``: it asks the host for nothing.
 
-    def packed(key: str) -> Tensor:
-        return pack(key, batch[key], layout.local_lengths, device=device)
+    Where the host's own function scores, the fused pass of mis_ext stands for it.
+    """
+    if is_miles():
+        alone = types.SimpleNamespace(tp=types.SimpleNamespace(rank=0, size=1, group=None))
+        return Host(groups, partial(_miles_fused_scores, alone), MILES_METRICS)
+    if SLIME not in sys.modules:
+        refuse_host_scoring(config)
+    return Host(groups, partial(_divided_scores, VocabularyPart()))
 
-    def optional(key: str) -> Tensor | None:
-        if layout.num_sequences == 0:
-            return scores.log_prob_T.detach()
-        return None if is_absent(batch.get(key)) else packed(key)
 
-    return GivenTokens(
-        current_T=scores.log_prob_T,
-        advantages_T=packed("advantages"),
-        response_mask_R=pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device),
-        behavior_T=optional("rollout_log_probs"),
-        proximal_T=None if loss.skips_scoring else optional("log_probs"),
-        reference_T=optional("ref_log_probs"),
-        entropy_T=scores.entropy_T,
-        state_values_T=optional("state_values"),
-        reverse_kl_T=None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl"),
-        divisor_S=_divisor(batch.get("rollout_mask_sums"), layout),
+def _divided_scores(
+    part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+) -> Scores:
+    """As slime's own function has them."""
+    kept = kept_columns(batch, layout) if chosen_loss(config).scoring.replays_top_p else None
+    temperature = slime_temperature(config)
+    return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature, kept=kept)
+
+
+def _slime_fused_scores(
+    config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+) -> Scores:
+    scores = _divided_scores(VocabularyPart.of_megatron(), config, batch, logits, layout, groups)
+    slime = sys.modules[SLIME]
+    # None while slime captures nothing: then there is no tensor per sample on the way.
+    if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
+        _capture(slime, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
+    return scores
+
+
+def _miles_fused_scores(
+    state: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+) -> Scores:
+    loss = chosen_loss(config)
+    return fused_scores(
+        config,
+        batch,
+        logits,
+        layout,
+        groups,
+        part=VocabularyPart.of_place(state.tp.rank, state.tp.size, state.tp.group),
+        # Of greedy sampling Miles leaves the logits as they are.
+        temperature=loss.temperature or 1.0,
+        observes_entropy=loss.scoring.observes_entropy,
     )
 
 
-def _divisor(given: Any, layout: PackedLayout) -> Tensor | None:
-    """``[S]``: the tokens of each sample's rollout, where the host knows them."""
-    if given is None:
-        return None
-    is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
-    divisor_S = torch.stack([*given]) if is_list else torch.as_tensor(given)
-    if divisor_S.shape != (layout.num_sequences,):
+def _slime_scores(
+    args: Any, _config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
+) -> Scores:
+    slime = sys.modules[SLIME]
+    _, found = slime.get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+        **slime.get_rollout_top_p_logprob_kwargs(args, batch),
+    )
+    _capture(slime, batch, found["log_probs"])
+    return _packed(found, logits, layout)
+
+
+def _capture(slime: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
+    """For the debug dump, which takes the log-probs from inside the loss where slime has skipped their own pass."""
+    capture = getattr(slime, "_maybe_capture_log_probs", None)
+    if capture is not None:
+        capture(batch, log_probs)
+
+
+def _miles_scores(
+    args: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
+) -> Scores:
+    loss = chosen_loss(config)
+    entropy = entropy_use(loss, is_observed=loss.scoring.observes_entropy)
+    found = sys.modules[MILES].get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=entropy != "none",
+        entropy_requires_grad=entropy == "gradient",
+        max_seq_lens=batch.get("max_seq_lens"),
+    )
+    return _packed(found, logits, layout)
+
+
+def _packed(found: dict[str, list[Tensor]], logits: Tensor, layout: PackedLayout) -> Scores:
+    def packed(name: str) -> Tensor:
+        return pack(name, found[name], layout.local_lengths, device=logits.device)
+
+    return Scores(packed("log_probs"), packed("entropy") if found.get("entropy") else None)
+
+
+def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
+    """The kept tokens of the local response tokens, from those of whole responses.
+
+    Of sample ``i`` the response token ``r`` has ``ids[i][offsets[i][r] : offsets[i][r + 1]]``. Where there are no
+    offsets any more, nothing was recorded. The index tensors are built on the host, where slime keeps these lists.
+
+    Args:
+        batch: ``rollout_top_p_token_ids`` and ``rollout_top_p_token_offsets``, per sample a list or a tensor.
+        layout: The local response tokens.
+
+    Raises:
+        ValueError: One of them is missing, or has not one list per sample.
+    """
+    ids, offsets = _samples_under(IDS, batch, layout), _samples_under(OFFSETS, batch, layout)
+    first_id = [0, *accumulate(map(len, ids))]
+    num_offsets = [*map(len, offsets)]
+    # Where each recorded token begins among the ids of all samples; one number more per sample, for the end.
+    start_N = torch.cat([*offsets, torch.zeros(2, dtype=torch.int64)])
+    start_N[:-2] += torch.tensor(first_id[:-1], dtype=torch.int64).repeat_interleave(torch.tensor(num_offsets))
+    length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
+    recorded_S = torch.tensor(num_offsets, dtype=torch.int64) - 1
+    first_S = torch.tensor([0, *accumulate(num_offsets)][:-1], dtype=torch.int64)
+    place_R = runs(first_S, length_S)
+    is_recorded_R = runs(torch.zeros_like(length_S), length_S) < recorded_S.repeat_interleave(length_S)
+    whole_T = runs(*torch.tensor([layout.pieces.whole_starts, layout.pieces.lengths], dtype=torch.int64))
+    is_recorded_T = is_recorded_R[whole_T]
+    # What was not recorded has the two zeros at the end: it keeps no id, and is told apart by its flag.
+    place_T = torch.where(is_recorded_T, place_R[whole_T], len(start_N) - 2)
+    begin_T = start_N[place_T]
+    count_T = start_N[place_T + 1] - begin_T
+    id_N = torch.cat([*ids, torch.zeros(0, dtype=torch.int64)])[runs(begin_T, count_T)]
+    token_T = torch.arange(len(count_T), device=layout.device)
+    id_N, count_T, recorded_T = to_device([id_N, count_T, is_recorded_T.long()], layout.device)
+    return KeptColumns(
+        id_N=id_N,
+        token_N=token_T.repeat_interleave(count_T, output_size=len(id_N)),
+        is_recorded_T=recorded_T.bool(),
+    )
+
+
+def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> list[Tensor]:
+    samples = batch.get(key)
+    if samples is None:
         raise ValueError(
-            f"rollout_mask_sums has shape {list(divisor_S.shape)}, there are {layout.num_sequences} samples"
+            f"{key} are missing: with a --rollout-top-p that is not 1 the rollout function must store them"
         )
-    return divisor_S
-
-
-def _reducer(
-    loss: WholeLoss, batch: Mapping[str, Any], layout: PackedLayout, correction: Correction | None
-) -> Reducer | None:
-    """The user's own, made from the returned masks as the hosts do."""
-    if loss.reducer_path is None:
-        return None
-    module, _, name = loss.reducer_path.rpartition(".")
-    make = getattr(import_module(module), name)
-    masks = batch["loss_masks"]
-    if correction is not None and not correction.plan.config.metrics_only:
-        masks = unpack(correction.loss_mask_R, layout)
-    reducer: Reducer = make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
-    return reducer
+    if len(samples) != layout.num_sequences:
+        raise ValueError(f"{key} has {len(samples)} samples, there are {layout.num_sequences}")
+    return [torch.as_tensor(sample, dtype=torch.int64, device="cpu") for sample in samples]

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.normalization import WeightScale
+from mis_ext.hosts.batches import policy_loss_of
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.packing import layout_of
 from mis_ext.hosts.runs import Run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import mis_weights_of
-from mis_ext.hosts.slime_miles.host import host_without_ranks
-from mis_ext.hosts.slime_miles.micro_batch import layout_of
-from mis_ext.hosts.slime_miles.policy_loss import on_host, policy_loss_of
-from mis_ext.hosts.slime_miles.top_p import IDS, OFFSETS
+from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, host_without_ranks, on_host
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import refuse_graph_of_ranks
 
