@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from mis_ext.hosts.guards import MismatchWarning
     from mis_ext.hosts.master_weights import dither_master_weights
     from mis_ext.hosts.megatron import make_loss_func
+    from mis_ext.hosts.own_trainer import compute_mis_weights, correct_padded, scalars
     from mis_ext.hosts.packing import PackedStreams
-    from mis_ext.hosts.padded import correct_padded
     from mis_ext.hosts.runs import session_for
-    from mis_ext.hosts.samples import compute_mis_weights
-    from mis_ext.hosts.scalars import scalars
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
     from mis_ext.hosts.slime_miles.dither_weights import dither_weights
@@ -60,9 +58,7 @@ else:
             "hosts.packing": ("PackedStreams",),
             "hosts.master_weights": ("dither_master_weights",),
             "hosts.megatron": ("make_loss_func",),
-            "hosts.padded": ("correct_padded",),
-            "hosts.samples": ("compute_mis_weights",),
-            "hosts.scalars": ("scalars",),
+            "hosts.own_trainer": ("compute_mis_weights", "correct_padded", "scalars"),
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
             "hosts.slime_miles.dither_weights": ("dither_weights",),

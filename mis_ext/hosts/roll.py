@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.padded import correct_padded
-from mis_ext.hosts.scalars import scalars
+from mis_ext.hosts.own_trainer import correct_padded, scalars
 from mis_ext.hosts.session import Session
 from mis_ext.keys.given import Keys, read_keys, says_whole_loss
 

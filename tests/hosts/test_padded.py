@@ -132,7 +132,7 @@ def test_data_parallel_ranks_share_one_scale_and_one_group_number(keys) -> None:
     whole = mis_ext.correct_padded(config_of(keys), **padded(samples))
     cut = (slice(2), slice(2, 5))
 
-    def work(rank) -> mis_ext.hosts.padded.PaddedCorrection:
+    def work(rank) -> mis_ext.hosts.own_trainer.PaddedCorrection:
         mine = tuple(column[cut[rank.dp_rank]] for column in samples)
         config = config_of(keys, scope="data_parallel")
         return mis_ext.correct_padded(config, **padded(mine), dp_group=rank.groups.dp_group)
@@ -169,7 +169,7 @@ def test_a_session_checks_what_a_configuration_does_not() -> None:
 def test_a_wrong_shape_on_one_rank_leaves_no_other_rank_waiting(wrong, failing, is_kept) -> None:
     config = config_of(CONFIGS["tokens"], scope="data_parallel")
 
-    def work(rank) -> mis_ext.hosts.padded.PaddedCorrection:
+    def work(rank) -> mis_ext.hosts.own_trainer.PaddedCorrection:
         batch = padded(draw(rank.number))
         if rank.number == failing:
             batch["response_mask"] = batch["response_mask"][:, :-1] if wrong == "a short row" else None

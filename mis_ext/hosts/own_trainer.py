@@ -1,0 +1,175 @@
+"""Corrections for a trainer of your own: of padded batches or whole responses, and their metrics as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group, gather_objects
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.metric_row import GroupNumber, Mean, Metric
+from mis_ext.hosts.groups import ALONE, Groups, device_of
+from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
+from mis_ext.hosts.session import Session
+from mis_ext.keys.given import config_given
+
+
+class PaddedCorrection(NamedTuple):
+    """``weights`` ``[B, T]`` float32, 0 where a token has none; ``keep_mask`` ``[B, T]`` bool; metrics by public name.
+
+    A mean is exact under any later sum of its total and count over calls and data-parallel ranks; the other metrics are
+    already those of all ranks.
+    """
+
+    weights: Tensor
+    keep_mask: Tensor
+    metrics: dict[str, Metric]
+
+
+def correct_padded(
+    session: Session | CorrectionConfig | Mapping[str, Any],
+    *,
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    response_mask: Tensor,
+    dp_group: Group | None = None,
+) -> PaddedCorrection:
+    """Correct a padded batch. Values under the mask are ignored.
+
+    Args:
+        session: A session, a configuration, or a mapping of its keys. Use one session for all calls: it checks the data
+            of the first calls, and raises an error if another rank failed. A configuration or a mapping does neither.
+            Then, after an error on one rank, the others continue without its samples.
+        proximal_logprobs: ``[B, T]``, nats, scored by the trainer before the update.
+        behavior_logprobs: ``[B, T]``, nats, as the inference engine reported them.
+        response_mask: ``[B, T]``, nonzero on tokens that the policy generated.
+        dp_group: Ranks that hold other sequences; None for one rank.
+
+    Raises:
+        ValueError: The three tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
+        RuntimeError: Another rank of the session failed.
+    """
+    is_kept = isinstance(session, Session)
+    session = session if isinstance(session, Session) else Session(session)
+    groups = Groups.of_process_groups(dp_group=dp_group)
+    with session.local_work((), groups=groups, device=device_of(response_mask)):
+        shape = response_mask.shape
+        for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behavior_logprobs", behavior_logprobs)):
+            if len(shape) != 2 or tensor.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"
+                )
+        if not (is_kept or response_mask.is_cuda):
+            # A session does it in its calls; without one that would wait for a device in each of them.
+            check_mask(response_mask)
+        batch_size, length = shape
+        streams = PackedStreams(
+            proximal_logprobs_T=proximal_logprobs.reshape(-1),
+            behavior_logprobs_T=behavior_logprobs.reshape(-1),
+            response_mask_R=response_mask.reshape(-1),
+            # A padded row is a response whose last tokens are masked.
+            layout=PackedLayout.whole([length] * batch_size, device=response_mask.device),
+        )
+    correction = (session.correct if is_kept else session.compute)(streams, groups=groups)
+    return PaddedCorrection(
+        weights=correction.weights_T.view(shape),
+        keep_mask=correction.keep_mask_R.view(shape),
+        metrics=correction.metrics,
+    )
+
+
+def compute_mis_weights(
+    config: CorrectionConfig | Mapping[str, Any],
+    *,
+    train_log_probs: list[Tensor],
+    rollout_log_probs: list[Tensor],
+    loss_masks: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
+
+    Args:
+        config: The configuration, or a mapping of its keys.
+        train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
+        rollout_log_probs: The same, as the inference engine reported them (behavior).
+        loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
+
+    Returns:
+        Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
+        0); and every metric as a 0-dim tensor. docs/metrics.md says over what each metric is a mean.
+    """
+    config = config_given(config)
+    check_samples("loss_masks", loss_masks)
+    lengths = [mask.numel() for mask in loss_masks]
+    device = device_of(*loss_masks)
+    layout = PackedLayout.whole(lengths, device=device)
+    streams = PackedStreams(
+        proximal_logprobs_T=pack("train_log_probs", train_log_probs, lengths, device=device),
+        behavior_logprobs_T=pack("rollout_log_probs", rollout_log_probs, lengths, device=device),
+        response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
+        layout=layout,
+    )
+    check_mask(streams.response_mask_R)
+    # All the way in one step: there is no earlier rollout.
+    gates = tuple(gate if gate.target_accept is None else replace(gate, target_gain=1.0) for gate in config.gates)
+    session = Session(config.replace(scope="micro_batch", gates=gates))
+    session.adapt(streams)
+    correction = session.compute(streams, groups=ALONE)
+    metrics = {name: metric.value() for name, metric in correction.metrics.items()}
+    return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
+
+
+def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group | None = None) -> dict[str, float]:
+    """One number per metric, for wandb, TensorBoard or MLflow; NaN where nothing was measured.
+
+    A ``Mean`` is the sum of its totals by the sum of its counts, over all calls and ranks. A ``GroupNumber`` is the
+    mean over the calls and ranks in which it was measured. All of them are copied from the device at once.
+
+    Args:
+        calls: The metrics of each call of a step, as ``correct_padded``, ``Session.correct`` and
+            ``policy_loss_from_log_probs`` return them.
+        prefix: What stands in front of each name.
+        group: Ranks that share the step, data- and context-parallel ones, as a ``torch.distributed`` process group.
+            Every one of them must call, also one that has no metrics. None for one rank.
+
+    Returns:
+        By prefixed name, in the same order and with the same bits on every rank of the group.
+
+    Raises:
+        TypeError: A metric is neither a ``Mean`` nor a ``GroupNumber``, or the group is not one of torch's own.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    for terms in gather_objects(_terms(calls), group):
+        for name, total, count in terms:
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+    return {f"{prefix}{name}": total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
+def _terms(calls: Iterable[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:
+    """The names of the metrics, and what each adds to total and count."""
+    metrics = [each for call in calls for each in call.items()]
+    if not metrics:
+        return []
+    numbers = torch.stack([number for each in metrics for number in _pair(*each)])
+    pairs: list[list[float]] = numbers.view(-1, 2).tolist()
+    terms = []
+    for (name, metric), (total, count) in zip(metrics, pairs, strict=True):
+        if not isinstance(metric, Mean):
+            # A number of all ranks counts once where it was measured.
+            total, count = (0.0, 0.0) if math.isnan(total) else (total, 1.0)
+        terms.append((name, total, count))
+    return terms
+
+
+def _pair(name: str, metric: Metric) -> tuple[Tensor, Tensor]:
+    if isinstance(metric, Mean):
+        return metric.total, metric.count
+    if isinstance(metric, GroupNumber):
+        return metric.number, metric.number
+    raise TypeError(f"{name} is a {type(metric).__name__}, no metric of mis_ext: a Mean or a GroupNumber")
