@@ -173,10 +173,8 @@ def collect_samples(calls: Sequence[KnownCall]) -> tuple[TrainingSample, ...]:
     """One sample for each call from which none goes on, in their order.
 
     Of the samples that share calls, the one that ends last has their tokens; the others have them as a prompt.
-
-    Args:
-        calls: In order.
     """
+    # For each call the last one that goes on from it: the end of the sample in which it is trained.
     last = {call.number: call.number for call in calls}
     for call in reversed(calls):
         if call.ancestor is not None:

@@ -49,13 +49,8 @@ def compare(
 ) -> Finding:
     """The class of a boundary, and the call that proves it.
 
-    Args:
-        call: The next call.
-        prompt: Its prompt ids.
-        place: Where they part from those of the calls before.
-        last: The last of these; None where none sampled.
-        tokenizer: What the ids mean; needed where they differ.
-        reasoning: The markers before and behind a reasoning block.
+    The prompt of ``call`` parts at ``place`` from those of the calls before, of which ``last`` is the last one that
+    sampled. A tokenizer says what ids mean where they differ; ``reasoning`` are the markers around a reasoning block.
     """
     # Ids decide first: a repeated call, a prompt that begins with all that is known, the same prompt once more.
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)

@@ -95,14 +95,11 @@ class Alignment(NamedTuple):
 
 
 def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: bool) -> Alignment | None:
-    """Where the turns are in the prompt; None where anything else than the writing of a sampled text was changed.
+    """Where the turns are in the prompt, the bytes of whose tokens are given; ``cut``: a limit ended the last turn.
 
-    Args:
-        turns: The conversation.
-        prompt: Bytes of each token of the prompt.
-        marks: What begins and ends a turn, and what is a tag.
-        cut: The token limit ended the last turn.
+    None where anything else than the writing of a sampled text was changed.
     """
+    # In other tokens, byte for byte, or else as a template may have rendered it again.
     text = b"".join(prompt)
     kind, ends = BoundaryKind.RETOKENIZED, [*accumulate(len(part) for turn in turns for part in turn)]
     if not text.startswith(b"".join(part for turn in turns for part in turn)):
@@ -110,6 +107,7 @@ def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: 
         if found is None:
             return None
         kind, ends = found
+    # From bytes to tokens: the first token at whose end so many bytes are there.
     token_ends = [0, *accumulate(map(len, prompt))]
     tokens = [bisect_left(token_ends, end) for end in ends]
     is_whole = token_ends[tokens[-1]] == ends[-1]
@@ -124,6 +122,7 @@ def _align_text(turns: Sequence[Turn], text: str, marks: Marks, *, cut: bool) ->
         begins = marks.begin_behind(template)
         start = _find_template(text, position, template, marks, behind_a_turn=number > 0)
         end = None if start is None else find_end(text, start, sampled, marks=marks, begins=begins, cut=cut_here)
+        # Not there as it was sampled: perhaps without its reasoning.
         if end is None:
             start, end = _find_stripped(text, position, template, sampled, marks, behind_a_turn=number > 0)
             kind = BoundaryKind.REASONING_STRIPPED

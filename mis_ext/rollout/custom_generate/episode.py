@@ -117,7 +117,9 @@ class Episode:
             if not turn.ended:
                 if self.is_aborted():
                     return Ended(calls, turn, aborted=True, unsent=observation)
-                max_new_tokens = self._room(turn, len(known_ids))
+                max_new_tokens = self.sampling_params["max_new_tokens"] - turn.num_sampled
+                if self.max_context is not None:
+                    max_new_tokens = min(max_new_tokens, self.max_context - len(known_ids))
                 if max_new_tokens <= 0:
                     return Ended(calls, turn, cut=True)
                 call = await self._request(known_ids, turn, max_new_tokens, observation)
@@ -125,6 +127,7 @@ class Episode:
                 known_ids, turn = known_ids + call.generation.sampled_ids, turn.after(call)
                 if not turn.ended:
                     return Ended(calls, turn, aborted=call.aborted)
+            # The model has ended its turn; what the environment says of it comes before the next.
             if step is None:
                 return Ended(calls, turn)
             if self.is_aborted():
@@ -140,19 +143,17 @@ class Episode:
             observation = Observation(text, self.tokenizer.encode(text, add_special_tokens=False))
             known_ids, turn = [*known_ids, *observation.token_ids], Turn(turn.number + 1)
 
-    def _room(self, turn: Turn, num_known: int) -> int:
-        left: int = self.sampling_params["max_new_tokens"] - turn.num_sampled
-        return left if self.max_context is None else min(left, self.max_context - num_known)
-
     async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation) -> Call:
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+        policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
+        key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         response = await post_json(
             f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
             request,
             host=host_of(self.sample),
             max_attempts=self.settings.max_attempts,
-            headers=self._headers(),
+            headers={"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {},
         )
         request_id = f"sample {self.sample.index}, turn {turn.number}"
         try:
@@ -164,11 +165,6 @@ class Episode:
         if generation.text is None:
             raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
         return Call(generation, generation.text, response["meta_info"], observation)
-
-    def _headers(self) -> dict[str, str]:
-        policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
-        key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
-        return {"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {}
 
 
 def _was_aborted(response: Mapping[str, Any]) -> bool:
@@ -200,13 +196,7 @@ def encode_prompt(
     prompt: str | Sequence[Mapping[str, Any]],
     template_options: Callable[[], Mapping[str, Any]],
 ) -> list[int]:
-    """Token ids of a sample's prompt: a text as it stands, messages through the chat template.
-
-    Args:
-        tokenizer: The model's.
-        prompt: A text, to which the host has applied the template, or messages.
-        template_options: Says what the chat template takes besides the messages; not asked for a text.
-    """
+    """Token ids of a sample's prompt: a text, to which the host has applied the template, as it stands; or messages."""
     if not isinstance(prompt, str):
         prompt = _render(tokenizer, prompt, template_options())
     return tokenizer.encode(prompt, add_special_tokens=False)
@@ -220,14 +210,8 @@ def observation_text(
 ) -> str:
     """What follows a sampled turn up to where the next one begins.
 
-    Messages are rendered behind an assistant's turn that stands for the sampled one. The end of that turn is left out
-    where the model sampled it itself.
-
-    Args:
-        tokenizer: The model's.
-        observation: What the environment returned; a text is returned as it stands.
-        end_id: The token with which the model ended the sampled turn; None where it sampled none.
-        template_options: Says what the chat template takes besides the messages; not asked for a text.
+    Messages are rendered behind an assistant's turn that stands for the sampled one; a text is returned as it stands.
+    The end of that turn is left out where the model sampled it itself, as ``end_id``.
 
     Raises:
         ValueError: The template does not render the turn that stands for the sampled one.

@@ -158,16 +158,9 @@ def check_resumable(sample: Any) -> None:
 
 
 def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: Sequence[float], call: Call) -> None:
-    """Append what one request sampled to the sample, with its log-probs and a loss mask of 1.
+    """Append the tokens that one request sampled to the host's sample, with their log-probs and a loss mask of 1.
 
     The host's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
-
-    Args:
-        args: The host's.
-        sample: slime's ``Sample`` or Miles'.
-        token_ids: The sampled tokens, ``[T]``.
-        log_probs: Their log-probs, ``[T]``.
-        call: The request.
     """
     if hasattr(sample, "append_response_tokens"):
         sample.append_response_tokens(
@@ -188,13 +181,7 @@ def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: 
 
 
 def append_observation(args: Any, sample: Any, observation: Observation) -> None:
-    """Append tokens that nobody sampled to the sample, with a loss mask of 0 and log-probs of 0.
-
-    Args:
-        args: The host's.
-        sample: slime's ``Sample`` or Miles'.
-        observation: The tokens, ``[T]``, and their text; nothing happens where there are none.
-    """
+    """Append tokens that nobody sampled to the host's sample, if there are any: a loss mask of 0, log-probs of 0."""
     text, token_ids = observation
     if not token_ids:
         return

@@ -120,10 +120,7 @@ def check_supported(args: Any, sample: Any) -> None:
 def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
     """What the chat template takes besides messages: ``apply_chat_template_kwargs`` and the tools of the sample.
 
-    Args:
-        args: The host's.
-        sample: Its own ``apply_chat_template_kwargs`` come before those of the host.
-        evaluation: Those of the sample's evaluation dataset come before those of the host; slime has such.
+    Those of the sample come before those of its evaluation dataset, which slime has, and these before the host's.
 
     Raises:
         ValueError: The sample may be of several datasets, whose options differ.
@@ -172,12 +169,8 @@ def warn_of_definition(
 ) -> None:
     """Warn, once per process and definition, where SGLang's log-probs are not those of the behavior policy.
 
-    Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn.
-
-    Args:
-        args: The host's; those of SGLang's speculative decoding are read, where they exist.
-        sampling_params: SGLang's.
-        meta_infos: Of the responses that have tokens, as far as there are any.
+    Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn. ``meta_infos`` are
+    those of the responses that have tokens, as far as there are any.
 
     Raises:
         TypeError: A sampling parameter has another type.

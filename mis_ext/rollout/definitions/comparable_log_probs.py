@@ -73,6 +73,7 @@ def trainer_log_probs(
             kept_TV = _listed(scaled_TV, kept_ids)
         scaled_TV = scaled_TV.masked_fill(~kept_TV, -torch.inf)
         outside_T = ~kept_TV.gather(1, ids_T[:, None])[:, 0]
+    # log softmax((logits + bias) / temperature) over the kept tokens.
     return TrainerLogProbs(scaled_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0], outside_T)
 
 
@@ -121,6 +122,7 @@ def behavior_log_probs(
             num_outside += 1
             result.append(None)
         else:
+            # log p - log(mass of the kept tokens)
             result.append(log_prob - math.log(math.fsum(map(math.exp, kept))))
     return BehaviorLogProbs(result, num_unproven, num_outside)
 
@@ -153,12 +155,7 @@ def _listed(scaled_TV: Tensor, kept_ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
-    """``[T, V]``, bool: the tokens that are kept.
-
-    Args:
-        probabilities_TV: ``[T, V]``, before truncation.
-        truncation: What is kept.
-    """
+    """``[T, V]``, bool: the tokens that are kept, of probabilities before truncation."""
     sorted_TV, order_TV = probabilities_TV.sort(dim=-1, descending=True, stable=True)
     num_kept_T = _num_kept(sorted_TV, truncation)
     rank_V = torch.arange(sorted_TV.shape[1], device=sorted_TV.device)
@@ -169,11 +166,7 @@ def kept_of_list(top: Sequence[float], truncation: Truncation) -> list[float] | 
     """The kept ones of the largest log-probs, in descending order; None where the list may end before the last.
 
     A list that holds all but 1e-6 of the mass counts as whole, as float32 sums of a whole vocabulary are no better: the
-    mass of the kept ones is then too low by up to 1e-6.
-
-    Args:
-        top: Natural log-probs of the most probable tokens, before truncation, in any order.
-        truncation: What is kept.
+    mass of the kept ones is then too low by up to 1e-6. ``top`` are natural log-probs before truncation, in any order.
     """
     ordered = sorted(top, reverse=True)
     if not ordered:

@@ -35,19 +35,8 @@ def settle(
 ) -> Generation:
     """The generation on which all places of a response agree; None stands for a place that this response lacks.
 
-    Args:
-        request_id: The request, for errors and for the generation.
-        sampled_ids: Where the sampled ids are.
-        sampled_counts: Where they are counted.
-        log_probs: Where their log-probs are.
-        prompt_ids: Where the prompt's ids are. Lists are compared, entries not checked: a conversation repeats them in
-            every turn.
-        prompt_counts: Where they are counted.
-        finish_reason: Why the generation ended.
-        stop_matches: Where the end token or the stop string is.
-        text: The text of the response.
-        ids_advice: How to get the sampled ids, for the error when no place has them.
-        prompt_advice: The same for the prompt's ids.
+    Of the prompt the lists are compared, and their entries not checked: a conversation repeats them in every turn. The
+    two pieces of advice say how to get the ids of response and prompt, for the error when no place has them.
 
     Raises:
         Contradiction: Two places differ, or the end token is not the last sampled one.
@@ -59,6 +48,7 @@ def settle(
     ids = agree(sampled_ids, Field.token_ids)
     if ids is None:
         raise UnprovenTokenIds(request_id, f"the response has no token ids: {ids_advice}")
+    # A list cut short shows in its length beside another one, or in the server's own count.
     scores = agree(log_probs, Field.log_probs) or []
     if len(scores) != len(ids):
         raise CountMismatch(request_id, f"{len(ids)} sampled ids, but {len(scores)} log-probs")
@@ -70,6 +60,7 @@ def settle(
     matches = [match for match in stop_matches if match is not None]
     for other in matches[1:]:
         check_same(matches[0], other)
+    # The id of an end token is the last one that was sampled; a stop string has none.
     match = matches[0].token_or_text() if matches else None
     if isinstance(match, int) and ids[-1:] != [match]:
         raise Contradiction(request_id, f"token {match} ended the generation, but it ends with {ids[-1:]}")
@@ -85,11 +76,7 @@ def settle(
 
 
 def agree(places: Places, read: Callable[[Field], list[T]]) -> list[T] | None:
-    """The list that every place holds, as the first of them has it; None without any place.
-
-    Args:
-        places: Where the same list is.
-        read: Checks a place and returns its list.
+    """The list that every place holds, as the first of them has it, each checked by ``read``; None without any place.
 
     Raises:
         Contradiction: Two places differ in an entry.
