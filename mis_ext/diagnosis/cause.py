@@ -29,6 +29,7 @@ class Finding:
         is_all: Whether it is all that differs: then nothing else is looked for.
         takes_out: Which tokens are left out of the search for what follows, besides those that have no log-prob.
         alternatives: What would look the same in this evidence.
+        hides: Causes that its tokens would be taken for, whatever it explains.
     """
 
     confidence: Confidence
@@ -40,6 +41,7 @@ class Finding:
     is_all: bool = False
     takes_out: Kind | None = None
     alternatives: tuple[str, ...] = ()
+    hides: tuple[str, ...] = ()
 
 
 Rule = Callable[[Measured], Finding | None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.limits import MAX_CHANCE, MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
-from mis_ext.diagnosis.signals import Signals
+from mis_ext.diagnosis.signals import PER_OCTAVE, Signals, first_position
 from mis_ext.diagnosis.size import stale_words
 
 ALL = 0.99
@@ -28,8 +28,15 @@ TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
 PLACE_FACTOR, PLACE_K3_FACTOR, PLACE_ERRORS = 2.0, 5.0, 6.0
 """Noise of engines fades in long responses: in one of ours the first 8 tokens differ 1.6 times as much as those from
 the 65th to the 256th, and have 3 times their k3. How much it fades depends on the model: an alternative says so."""
-FIRST_LATE = 5
-"""The first octave of positions, from 31 on, that may begin to differ."""
+FIRST_LATE = 5 * PER_OCTAVE
+"""The first bin of positions, from 31 on, that may begin to differ."""
+LEAST_LATE = 0.1
+"""Share of k3: less need not be named."""
+
+_PLACES = tuple(place - 3.5 for place in range(2 * PER_OCTAVE))
+STEP = tuple(math.copysign(0.5, place) - place * 4.0 / 21.0 for place in _PLACES)
+"""What the bins of two octaves have of a step between these, beyond any straight line through all: the squares of
+``_PLACES`` are 42, and 8 are their products with a step of 1."""
 
 
 def formula(measured: Measured) -> Finding | None:
@@ -138,6 +145,8 @@ def prefix(measured: Measured) -> Finding | None:
         if begins is not None:
             excess = sum(each.excess_over(ends) for each in before if each.num_tokens)
             return Finding(
+                # The beginning of a later turn is a late position, too.
+                hides=("late_positions",) if bool(later.any()) else (),
                 confidence="possible",
                 evidence=f"uncertain tokens differ by {begins.shift.value:.2g} (1 - p) nats early in a turn{where}, by "
                 f"{ends.shift.value:.2g} later, and have a k3 of {begins.size.value:.2g} and {ends.size.value:.2g}",
@@ -157,6 +166,7 @@ def prefix(measured: Measured) -> Finding | None:
         evidence=f"uncertain tokens differ by {one.shift.value:.2g} (1 - p) nats in the first turn, by "
         f"{others.shift.value:.2g} in later ones",
         k3_share=others.excess_over(one) / total if total else math.nan,
+        hides=("late_positions",),
         advice="Flush the engine's prefix cache at every weight update. If that is done, check that later turns are "
         "scored with the ids that were sampled.",
         alternatives=("turns that were tokenised again",),
@@ -169,28 +179,50 @@ def _beginnings(moments: Tensor) -> tuple[_Place, _Place]:
 
 
 def late(measured: Measured) -> Finding | None:
-    """Tokens behind some position differ, those before it hardly."""
+    """Tokens behind some position differ, those before it hardly, or not as much."""
     assert measured.signals is not None
-    octaves = measured.signals.positions
-    total, found = float(octaves[:, 1].sum()), list[tuple[float, int, float]]()
-    for index in range(FIRST_LATE, len(octaves)):
-        before, behind = (_Place.of(each.sum(0)) for each in (octaves[:index], octaves[index:]))
-        if behind.stands_out_of(before) or behind.has_more_k3_than(before):
+    bins = measured.signals.positions
+    total, found = float(bins[:, 1].sum()), list[tuple[bool, float, int, float]]()
+    for index in range(FIRST_LATE, len(bins)):
+        begins = _begins_at(index, bins)
+        # What is far in front of a step may differ by something else.
+        before = _Place.of(bins[index - PER_OCTAVE if begins else 0 : index].sum(0))
+        behind = _Place.of(bins[index:].sum(0))
+        if not (begins or behind.stands_out_of(before) or behind.has_more_k3_than(before)):
+            continue
+        excess = behind.excess_over(before)
+        if excess > LEAST_LATE * total:
             usual = before.shift.value
-            found.append((behind.shift.value / usual if usual else math.inf, index, behind.excess_over(before)))
-    if not found or not total:
+            found.append((begins, behind.shift.value / usual if usual else math.inf, index, excess))
+    if not found:
         return None
-    ratio, index, excess = max(found)
+    _, ratio, index, excess = max(found)
     return Finding(
         confidence="possible",
-        evidence=f"uncertain tokens after position {2**index - 1} of a response differ {ratio:.2g} times as much as "
-        f"those before, and carry {excess / total:.0%} of k3 beyond theirs",
+        evidence=f"uncertain tokens after position {first_position(index)} of a response differ {ratio:.2g} times "
+        f"as much as those before, and carry {excess / total:.0%} of k3 beyond theirs",
         k3_share=excess / total,
         alternatives=(
             "stale weights of the last tokens, where weights change within responses",
             "low precision, or old weights, that move late tokens of a response more than early ones",
         ),
     )
+
+
+def _begins_at(index: int, bins: Tensor) -> bool:
+    """Whether tokens differ more from a position on, by a step that is no part of a steady rise.
+
+    What differs everywhere hides by its size what begins somewhere, and not its place.
+    """
+    around = bins[index - PER_OCTAVE : index + PER_OCTAVE]
+    places = [_Place.of(each) for each in around]
+    if len(places) < len(STEP) or min(each.num_tokens for each in places) < MIN_TOKENS:
+        return False
+    before, behind = (_Place.of(each.sum(0)) for each in (around[:PER_OCTAVE], around[PER_OCTAVE:]))
+    weighted = [*zip(STEP, (each.shift for each in places), strict=True)]
+    step = sum(weight * shift.value for weight, shift in weighted)
+    variance = sum(weight**2 * shift.variance for weight, shift in weighted)
+    return behind.shift.is_above(before.shift, 1.0) and step > PLACE_ERRORS * math.sqrt(variance)
 
 
 class Tail(NamedTuple):

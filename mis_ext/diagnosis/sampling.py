@@ -15,7 +15,7 @@ from mis_ext.diagnosis.size import MAX_EXPLAINED, OLD_WEIGHTS, PENALTIES
 
 MIN_SLOPE, MIN_SLOPE_ERRORS = 0.01, 6.0
 """Of the difference along the log-prob of the side that sampled: a hundredth of a temperature changes no run."""
-WITHIN, LEAST_WITHIN = 0.6, 0.3
+WITHIN, LEAST_WITHIN, MOST_WITHIN = 0.6, 0.3, 0.92
 """Share of the variance of log-probs that the tokens of one position have; the rest is that of positions, whose mean a
 temperature does not move. It is a line's slope over a temperature's, and what a line explains over its share of k3. No
 log-prob shows it; 9 kinds of trained and drawn logits with 48 to 4,000 tokens have 0.31 (most positions nearly certain)
@@ -54,11 +54,15 @@ NOISE = (
     f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, or a "
     "mixture of experts"
 )
-SHIFTS = torch.linspace(0.0, 3.0, 301, dtype=torch.float64)
-ASYMMETRY = torch.erf(SHIFTS / math.sqrt(2.0)) + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp() / (
-    1.0 + SHIFTS**2
+SHIFTS = torch.linspace(0.0, 12.0, 1201, dtype=torch.float64)
+_OF_ONE = (
+    torch.erf(SHIFTS / math.sqrt(2.0)) * (1.0 + SHIFTS**2)
+    + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp()
 )
-"""Of the squares of a Gaussian that is moved by so many deviations."""
+ASYMMETRY = _OF_ONE.cumsum(0) / (1.0 + SHIFTS**2).cumsum(0)
+"""Of the squares of Gaussians that are moved by nothing to so many deviations, each as often: what a cut takes away
+differs from position to position. Were it the same everywhere, fewer tokens would be moved up, and these would be taken
+for more noise than there is."""
 
 
 def temperature(measured: Measured) -> Finding | None:
@@ -86,7 +90,7 @@ def temperature(measured: Measured) -> Finding | None:
     # What else differs may have all that a line does not explain, or nothing.
     room = [slope, slope / LEAST_WITHIN]
     near, share = slope / WITHIN, min(line.explained / WITHIN, 1.0)
-    may_have_more = is_alone and share < MAX_EXPLAINED
+    may_have_more = is_alone and line.explained < MAX_EXPLAINED * MOST_WITHIN
     if is_alone:
         near = power.slope - 1.0
         room = [slope, near + math.copysign(ERRORS * power.error, near)]
@@ -208,8 +212,8 @@ def _deficit(signals: Signals) -> str:
 def _one_sided(signals: Signals) -> float:
     """Share of k3 that a cut has beside noise, which alone moves tokens up and down alike.
 
-    A shift of ``x`` deviations of a Gaussian noise has ``x^2 / (1 + x^2)`` of the squares. Then the squares of tokens
-    that were moved down exceed those of the others by ``asymmetry(x)`` of all.
+    Shifts of 0 to ``x`` deviations of a Gaussian noise have ``x^2 / (3 + x^2)`` of the squares. Then the squares of
+    tokens that were moved down exceed those of the others by ``asymmetry(x)`` of all.
     Other noise, whose few largest squares hide that, adds nothing to the mass that is lost: the k3 of tokens that all
     lose the same is the least that a cut with this mass can have.
     """
@@ -221,4 +225,4 @@ def _one_sided(signals: Signals) -> float:
     shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
     mean = min(excess / count, 0.0)
     least = count * (mean - math.log1p(mean)) / signals.tokens.k3_rest if mean > -1.0 else 1.0
-    return min(max(shift**2 / (1.0 + shift**2), least), 1.0)
+    return min(max(shift**2 / (3.0 + shift**2), least), 1.0)

@@ -25,7 +25,10 @@ PLACES = {"first": 0, "early": 8, "between": 32, "late": 64, "far": 256}
 """Of a turn, and where each begins: a prefix shows in the first two. Tokens far behind them are no measure: in one of
 our engines noise halves from 64 tokens to 256, where responses are long."""
 
-NUM_OCTAVES = 22
+PER_OCTAVE = 4
+NUM_POSITIONS = PER_OCTAVE * 22
+"""Bins of positions, each a quarter of an octave: a place where something begins lies near the edge of one."""
+
 PER_DECADE, SMALLEST, DECADES = 20, -9, 12
 NUM_SHIFTS = PER_DECADE * DECADES
 """Bins of ``|d| / (1 - p)`` of equal width in log space, each 12 % wide."""
@@ -48,7 +51,7 @@ class Signals:
             and their k3.
         places: ``[2, len(PLACES), 6]`` of uncertain tokens of the first turn and of later ones, by their place in the
             turn: count, k3, and sums of ``min(|d| / (1 - p), 1)``, of its square, of ``min(k3, 1)`` and of its square.
-        positions: ``[NUM_OCTAVES, 6]`` of uncertain tokens by the octave of their position in the response: likewise.
+        positions: ``[NUM_POSITIONS, 6]`` of uncertain tokens by their position in the response: likewise.
         ratios: Count, sum of ``ratio - 1`` and of its square, of all tokens.
         rounded: ``[2, 3]`` of the proximal and of the behavior side: numbers that are not 0, those of bfloat16, and the
             k3 that rounding them to bfloat16 is expected to give.
@@ -92,7 +95,7 @@ class Signals:
             sums=sums_of_sorted(tokens, found, response_mask_R=response_mask_R, layout=layout, line=line),
             shifts=_by_shift(shift, k3, d),
             places=_by_place(turn, place, shift, k3),
-            positions=_moments(_octave(position.index_select(0, uncertain)), NUM_OCTAVES, shift, k3),
+            positions=_moments(_position_bin(position.index_select(0, uncertain)), NUM_POSITIONS, shift, k3),
             ratios=torch.stack([torch.tensor(len(excess)), excess.double().sum(), excess.double().square().sum()]),
             rounded=torch.stack([_bf16_numbers(side) for side in (proximal, behavior)]),
             firsts=_first_tokens(position, behavior, difference),
@@ -149,9 +152,13 @@ def _by_place(turn: Tensor, place: Tensor, shift: Tensor, k3: Tensor) -> Tensor:
     return _moments(index, 2 * len(PLACES), shift, k3).view(2, len(PLACES), -1)
 
 
-def _octave(position: Tensor) -> Tensor:
-    """0 for 0, 1 for 1 and 2, 2 for 3 to 6, ..."""
-    return (position.double() + 1.0).log2().floor().long().clamp_max(NUM_OCTAVES - 1)
+def _position_bin(position: Tensor) -> Tensor:
+    return ((position.double() + 1.0).log2() * PER_OCTAVE).floor().long().clamp_max(NUM_POSITIONS - 1)
+
+
+def first_position(index: int) -> int:
+    """Of a bin of positions."""
+    return math.ceil(math.pow(2.0, index / PER_OCTAVE)) - 1
 
 
 def _moments(index: Tensor, size: int, shift: Tensor, k3: Tensor) -> Tensor:

@@ -149,13 +149,13 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=prefix,
             advice="Flush the engine's prefix cache at every weight update.",
-            hides=("late_positions", *_TAILS),
+            hides=_TAILS,
         ),
         Cause(
             name="late_positions",
             title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
-            looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, or have 5 "
-            "times their k3",
+            looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, have 5 times "
+            "their k3, or differ more by a step that is no part of a steady rise; and that is a tenth of k3",
             needs=("signals",),
             rule=late,
             advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
@@ -338,6 +338,7 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
             # Not more than is left; what is not known stays so.
             finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - measured.explained))
         found.append(Diagnosis.of(cause, finding))
+        hidden |= {*finding.hides}
         if finding.is_all:
             measured = replace(measured, explained=1.0)
             break

@@ -6,8 +6,9 @@ import re
 import plants
 import pytest
 import torch
-from engines import COUNT, engines, top_p
+from engines import COUNT, LENGTH, engines, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
+from torch import Tensor
 
 import mis_ext
 from mis_ext.diagnosis import CAUSES, Diagnosis
@@ -98,7 +99,7 @@ def test_every_cause_is_planted() -> None:
 def test_a_finding_says_its_share_and_that_its_tokens_are_taken_out() -> None:
     sentinels, temperature = by_report(planted(0, [plants.colder], [plants.few_sentinels]))
     assert sentinels.share_in_words == "explains 100 % of k3; the rest was looked at without these tokens"
-    assert temperature.share_in_words == f"explains {temperature.k3_share:.0%} of k3".replace("%", " %")
+    assert temperature.share_in_words == f"explains up to {temperature.k3_share:.0%} of k3".replace("%", " %")
     (equal,) = by_report(planted(0, kernels=0.0))
     assert (equal.share_in_words, equal.doubt_in_words) == ("", "")
 
@@ -433,9 +434,49 @@ def test_a_place_or_a_tail_may_be_that_of_low_precision_in_another_model(change)
 def test_a_temperature_beside_another_cause_explains_up_to_all_and_says_what_it_may_be_beside(kind, noise) -> None:
     alone, beside = (by_report(pair_of(kind, engine=0.8, noise=each))[0] for each in (0.0, noise))
     assert (alone.cause, beside.cause) == ("temperature", "temperature")
-    assert alone.share_in_words == "explains 100 % of k3"
+    # Where positions are all alike, no other temperature leaves room for another cause.
+    assert alone.share_in_words == f"explains {'' if kind == 'flat' else 'up to '}100 % of k3"
     assert beside.share_in_words.startswith("explains up to ")
     assert any("penalties" in words for words in beside.alternatives)
+
+
+def test_what_a_temperature_may_leave_to_another_cause_is_said_as_far_as_its_interval_goes() -> None:
+    """A smaller one in its interval leaves as much of k3: precision beside it is an alternative."""
+    (found,) = by_report(pair_of("peaked", engine=1.3, noise=0.1))
+    near, low, _ = named_temperature(found)
+    assert ((low - 1.0) / (near - 1.0)) ** 2 < 0.87
+    assert found.is_up_to
+    assert any("low precision" in words for words in found.alternatives)
+
+
+def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[Diagnosis]:
+    """Of engines that differ everywhere, by position, and by more from a position on."""
+    made = engines(7)
+    is_late = (torch.arange(LENGTH) >= begins)[None, :, None]
+    noisy = made.behavior + made.noise(global_noise[None, :, None]) + made.noise(late_noise) * is_late
+    return by_report(Tokens(*made._replace(behavior=noisy).sampled()))
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.3])
+def test_a_place_where_something_begins_is_found_beside_what_differs_everywhere_as_much(noise) -> None:
+    """Squares of independent noise add up: behind it tokens differ 1.4 times as much, and half of their k3 is of it."""
+    (late, rest) = late_of(torch.full((LENGTH,), noise), noise)
+    assert (late.cause, rest.cause) == ("late_positions", "low_precision")
+    share = (LENGTH - 60) / (2 * LENGTH - 60)
+    assert late.k3_share == pytest.approx(share, abs=0.08)
+    assert 53 < int(re.search(r"after position (\d+) ", late.evidence)[1]) < 64
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.2, 0.4])
+def test_what_grows_along_the_positions_begins_nowhere(rise) -> None:
+    octave = (torch.arange(LENGTH) + 1.0).log2() - 5.0
+    found = late_of(0.2 * (1.0 + rise * octave.clamp_min(0.0)), 0.0)
+    assert [each.cause for each in found] == ["low_precision"]
+
+
+def test_late_positions_are_found_behind_a_prefix_that_hides_them_only_in_later_turns() -> None:
+    fading = 1.5 * torch.exp(-torch.arange(LENGTH) / 8.0)
+    assert [each.cause for each in late_of(fading, 0.15)] == ["stale_prefix_cache", "late_positions"]
 
 
 def test_what_no_two_policies_give_is_said_to_fit_badly() -> None:
