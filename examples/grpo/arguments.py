@@ -72,7 +72,7 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--task",
         help="counting, for the random decoder; with --model arithmetic, arithmetic_steps, story, "
-        "story_answer, or reasoning_gym:NAME with that package",
+        "story_answer, prepared:FILE of examples/questions/prepare.py, or reasoning_gym:NAME with that package",
     )
     group.add_argument("--rollout-engine", choices=["transformers", "sglang"], default="transformers")
     group.add_argument(

@@ -4,11 +4,14 @@
 answer. ``story``: a story, worth more the more words without the letter e it has; there answers stay long, and the next
 word stays open. ``story_answer``: a story that ends with the largest of three numbers: worth 1 or 0, and rarely 1 at
 first. ``reasoning_gym:NAME``: a task of the package ``reasoning-gym``, such as ``reasoning_gym:chain_sum``.
+``prepared:FILE``: questions with a number for an answer, which ``examples/questions/prepare.py`` drew from that
+package; worth 1 if the last number of an answer is right.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 import zlib
@@ -23,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 sys.path.append(str(Path(__file__).parents[1] / "questions"))
 from arithmetic import draw_task, is_right
 
-GYM = "reasoning_gym:"
+GYM, PREPARED = "reasoning_gym:", "prepared:"
 MAX_PROMPT = 512
 # One of so many questions is never trained on.
 HELD_OUT_SHARE = 8
@@ -122,7 +125,9 @@ def _source(name: str) -> Draw:
         return _TASKS[name]
     if name.startswith(GYM):
         return _gym(name.removeprefix(GYM))
-    raise ValueError(f"task {name!r}: expected counting, {', '.join(_TASKS)} or {GYM}NAME")
+    if name.startswith(PREPARED):
+        return _prepared(Path(name.removeprefix(PREPARED)))
+    raise ValueError(f"task {name!r}: expected counting, {', '.join(_TASKS)}, {PREPARED}FILE or {GYM}NAME")
 
 
 def _arithmetic(rng: Random) -> tuple[str, Grader]:
@@ -166,6 +171,24 @@ _TASKS: dict[str, Draw] = {
     "story": _story,
     "story_answer": _story_answer,
 }
+
+
+def _prepared(file: Path) -> Draw:
+    if not file.exists():
+        raise FileNotFoundError(f"task {PREPARED}{file}: write it with examples/questions/prepare.py")
+    questions = json.loads(file.read_text(encoding="utf-8"))["questions"]
+
+    def draw(rng: Random) -> tuple[str, Grader]:
+        question, number = rng.choice(questions)
+        return question, lambda answer: float(last_number(answer) == float(number))
+
+    return draw
+
+
+def last_number(text: str) -> float | None:
+    """The last one of a text, which may have commas between its thousands."""
+    found = re.findall(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def _gym(name: str) -> Draw:

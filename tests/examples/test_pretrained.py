@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -341,6 +342,25 @@ def test_reasoning_gym_checks_answers_that_talk_around_their_number(checkpoint: 
         QuestionTask("reasoning_gym:sums", checkpoint.tokenizer, response_length=8)
 
 
+def test_prepared_questions_are_drawn_and_the_last_number_of_an_answer_counts(
+    checkpoint: Pretrained, tmp_path: Path
+) -> None:
+    file = tmp_path / "questions.json"
+    asked = {f"How many are {number} and 1,233?": str(number + 1233) for number in range(64)}
+    file.write_text(json.dumps({"source": "here", "licence": "none", "questions": [*asked.items()]}))
+    task = QuestionTask(f"prepared:{file}", checkpoint.tokenizer, response_length=8)
+    learned, held_out = ({task.sample(Random(seed), held_out=kind).text for seed in range(300)} for kind in (0, 1))
+    assert learned | held_out == asked.keys()
+    assert not learned & held_out
+    question = next(
+        question for seed in range(999) if (question := task.sample(Random(seed))).text.startswith("How many are 1 ")
+    )
+    answers = {"1,234": 1.0, "It is $1,234.00.": 1.0, "1233+1=1234": 1.0, "1234, not 1233": 0.0, "-1234": 0.0, "": 0.0}
+    assert {answer: question.worth(answer) for answer in answers} == answers
+    with pytest.raises(FileNotFoundError, match=r"examples/questions/prepare\.py"):
+        QuestionTask("prepared:nowhere.json", checkpoint.tokenizer, response_length=8)
+
+
 def test_a_task_asks_for_the_steps_of_the_same_sums(checkpoint: Pretrained) -> None:
     plain, steps = (
         QuestionTask(name, checkpoint.tokenizer, response_length=8).sample(Random(1))
@@ -377,7 +397,7 @@ def test_a_story_that_ends_with_the_right_number_is_worth_1(checkpoint: Pretrain
 def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
     with pytest.raises(
         ValueError,
-        match="task 'sums': expected counting, arithmetic, arithmetic_steps, story, story_answer or reasoning_gym:NAME",
+        match="arithmetic, arithmetic_steps, story, story_answer, prepared:FILE or reasoning_gym:NAME",
     ):
         QuestionTask("sums", checkpoint.tokenizer, response_length=8)
     if importlib.util.find_spec("reasoning_gym") is None:
