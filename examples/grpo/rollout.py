@@ -36,12 +36,17 @@ class Sample:
 
 
 def grade_groups(
-    problems: Sequence[Problem | Question], completions: list[Completion], *, num_samples: int
+    problems: Sequence[Problem | Question],
+    completions: list[Completion],
+    *,
+    num_samples: int,
+    divided: bool = True,
 ) -> tuple[list[Sample], Tensor]:
     """Grade completions and compare each with the others to the same problem.
 
     The advantage is the reward less the group's mean, over the group's standard deviation ("DeepSeekMath: Pushing the
-    Limits of Mathematical Reasoning in Open Language Models", arXiv 2402.03300).
+    Limits of Mathematical Reasoning in Open Language Models", arXiv 2402.03300), or, not ``divided``, alone
+    ("Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783).
 
     Returns:
         The samples, and their rewards ``[problems, num_samples]``.
@@ -50,7 +55,8 @@ def grade_groups(
     rewards = [problem.grade(answer.token_ids) for problem, answer in zip(asked, completions, strict=True)]
     rewards_GN = torch.tensor(rewards).view(len(problems), num_samples)
     deviation_GN = rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
-    advantages = (deviation_GN / (rewards_GN.std(dim=1, keepdim=True) + 1e-4)).flatten().tolist()
+    if divided:
+        deviation_GN = deviation_GN / (rewards_GN.std(dim=1, keepdim=True) + 1e-4)
     samples = [
         Sample(
             problem=problem,
@@ -59,7 +65,7 @@ def grade_groups(
             weight_versions=[str(answer.weight_version)],
             advantage=advantage,
         )
-        for problem, answer, advantage in zip(asked, completions, advantages, strict=True)
+        for problem, answer, advantage in zip(asked, completions, deviation_GN.flatten().tolist(), strict=True)
     ]
     return samples, rewards_GN
 

@@ -176,10 +176,11 @@ class Trainer:
             cp_size=self._ranks.cp_size,
             device=self._ranks.device,
         )
+        batch = MicroBatch(samples=slice(len(sequences)), inputs=inputs)
         with megatron_device(self._ranks.device):
-            logits = self._logits(self._model, MicroBatch(samples=slice(len(sequences)), inputs=inputs))
+            logits_RV = self._rows(self._logits(self._model, batch), batch)
         held = [place for place, index in enumerate(inputs.response_indices) if len(index)]
-        return logits.flatten(0, 1)[inputs.logit_index_R].float(), held
+        return logits_RV.float(), held
 
     def own_tokens(self, responses: list[list[float]], batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return of values of whole responses those of this rank's tokens, one tensor per sample."""
@@ -223,9 +224,13 @@ class Trainer:
         inputs = batch.inputs
         return model(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed_seq_params)
 
+    def _rows(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """Return those that score response tokens, ``[T, V]``."""
+        return logits.flatten(0, 1)[batch.inputs.logit_index_R]
+
     def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Return the log-probs of the response tokens under the sampling temperature, ``[T]``."""
-        rows_TV = logits.flatten(0, 1)[batch.inputs.logit_index_R].float() / self._args.rollout_temperature
+        rows_TV = self._rows(logits, batch).float() / self._args.rollout_temperature
         return rows_TV.log_softmax(-1).gather(-1, batch.inputs.target_R[:, None]).squeeze(-1)
 
     def _policy_loss(self, data: dict[str, Any], batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

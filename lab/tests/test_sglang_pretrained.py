@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from grpo.experts import upcycled
     from grpo.pretrained import Pretrained, load_pretrained
     from tiny_checkpoint import write_tiny_checkpoint
-    from transformers import LlamaForCausalLM, MixtralForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config
 
 from mis_ext.onpolicy import record_hf_routing
 
@@ -47,14 +47,19 @@ END = 4
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [5, 6, 7]] * 8
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "not tied"])
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+@pytest.fixture(
+    scope="module",
+    params=[(True, LlamaConfig), (False, LlamaConfig), (True, Qwen2Config)],
+    ids=["tied", "not tied", "tied, with biases"],
+)
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(folder, is_tied=request.param)
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    is_tied, family = request.param
+    write_tiny_checkpoint(folder, is_tied=is_tied, family=family)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def largest_difference(policy: LlamaForCausalLM | MixtralForCausalLM, answers: Answers) -> float:
+def largest_difference(policy: PreTrainedModel, answers: Answers) -> float:
     """Of the engine's log-probs from those of transformers in float32."""
     found = 0.0
     for prompt, ids, logprobs in zip(PROMPTS, answers.ids, answers.logprobs, strict=True):
@@ -189,7 +194,7 @@ def test_an_aligned_run_has_no_mismatch_at_any_step(
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8_blocks"])
-def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: LlamaForCausalLM, weights: str) -> None:
+def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: PreTrainedModel, weights: str) -> None:
     engine = SGLangSampler(
         EngineSpec(kind="sglang", weights=weights), policy.config, batch=32, length=16, device=torch.device("cpu")
     )
@@ -210,6 +215,44 @@ def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: Llam
             assert all(END not in ids[:-1] and (len(ids) == 9 or ids[-1] == END) for ids in answers.ids)
     finally:
         engine.close()
+
+
+def test_the_trainers_weights_reach_the_engine_with_their_biases_in_both_directions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32: what the engine says of its tokens is what the trainer says, before and after it has learned."""
+    monkeypatch.setitem(
+        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+    )
+    write_tiny_checkpoint(tmp_path, family=Qwen2Config)
+    size = {"num_steps": 3, "num_prompts": 4, "response_length": 8, "num_evaluated": 32, "max_tokens": 200}
+    engine = EngineSpec(kind="sglang", dtype="float32")
+    group = PretrainedGroup(
+        name="qwen2",
+        engine=engine,
+        methods=(NONE,),
+        seeds=(1,),
+        dtype="float32",
+        learning_rate=1e-3,
+        eval_interval=1,
+        evaluates_in_engine=True,
+        **size,
+    )
+    coarse = dataclasses.replace(group, name="coarse", engine=dataclasses.replace(engine, weights="mantissa_4"))
+    place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
+    try:
+        training = PretrainedTraining(group, place)
+        rows = [row for _ in range(3) for row in training.step(lambda name, arrays: None)]
+        started = place._engine
+        (rounded,) = PretrainedTraining(coarse, place).step(lambda name, arrays: None)
+        # The same engine, which got rounded weights for the rollout and others for the evaluation.
+        assert place._engine is started
+    finally:
+        place.close()
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["k3"] < 1e-8 for row in rows), [row["k3"] for row in rows]
+    assert rounded["k3"] > 1e-5
+    assert rounded["own_reward"] > 0
 
 
 def test_a_run_that_has_ended_holds_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of letters and a chat template, as a folder in Hugging Face's format."""
+"""A tiny random Llama or Qwen2 with a tokenizer of letters and a chat template, as a folder of Hugging Face."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 START, END = "<|start|>", "<|end|>"
 TEMPLATE = (
@@ -18,8 +18,13 @@ TEMPLATE = (
 )
 
 
-def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True, ffn_size: int = 96) -> None:
-    """Write it: two layers, bfloat16, a token for each letter, and digits likelier than the rest."""
+def write_tiny_checkpoint(
+    folder: Path, *, seed: int = 0, is_tied: bool = True, ffn_size: int = 96, family: type = LlamaConfig
+) -> None:
+    """Write it: two layers, bfloat16, a token for each letter, and digits likelier than the rest.
+
+    A Qwen2 (``family=Qwen2Config``) has large biases on keys, as pretrained ones do.
+    """
     letters = [*string.digits, *string.ascii_letters, *" ,.:?+"]
     names = [START, END, "<|unknown|>", *letters]
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<|unknown|>"))
@@ -32,7 +37,7 @@ def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True, 
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE
-    config = LlamaConfig(
+    config = family(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=ffn_size,
@@ -46,8 +51,12 @@ def write_tiny_checkpoint(folder: Path, *, seed: int = 0, is_tied: bool = True, 
         eos_token_id=0,
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
+        if family is Qwen2Config:
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=8.0 if "k_proj" in name else 0.1)
         # All hidden states have a part in one direction, and digits most of it: they are sampled most.
         model.model.embed_tokens.weight += 0.05
         model.model.embed_tokens.weight[3:13] += 0.06

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,8 +72,11 @@ class EngineSpec:
         cache: Dtype of keys and values; ``auto`` is ``dtype``. Also ``fp8_e5m2`` and ``fp8_e4m3``.
         weights: ``fp8_e4m3`` rounds every matrix but routers to it, with one scale per row, before the engine gets it.
             ``fp8_blocks`` and ``int8_blocks`` quantise the projections in blocks, and the engine multiplies in 8 bits.
+            ``mantissa_N`` rounds every matrix but routers to N bits of mantissa, ``int4`` the projections to integers
+            of 4 bits with a scale for 32 in a row; the engine multiplies them in its dtype.
         noise: Controlled only: standard deviation of noise on the logits that is a function of all earlier tokens, so
             that the same state has always the same error.
+        cache_scale: SGLang only: keys and values are divided by it before a cache of 8 bits rounds them.
         settings: SGLang only: further arguments of its server.
     """
 
@@ -81,7 +85,14 @@ class EngineSpec:
     cache: str = "auto"
     weights: str = "auto"
     noise: float = 0.0
+    cache_scale: float = 1.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def started(self) -> EngineSpec:
+        """What the engine is started as: SGLang gets rounded weights, and does not know that they are."""
+        is_rounded = self.kind == "sglang" and self.weights not in BLOCKS
+        return replace(self, weights="auto") if is_rounded else self
 
     def quantizer(self, shape: Shape) -> BlockQuantizer | None:
         """What quantises the weights in blocks; None: nothing does.
@@ -100,11 +111,27 @@ class EngineSpec:
         return BlockQuantizer.create(BLOCKS[self.weights], shapes) if self.weights in BLOCKS else None
 
     def rounded(self, weights: Weights) -> Weights:
-        """The weights as the engine is to have them; those in blocks are left to the quantizer."""
+        """The weights as the engine is to have them; those in blocks are left to the quantizer.
+
+        Raises:
+            ValueError: ``weights`` says none of the ways to round.
+        """
         if self.weights == "auto" or self.weights in BLOCKS:
             return {name: weight.detach() for name, weight in weights.items()}
+        kind, _, bits = self.weights.partition("_")
+        if self.weights == "fp8_e4m3":
+            rounding, is_kept = _in_e4m3, _is_router
+        elif kind == "mantissa":
+            rounding, is_kept = partial(to_mantissa, bits=int(bits)), _is_router
+        elif self.weights == "int4":
+            rounding, is_kept = to_int4, lambda name: not name.endswith("_proj.weight")
+        else:
+            raise ValueError(
+                f"weights {self.weights!r}: expected auto, fp8_e4m3, mantissa_N, int4 or {', '.join(BLOCKS)}"
+            )
+        # Norms of all runs have two dimensions.
         return {
-            name: weight.detach() if name.endswith("mlp.gate.weight") else _rounded(weight.detach())
+            name: weight.detach() if weight.dim() < 3 or is_kept(name) else rounding(weight.detach())
             for name, weight in weights.items()
         }
 
@@ -244,9 +271,25 @@ def kept_tokens(scaled: Tensor, top_p: float) -> Tensor:
     return kept_TV.view(scaled.shape)
 
 
-def _rounded(weight: Tensor) -> Tensor:
-    if weight.dim() < 3:  # Norms of all runs.
-        return weight
+def _is_router(name: str) -> bool:
+    return name.endswith("mlp.gate.weight")
+
+
+def to_mantissa(weight: Tensor, *, bits: int) -> Tensor:
+    """Rounded to so many bits behind the leading one, half away from zero; float32 has 23, bf16 has 7."""
+    dropped = 23 - bits
+    whole = weight.float().view(torch.int32) + (1 << (dropped - 1))
+    return (whole & -(1 << dropped)).view(torch.float32).to(weight.dtype)
+
+
+def to_int4(weight: Tensor, *, block: int = 32) -> Tensor:
+    """What integers from -7 to 7 stand for, the largest number of a block being 7 of its scale."""
+    blocks = weight.float().unflatten(-1, (-1, block))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
+    return ((blocks / scale).round() * scale).flatten(-2).to(weight.dtype)
+
+
+def _in_e4m3(weight: Tensor) -> Tensor:
     scale = weight.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 

@@ -88,6 +88,7 @@ class SGLangRunner:
         max_length: Tokens of a prompt and its response, at most the configuration's ``max_position_embeddings``.
         settings: Arguments of SGLang's ``ServerArgs``, above the defaults here: ``{"kv_cache_dtype": "fp8_e5m2"}``.
         quantizer: The checkpoint is quantised by it, and ``load`` takes what its ``quantize`` returns.
+        cache_scale: Of keys and values in a cache of 8 bits.
         seed: Of the first weights and of the sampler, which has its own stream of random numbers.
 
     Raises:
@@ -105,6 +106,7 @@ class SGLangRunner:
         max_length: int,
         settings: Mapping[str, Any] | None = None,
         quantizer: BlockQuantizer | None = None,
+        cache_scale: float = 1.0,
         seed: int = 0,
     ) -> None:
         settings = dict(settings or {})
@@ -130,10 +132,13 @@ class SGLangRunner:
         elif getattr(hf_config, "num_experts", 0) and hf_config.head_dim not in ROTATING_HEAD_DIMS:
             _write_cache_apart()
         os.environ.pop(ORIGINAL_LOGPROB, None)
+        # A dense model of billions of weights is not drawn, written and read again: SGLang makes its own.
+        is_empty = quantizer is None and not _is_mixture(hf_config)
         with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
-            shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed)
+            shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed, is_empty=is_empty)
             arguments: dict[str, Any] = {
                 "model_path": folder,
+                **({"load_format": "dummy"} if is_empty else {}),
                 "skip_tokenizer_init": True,
                 "dtype": "bfloat16",
                 "context_length": max_length,
@@ -168,7 +173,10 @@ class SGLangRunner:
         )
         self._chosen, self._num_routers = _record_experts(self._runner.model)
         self._chosen_in_graph: list[Tensor] = []
-        if self._num_routers and device.type == "cuda" and not arguments.get("disable_cuda_graph"):
+        if cache_scale != 1:
+            _scale_cache(self._runner.model, cache_scale, device)
+        is_captured = device.type == "cuda" and not arguments.get("disable_cuda_graph")
+        if is_captured and (self._num_routers or cache_scale != 1):
             self._capture()
         self._random_state = _seeded_state(device, seed)
         self._clear_pools()
@@ -428,6 +436,20 @@ def _prepare_cpu() -> None:
         sys.path.insert(0, shim)
 
 
+def _scale_cache(model: torch.nn.Module, scale: float, device: torch.device) -> None:
+    """Set what SGLang reads from checkpoints with scales of keys and values."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            module.k_scale = module.v_scale = torch.tensor(scale, device=device)
+            module.k_scale_float = module.v_scale_float = scale
+
+
+def _is_mixture(hf_config: Any) -> bool:
+    return any(getattr(hf_config, name, 0) for name in ("num_experts", "num_local_experts"))
+
+
 def _write_cache_apart() -> None:
     """Keep SGLang's mixture from a kernel that rotates and writes the cache at once, which its small heads lack."""
     from sglang.srt.models import qwen3_moe
@@ -436,11 +458,21 @@ def _write_cache_apart() -> None:
 
 
 def _write_checkpoint(
-    hf_config: Any, folder: Path, quantizer: BlockQuantizer | None, *, seed: int
+    hf_config: Any, folder: Path, quantizer: BlockQuantizer | None, *, seed: int, is_empty: bool
 ) -> dict[str, torch.Size]:
     """Write random weights; return the name and shape of each in the file. In memory transformers joins experts."""
     from transformers import AutoModelForCausalLM
 
+    if is_empty:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        return {
+            name: weight.shape
+            for name, weight in model.state_dict().items()
+            if not (hf_config.tie_word_embeddings and name == "lm_head.weight")
+        }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

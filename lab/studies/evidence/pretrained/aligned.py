@@ -24,5 +24,5 @@ class AlignedTrainer(Trainer):
             return super()._logits(model, batch)
 
     def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
-        rows_TV = logits.flatten(0, 1)[batch.inputs.logit_index_R].float() / self._args.rollout_temperature
+        rows_TV = self._rows(logits, batch).float() / self._args.rollout_temperature
         return sampled_log_probs(rows_TV, batch.inputs.target_R, ALL)

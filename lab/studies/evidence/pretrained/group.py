@@ -17,7 +17,7 @@ class PretrainedGroup(Group):
 
     Attributes:
         model: The checkpoint's name, for the record; the folder is said at run time.
-        task: Of ``grpo.questions``.
+        task: Of ``grpo.questions``; the file of a prepared one lies among the results.
         max_prompt: Tokens that the engine has room for before the answer.
         updates: Optimizer steps per rollout. 0: rollouts are scored, and nothing is trained or evaluated.
         num_evaluated: Held-out questions of an evaluation, one answer each.
@@ -25,6 +25,10 @@ class PretrainedGroup(Group):
         trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no
             correction.
         micro_batch_size: Answers in one pass of the trainer.
+        max_tokens: Of one pass instead, padding included: answers of similar length, which are padded to the longest of
+            them, and logits of their own tokens alone. 0: ``micro_batch_size`` answers as they come.
+        divides_advantages: By the standard deviation of their question.
+        evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         rounded_to: Trainer and engine compute in float16 with weights that are numbers of this dtype too. Empty: they
@@ -39,7 +43,8 @@ class PretrainedGroup(Group):
     Raises:
         ValueError: Experts are to be replayed that the model has not, or rounded; a cache is to be simulated that is
             not of 8 bits; what cannot be aligned is to be; weights are to be rounded that are not of float16, or
-            dithered that are not of bfloat16.
+            dithered that are not of bfloat16; passes of so many tokens, or evaluations in the engine, do not fit the
+            other settings.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -56,6 +61,9 @@ class PretrainedGroup(Group):
     ages: tuple[int, ...] = ()
     trained_steps: int = 0
     micro_batch_size: int = 64
+    max_tokens: int = 0
+    divides_advantages: bool = True
+    evaluates_in_engine: bool = False
     num_dumped: int = 64
     dtype: str = "bfloat16"
     rounded_to: Literal["", "bfloat16"] = ""
@@ -81,6 +89,17 @@ class PretrainedGroup(Group):
             raise ValueError(f"{self.name}: rounded_to={self.rounded_to!r} is for dtype 'float16', got {self.dtype!r}")
         if self.is_dithered and self.dtype != "bfloat16":
             raise ValueError(f"{self.name}: is_dithered is for dtype 'bfloat16', got {self.dtype!r}")
+        if self.max_tokens and (self.experts or self.is_aligned or self.updates > 1):
+            raise ValueError(f"{self.name}: max_tokens is for dense models, not aligned, with one update of a rollout")
+        if self.evaluates_in_engine and (
+            self.engine.kind != "sglang"
+            or (self.engine.started.weights, self.engine.cache, self.engine.dtype) != ("auto", "auto", self.dtype)
+            or self.num_evaluated != self.num_prompts * self.samples_per_prompt
+        ):
+            raise ValueError(
+                f"{self.name}: evaluates_in_engine needs SGLang in the trainer's dtype, {self.dtype}, that multiplies "
+                "and caches in it, and as many evaluated questions as a rollout has answers"
+            )
         if self.simulated_cache and self.engine.cache == "auto":
             raise ValueError(
                 f"{self.name}: simulated_cache={self.simulated_cache!r}, and the engine's cache is not rounded"

@@ -59,7 +59,11 @@ def create_sampler(
 
 
 class SGLangSampler:
-    """SGLang's model runner in this process."""
+    """SGLang's model runner in this process.
+
+    Attributes:
+        spec: How the next weights are rounded on the way to it may be changed.
+    """
 
     def __init__(
         self, spec: EngineSpec, config: PretrainedConfig, *, batch: int, length: int, device: torch.device
@@ -71,9 +75,9 @@ class SGLangSampler:
             # SGLang's Mixtral has a head of its own, also where the embeddings are tied: it gets them twice.
             config = copy.deepcopy(config)
             config.tie_word_embeddings = False
-        self._spec, self._is_tied = spec, config.tie_word_embeddings
+        self.spec, self._is_tied = spec, config.tie_word_embeddings
         self._quantizer = None
-        if spec.weights != "auto":
+        if spec.started.weights != "auto":
             with torch.device("meta"):
                 shapes = AutoModelForCausalLM.from_config(config).state_dict()
             kept = {name: tuple(weight.shape) for name, weight in shapes.items() if not self._is_alias(name)}
@@ -85,6 +89,7 @@ class SGLangSampler:
             max_length=length,
             settings={"dtype": spec.dtype, "kv_cache_dtype": spec.cache, **spec.settings},
             quantizer=self._quantizer,
+            cache_scale=spec.cache_scale,
         )
 
     def align(self) -> None:
@@ -122,13 +127,28 @@ class SGLangSampler:
         """Quantised where the engine multiplies in 8 bits, its scales computed in float32; or rounded to 8 bits."""
         if self._quantizer is None:
             # It rounds the weights of several models at once.
-            rounded = self._spec.rounded({name: weight[None] for name, weight in weights.items()})
+            rounded = self.spec.rounded({name: weight[None] for name, weight in weights.items()})
             return {name: weight[0] for name, weight in rounded.items()}
         return self._quantizer.quantize({name: weight.float() for name, weight in weights.items()})
 
     def _is_alias(self, name: str) -> bool:
         """A second name of tied embeddings."""
         return self._is_tied and name == "lm_head.weight"
+
+
+class Unrounded:
+    """The same engine with weights that are not rounded on the way to it."""
+
+    def __init__(self, engine: SGLangSampler) -> None:
+        self._engine = engine
+        self.sample, self.close = engine.sample, engine.close
+
+    def load(self, weights: Weights) -> None:
+        """See :class:`Sampler`."""
+        spec = self._engine.spec
+        self._engine.spec = spec.started
+        self._engine.load(weights)
+        self._engine.spec = spec
 
 
 class TransformersSampler:

@@ -26,6 +26,7 @@ from mis_ext.onpolicy import RoutedExperts
 
 from . import numbers, routing
 from .aligned import AlignedTrainer
+from .compact import CompactTrainer
 from .group import PretrainedGroup
 from .rate import share
 from .workplace import EVALUATION_SEED, Workplace
@@ -60,7 +61,7 @@ class PretrainedTraining:
         weights = start.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
         self._args = _arguments(group)
         workplace.free()
-        trainer = AlignedTrainer if group.is_aligned else Trainer
+        trainer = AlignedTrainer if group.is_aligned else CompactTrainer if group.max_tokens else Trainer
         self._trainer = trainer(self._args, start.shape, workplace.ranks(), weights)
         self._round_weights()
         if group.is_dithered:
@@ -68,7 +69,7 @@ class PretrainedTraining:
         if group.simulated_cache:
             self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
         self._problems = Random(10_000 + group.run[1])
-        self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness + 1)
+        self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness)
         self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
         self._k3: list[float] = []
 
@@ -84,7 +85,6 @@ class PretrainedTraining:
         """One rollout and its optimizer steps. ``keep`` takes log-probs for later analysis, by name."""
         group, trainer, step = self.group, self._trainer, self.num_steps_done
         start = time.perf_counter()
-        self._history.append({name: weight.clone() for name, weight in trainer.weights().items()})
         data, reward = self._rollout(step)
         sampled = time.perf_counter()
         batches = trainer.micro_batches(data)
@@ -95,8 +95,12 @@ class PretrainedTraining:
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
         found |= self._by_age(data, step)
         if step in group.dump_steps:
-            streams = (data[name][: group.num_dumped] for name in ("log_probs", "rollout_log_probs"))
-            flipped = flips.by_answer[: group.num_dumped]
+            # Where answers are sorted by length, of all lengths.
+            chosen = slice(0, group.num_dumped)
+            if group.max_tokens:
+                chosen = slice(0, None, -(-len(data["tokens"]) // group.num_dumped))
+            streams = (data[name][chosen] for name in ("log_probs", "rollout_log_probs"))
+            flipped = flips.by_answer[chosen]
             keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
         found |= self._set_rate(found)
         found |= self._update(data, batches, step) if group.updates else {}
@@ -140,7 +144,7 @@ class PretrainedTraining:
         prompts = [problem.prompt_ids for problem in problems for _ in range(group.samples_per_prompt)]
         if (longest := max(map(len, prompts))) > group.max_prompt:
             raise ValueError(f"{group.name}: a prompt of {longest} tokens, max_prompt is {group.max_prompt}")
-        self._engine.load(self._history[0])
+        self._engine.load(self._weights_of_engine())
         answers = self._engine.sample(
             prompts,
             num_tokens=group.response_length,
@@ -153,7 +157,11 @@ class PretrainedTraining:
             Completion(token_ids=ids, log_probs=logprobs, weight_version=version)
             for ids, logprobs in zip(answers.ids, answers.logprobs, strict=True)
         ]
-        samples, reward = grade_groups(problems, completions, num_samples=group.samples_per_prompt)
+        samples, reward = grade_groups(
+            problems, completions, num_samples=group.samples_per_prompt, divided=group.divides_advantages
+        )
+        if group.max_tokens:
+            samples.sort(key=lambda sample: len(sample.problem.prompt_ids) + len(sample.response_ids))
         data = own_share(self._task, samples, dp_rank=0, dp_size=1, padded=True, device=self.device)
         data["train_weight_version"] = step
         if answers.experts is not None:
@@ -162,6 +170,15 @@ class PretrainedTraining:
                 for rows, length in zip(answers.experts, data["total_lengths"], strict=True)
             ]
         return data, reward
+
+    def _weights_of_engine(self) -> dict[str, Tensor]:
+        """The trainer's weights, or those of some steps ago."""
+        weights = self._trainer.weights()
+        if not self.group.staleness:
+            return weights
+        oldest = self._history[0] if self._history else weights
+        self._history.append({name: weight.clone() for name, weight in weights.items()})
+        return oldest
 
     def _score(self, data: dict[str, Any], batches: list[MicroBatch]) -> routing.Flips:
         """Put in the trainer's log-probs; which of its experts differ from the engine's, where it uses its own."""
@@ -251,6 +268,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             "adam_beta2": 0.95,
             "clip_grad": 1.0,
             "micro_batch_size": group.micro_batch_size,
+            "max_tokens": group.max_tokens,
             "qkv_format": "bshd",
             "rollout_temperature": group.temperature,
             "loss_type": "policy_loss",

