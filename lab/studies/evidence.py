@@ -31,6 +31,7 @@ import torch
 from evidence.engines import Engines
 from evidence.ensemble import Training
 from evidence.group import Group
+from evidence.pretrained.collapse import COLLAPSE_STUDIES
 from evidence.pretrained.group import PretrainedGroup
 from evidence.pretrained.studies import PRETRAINED_STUDIES
 from evidence.results import Results
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
 
-STUDIES = TOY_STUDIES | {study.name: study for study in PRETRAINED_STUDIES}
+STUDIES = TOY_STUDIES | {study.name: study for study in (*PRETRAINED_STUDIES, *COLLAPSE_STUDIES)}
 FOLDER = Path(__file__).parents[1] / "evidence"
 USABLE_MEMORY = 0.95
 """Of a GPU: contexts and NCCL take some that torch does not count."""
@@ -93,6 +94,7 @@ def main() -> None:
         # matplotlib and scipy are slow to import, and no run needs them.
         from evidence import enumerable, front, overview, precision, signs, verdicts
         from evidence.floor import Floor
+        from evidence.pretrained import collapse
         from evidence.pretrained import report as pretrained
         from evidence.studies import FEW
 
@@ -100,6 +102,8 @@ def main() -> None:
         floor = Floor.of_results((study.with_more(results.names()) for study in TOY_STUDIES.values()), results)
         verdicts.report(toys, results, options.output, floor)
         pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
+        if {study.name for study in studies} & {study.name for study in COLLAPSE_STUDIES}:
+            collapse.report(results, options.output)
         if not options.studies:
             front.report(results, options.output)
             precision.report(results, options.output)
