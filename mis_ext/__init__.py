@@ -10,7 +10,6 @@ from mis_ext.lazy import lazy_names
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
-    from mis_ext.correction.bounds import BOUNDS
     from mis_ext.correction.config import CorrectionConfig
     from mis_ext.correction.gates import Gate
     from mis_ext.correction.layout import PackedLayout
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.normalization import WeightScale
     from mis_ext.correction.pipeline import Correction, compute_correction
     from mis_ext.correction.statistics import STATISTICS
-    from mis_ext.correction.weights import Weight
+    from mis_ext.correction.weights import BOUNDS, Weight
     from mis_ext.hosts.from_log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
@@ -43,7 +42,6 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "correction.bounds": ("BOUNDS",),
             "correction.config": ("CorrectionConfig",),
             "correction.gates": ("Gate",),
             "correction.layout": ("PackedLayout",),
@@ -51,7 +49,10 @@ else:
             "correction.normalization": ("WeightScale",),
             "correction.pipeline": ("Correction", "compute_correction"),
             "correction.statistics": ("STATISTICS",),
-            "correction.weights": ("Weight",),
+            "correction.weights": (
+                "BOUNDS",
+                "Weight",
+            ),
             "hosts.groups": ("Groups",),
             "hosts.guards": ("MismatchWarning",),
             "hosts.from_log_probs": ("TotalLoss", "policy_loss_from_log_probs"),

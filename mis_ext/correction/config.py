@@ -63,6 +63,10 @@ class CorrectionConfig:
         check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
         for gate in self.gates:
             check_instance("each of gates", gate, Gate)
+        parts: tuple[Weight | Gate, ...] = () if self.weight is None else (self.weight,)
+        for part in (*parts, *self.gates):
+            if part.hook_obstacle is not None:
+                raise ValueError(part.hook_obstacle)
         for guard in self.warn_only:
             check_instance("each of warn_only", guard, str)
         # A band that a target moves has a name, by which its scale is known.

@@ -1,9 +1,9 @@
 """Formulas: functions whose parameters name what they need, written once and computed by both backends.
 
 A formula is ordinary tensor code of few operations: arithmetic, comparisons, ``& | ~``, the methods ``abs``, ``exp``,
-``expm1``, ``sqrt``, ``square``, ``clamp``, ``minimum`` and ``maximum``, and :func:`where`. The eager backend calls it
-with tensors. The Triton backend calls it with :class:`~mis_ext.correction.triton.symbols.Symbol`, which writes the
-kernel's source. So whatever a formula says is said once.
+``expm1``, ``log``, ``sqrt``, ``square``, ``clamp``, ``minimum`` and ``maximum``, and :func:`where`. The eager backend
+calls it with tensors. The Triton backend calls it with :class:`~mis_ext.correction.triton.symbols.Symbol`, which writes
+the kernel's source. So whatever a formula says is said once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Gates: what leaves the mask, or loses its weight. Each looks at the original mask, so their order does not matter."""
+"""Gates: what leaves the mask, or loses its weight. Each looks at the original mask, so their order does not matter.
+
+A gate of the correction compares proximal with behavior policy, of every token alike. A gate of a method may compare
+any two policies, and may look at the sign of the advantage: see :attr:`Gate.hook_obstacle`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,27 @@ from torch import Tensor
 
 from mis_ext.checks import check_choice, check_number
 from mis_ext.correction.formula import Formula, inside
-from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, Reduce, Statistic, reduced
+from mis_ext.correction.statistics import (
+    MISMATCH,
+    OF_SEGMENTS,
+    STATISTICS,
+    HookReduce,
+    Pair,
+    Policy,
+    Reduce,
+    Statistic,
+    When,
+    reduced,
+)
 
 Action = Literal["reject", "zero"]
 
 KNOWN_SEGMENT = "known_segment"
 """Name of what is 1 where every token of a segment has a ratio, else 0."""
 
+REDUCES: tuple[Reduce, ...] = (*get_args(HookReduce), "prefix", "batch_mean", "batch_rank_mean")
 _FAR_FROM_ONE = 0.1
+_OPEN = "a gate needs low or high: an open band rejects nothing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +47,12 @@ class Gate:
         statistic: A name of :data:`~mis_ext.correction.statistics.STATISTICS`.
         reduce: ``token``: the gate judges each token. ``sum``, ``mean``, ``max``, ``min``: it judges each sequence, by
             this reduction over its tokens. ``segment_sum``, ``segment_mean``: it judges each segment, a run of
-            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean.
+            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean. In a
+            method also ``prefix``, ``batch_mean`` and ``batch_rank_mean``, see
+            :data:`~mis_ext.correction.statistics.Reduce`.
         low: Lower bound, or None.
-        high: Upper bound, or None.
+        high: Upper bound, or None. A minimum with a lower bound alone, or a maximum with an upper one, is a veto: it
+            also finds every sequence in which a response token has no finite ratio.
         action: What happens to tokens or sequences outside of the bounds. ``reject`` sets their mask to 0. ``zero``
             sets their weight to 0 and keeps the mask, so that the host's KL and entropy terms keep the token.
         after: Name of a gate on tokens. The statistic then ignores the tokens that this other gate removes, and is no
@@ -41,6 +61,9 @@ class Gate:
         target_accept: Share of the tokens or sequences that should pass. The band starts at ``low`` and ``high``. Once
             per rollout it is scaled around the on-policy value, see :mod:`mis_ext.hosts.acceptance`.
         target_gain: How far one rollout moves the scale towards the one that meets the target: 1 moves it all the way.
+        pair: The policies that are compared: numerator and denominator of the ratio.
+        when: Tokens that can be dropped; in a method alone.
+        of_tokens: Tokens that the statistic counts, where it is one of the batch; in a method alone.
     """
 
     statistic: str = "ratio"
@@ -52,19 +75,25 @@ class Gate:
     name: str | None = None
     target_accept: float | None = None
     target_gain: float = 0.5
+    pair: Pair = MISMATCH
+    when: When = "always"
+    of_tokens: When = "always"
 
     def __post_init__(self) -> None:
         check_choice("statistic", self.statistic, STATISTICS)
-        check_choice("reduce", self.reduce, get_args(Reduce))
+        check_choice("reduce", self.reduce, REDUCES)
         check_choice("action", self.action, get_args(Action))
+        check_pair(self.pair)
+        check_choice("when", self.when, get_args(When))
+        check_choice("of_tokens", self.of_tokens, get_args(When))
+        if self.low is None and self.high is None:
+            raise ValueError(_OPEN)
         self._open_idle_bounds()
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
                 check_number(key, bound, low=self._smallest_bound, high=self._largest_bound)
-        if self.low is not None and self.high is not None and not self.low < self.high:
+        if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
-        if self.low is None and self.high is None:
-            raise ValueError("a gate needs low or high: an open band rejects nothing")
         if self.after is not None and self.is_of_tokens:
             raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: {self.reduce}")
         if self.name is not None and not (
@@ -72,7 +101,21 @@ class Gate:
         ):
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
         self._check_target()
-        self._warn_unusual_bounds()
+        if self.hook_obstacle is None:
+            self._warn_unusual_bounds()
+
+    @property
+    def hook_obstacle(self) -> str | None:
+        """Why the correction cannot have this gate, which a method can; None if it can."""
+        if self.pair != MISMATCH:
+            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
+        if (self.when, self.of_tokens) != ("always", "always"):
+            return "its gate depends on the advantage, which the hook does not see"
+        if self.reduce not in get_args(HookReduce):
+            return f"the hook has no gate with reduce: {self.reduce}; it has {', '.join(get_args(HookReduce))}"
+        if self.low is not None and self.low == self.high:
+            return f"low must be below high, got low={self.low} and high={self.high}"
+        return _OPEN if self.low is None and self.high is None else None
 
     @property
     def row(self) -> Statistic:
@@ -182,7 +225,7 @@ class Gate:
 
     def _open_idle_bounds(self) -> None:
         # A bound at the end of the range says the same as none, and makes no other gate of it.
-        if self.low == self._smallest_bound:
+        if self.low in (self._smallest_bound, -math.inf):
             object.__setattr__(self, "low", None)
         if self.high in (self._largest_bound, math.inf):
             object.__setattr__(self, "high", None)
@@ -224,6 +267,14 @@ class Gate:
             )
         if self.statistic == "ratio" and self.reduce == "mean":
             warn_far_from_one("a geometric gate", low, high)
+
+
+def check_pair(pair: Pair) -> None:
+    """Refuse what is no pair of policies."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"pair must be two policies, numerator and denominator, got {pair!r}")
+    for policy in pair:
+        check_choice("pair", policy, get_args(Policy))
 
 
 def warn_far_from_one(what: str, low: float | None, high: float | None) -> None:

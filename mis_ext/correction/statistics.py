@@ -1,8 +1,9 @@
-"""Statistics of a token, which gates compare with bounds and metrics report: one row each.
+"""Statistics of a token under two policies, which gates compare with bounds and metrics report: one row each.
 
-``TOKEN_FORMULAS`` says what a name means at one token. Its leaves are what both backends begin with: ``log_ratio``
-(proximal minus behavior), ``proximal`` and ``behavior`` (log-probs), all 0 where a token has no ratio, and the masks
-``valid`` and ``response``.
+``TOKEN_FORMULAS`` says what a name means at one token. Its leaves are what both backends and the methods begin with:
+``log_ratio`` (numerator minus denominator of the ratio), ``proximal`` and ``behavior`` (log-probs of the two), all 0
+where a token has no ratio, and the masks ``valid`` and ``response``. In the correction the two policies are what their
+names say; a method may ask the same of any other pair.
 """
 
 from __future__ import annotations
@@ -13,9 +14,32 @@ from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, bounded_expm1, where, where_positive
+from mis_ext.correction.formula import (
+    MAX_LOG_RATIO,
+    MAX_NATS,
+    Formula,
+    bounded_exp,
+    bounded_expm1,
+    where,
+    where_positive,
+)
 
-Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
+Policy = Literal["behavior", "proximal", "current", "reference"]
+Pair = tuple[Policy, Policy]
+"""Numerator and denominator of a ratio."""
+
+MISMATCH: Pair = ("proximal", "behavior")
+STALENESS: Pair = ("current", "proximal")
+TOTAL: Pair = ("current", "behavior")
+
+When = Literal["always", "positive", "negative", "outward"]
+"""Tokens that are meant: all, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+
+HookReduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
+Reduce = HookReduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
+"""What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum or mean over its
+segment, a run of tokens of the mask. In a method alone: the sum up to the token; the mean over the batch; the mean over
+all tokens of the batch whose value is no larger than its own."""
 OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
 
 
@@ -26,30 +50,34 @@ class Statistic:
     Attributes:
         name: As in ``Gate(statistic=...)``.
         token: Name of the token formula that is reduced.
-        is_log: Bounds are given for its ``exp``; a sum then is a product, a mean the geometric mean.
-        low: Smallest legal bound.
-        high: Largest legal bound.
-        on_policy: Its value where both engines agree; None where agreement says nothing about it.
         unit: Of its bounds.
         text: What it measures, for the documentation.
         symbol: Its formula at token ``t``, for explanations; its name where there is none.
+        low: Smallest legal bound.
+        high: Largest legal bound.
+        on_policy: Its value where both engines agree; None where agreement says nothing about it.
+        is_log: Bounds are given for its ``exp``; a sum then is a product, a mean the geometric mean.
     """
 
     name: str
     token: str
-    is_log: bool
-    low: float
-    high: float
-    on_policy: float | None
     unit: str
     text: str
     symbol: str = ""
+    low: float = 0.0
+    high: float = math.inf
+    on_policy: float | None = 0.0
+    is_log: bool = False
 
     def edge(self, bound: float) -> float:
         """A bound on the scale of the token formula."""
         if not self.is_log:
             return bound
         return math.log(bound) if bound > 0.0 else -math.inf
+
+
+_TINY = 2.0**-126
+"""The smallest normal float32: what is smaller has no logarithm on every device."""
 
 
 def _k2(log_ratio: Tensor) -> Tensor:
@@ -59,6 +87,16 @@ def _k2(log_ratio: Tensor) -> Tensor:
 def _k3(ratio_excess: Tensor, log_ratio: Tensor) -> Tensor:
     # Bounded above with the ratio, so that a huge log-ratio reads as the largest value and not as a negative one.
     return (ratio_excess - log_ratio.clamp(-math.inf, MAX_LOG_RATIO)).clamp(0.0, math.inf)
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL of the events "this token" and "another one"; as large as can be where only the second policy is certain."""
+    log_p, log_q = log_p.clamp_max(0.0), log_q.clamp_max(0.0)
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    # p log(p / q) + (1 - p) log((1 - p) / (1 - q))
+    of_others = other_p * (other_p.clamp_min(_TINY).log() - other_q.clamp_min(_TINY).log())
+    found = (log_p.exp() * (log_p - log_q) + of_others).clamp(0.0, MAX_NATS)
+    return where((other_p > 0.0) & (other_q == 0.0), MAX_NATS, found)
 
 
 OPEN = (0.05, 0.9)
@@ -78,113 +116,104 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     # ratio**2 - 1, with the digits near 0 that a difference of squares has lost.
     "squared_ratio_excess": Formula.of(lambda ratio_excess: ratio_excess * (ratio_excess + 2.0)),
     "abs_log_ratio": Formula.of(lambda log_ratio: log_ratio.abs()),
+    "k1": Formula.of(lambda log_ratio: -log_ratio),
     "k2": Formula.of(_k2),
     "k3": Formula.of(_k3),
+    "squared_log_ratio": Formula.of(lambda log_ratio: log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()),
     "exp_abs_log_ratio": Formula.of(lambda abs_log_ratio: bounded_exp(abs_log_ratio)),
+    "half_abs_ratio_excess": Formula.of(lambda ratio_excess: ratio_excess.abs() * 0.5),
     "probability_gain": Formula.of(lambda proximal, behavior: bounded_exp(proximal) - bounded_exp(behavior)),
     "probability_difference": Formula.of(lambda probability_gain: probability_gain.abs()),
+    "binary_kl": Formula.of(lambda proximal, behavior: _binary_kl(proximal, behavior)),
+    "reverse_binary_kl": Formula.of(lambda proximal, behavior: _binary_kl(behavior, proximal)),
     "is_open": Formula.of(_is_open),
     "is_raised": Formula.of(lambda is_open, log_ratio: where_positive(log_ratio, is_open)),
 }
 
 _ROWS = (
     Statistic(
-        "ratio", "log_ratio", True, 0.0, math.inf, 1.0, "ratio", "proximal / behavior probability", symbol="rho_t"
+        "ratio", "log_ratio", "ratio", "proximal / behavior probability", symbol="rho_t", on_policy=1.0, is_log=True
     ),
+    Statistic("abs_log_ratio", "abs_log_ratio", "nats", "absolute difference of the log-probs", symbol="|d_t|"),
     Statistic(
-        "abs_log_ratio",
-        "abs_log_ratio",
-        False,
-        0.0,
-        math.inf,
-        0.0,
-        "nats",
-        "absolute difference of the log-probs",
-        symbol="|d_t|",
+        "k1", "k1", "nats", "behavior minus proximal log-prob: a KL estimate of any sign", symbol="-d_t", low=-math.inf
     ),
-    Statistic(
-        "k2",
-        "k2",
-        False,
-        0.0,
-        math.inf,
-        0.0,
-        "nats",
-        "half the squared log-ratio: a KL estimate",
-        symbol="d_t^2 / 2",
-    ),
-    Statistic(
-        "k3",
-        "k3",
-        False,
-        0.0,
-        math.inf,
-        0.0,
-        "nats",
-        "`exp d - 1 - d`: an unbiased KL estimate",
-        symbol="rho_t - 1 - d_t",
-    ),
+    Statistic("k2", "k2", "nats", "half the squared log-ratio: a KL estimate", symbol="d_t^2 / 2"),
+    Statistic("k3", "k3", "nats", "`exp d - 1 - d`: an unbiased KL estimate", symbol="rho_t - 1 - d_t"),
+    Statistic("squared_log_ratio", "squared_log_ratio", "nats^2", "squared log-ratio", symbol="d_t^2"),
     Statistic(
         "exp_abs_log_ratio",
         "exp_abs_log_ratio",
-        False,
-        1.0,
-        math.inf,
-        1.0,
         "ratio",
         "the larger of ratio and 1 / ratio: an error in both directions, which a geometric mean cancels",
         symbol="exp |d_t|",
+        low=1.0,
+        on_policy=1.0,
+    ),
+    Statistic(
+        "half_abs_ratio_excess",
+        "half_abs_ratio_excess",
+        "probability",
+        "`|ratio - 1| / 2`, whose expectation is the total variation",
+        symbol="|rho_t - 1| / 2",
     ),
     Statistic(
         "probability_gain",
         "probability_gain",
-        False,
-        -1.0,
-        1.0,
-        0.0,
         "probability",
         "the trainer's probability minus the sampler's",
         symbol="pi_t - mu_t",
+        low=-1.0,
+        high=1.0,
     ),
     Statistic(
         "probability_difference",
         "probability_difference",
-        False,
-        0.0,
-        1.0,
-        0.0,
         "probability",
         "absolute difference of the probabilities (total variation on the sampled token)",
         symbol="|pi_t - mu_t|",
+        high=1.0,
+    ),
+    Statistic(
+        "binary_kl",
+        "binary_kl",
+        "nats",
+        "KL from trainer to sampler, of this token against all others",
+        symbol="KL(pi_t, mu_t)",
+    ),
+    Statistic(
+        "reverse_binary_kl",
+        "reverse_binary_kl",
+        "nats",
+        "KL from sampler to trainer, of this token against all others",
+        symbol="KL(mu_t, pi_t)",
     ),
     Statistic(
         "proximal_probability",
         "proximal",
-        True,
-        0.0,
-        1.0,
-        None,
         "probability",
         "the trainer's probability",
         symbol="pi_t",
+        high=1.0,
+        on_policy=None,
+        is_log=True,
     ),
     Statistic(
         "behavior_probability",
         "behavior",
-        True,
-        0.0,
-        1.0,
-        None,
         "probability",
         "the sampler's probability",
         symbol="mu_t",
+        high=1.0,
+        on_policy=None,
+        is_log=True,
     ),
 )
 
 STATISTICS: dict[str, Statistic] = {row.name: row for row in _ROWS}
-"""The statistics of gates by name. Sources: k2 and k3, Schulman, Approximating KL Divergence, 2020; probability
-difference, DPPO, arXiv:2602.04879, signed: ROLL (code); gates on k2, M2PO, arXiv:2510.01161; exp abs d, NeMo RL
-(code)."""
+"""The statistics of gates by name. Sources: k1, k2 and k3, Schulman, Approximating KL Divergence, 2020; probability
+difference, DPPO, arXiv:2602.04879, signed: ROLL (code); gates on k2 and on the squared log-ratio, M2PO,
+arXiv:2510.01161; binary KL, DPPO and KPop (report, 2026); exp abs d, NeMo RL (code)."""
 
 
 def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mis_ext.correction.bounds import BOUNDS
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.metric_row import MetricRow
 from mis_ext.correction.statistics import STATISTICS
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.weights import BOUNDS, Weight
 
 
 class Table(NamedTuple):

@@ -1,25 +1,83 @@
-"""Importance weights: the ratio of a token or of its sequence, bounded."""
+"""Importance weights: the ratio of a token or of its sequence, bounded.
+
+How the ratio becomes a weight is a row of :data:`BOUNDS`. A weight without gradient is what all of them are: a bound
+truncates, it does not stop a token's gradient. What a method can have and the hook cannot says
+:attr:`Weight.hook_obstacle`.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from mis_ext.checks import check_choice, check_instance, check_number
-from mis_ext.correction.bounds import BOUNDS, Bound
-from mis_ext.correction.formula import Formula, bounded_exp, where
-from mis_ext.correction.gates import Gate, warn_far_from_one
-from mis_ext.correction.statistics import Reduce, reduced
+from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, where
+from mis_ext.correction.gates import Gate, check_pair, warn_far_from_one
+from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When, reduced
 
-Level = Literal["token", "sequence", "geometric"]
+HookLevel = Literal["token", "sequence", "geometric"]
+Level = HookLevel | Literal["prefix", "segment"]
 
 DEFAULT_UPPER_BOUND = 2.0
 _SUMS = ("weight", "squared_weight", "weight_excess")
-REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+REDUCTIONS: dict[str, Reduce] = {
+    "token": "token",
+    "sequence": "sum",
+    "geometric": "mean",
+    "prefix": "prefix",
+    "segment": "segment_sum",
+}
+"""How a level reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What ``mode`` of a weight means.
+
+    Attributes:
+        name: The mode.
+        weight: Weight from a log-ratio and the edges of the band in log space; it never falls where the ratio grows.
+        has_low: Whether the low edge acts.
+        has_high: Whether the high edge acts.
+        rejects: Whether what lies outside the band leaves the mask.
+        text: What it does, for the documentation.
+    """
+
+    name: str
+    weight: Callable[[Tensor, float, float], Tensor]
+    has_low: bool
+    has_high: bool
+    rejects: bool
+    text: str
+
+
+def _clipped(log_ratio: Tensor, log_low: float, log_high: float) -> Tensor:
+    return log_ratio.clamp(max(log_low, -MAX_LOG_RATIO), min(log_high, MAX_LOG_RATIO)).exp()
+
+
+def _truncated(log_ratio: Tensor, _log_low: float, log_high: float) -> Tensor:
+    return _clipped(log_ratio, -math.inf, log_high)
+
+
+def _unbounded(log_ratio: Tensor, _log_low: float, _log_high: float) -> Tensor:
+    return _clipped(log_ratio, -math.inf, math.inf)
+
+
+_ROWS = (
+    Bound("truncate", _truncated, False, True, False, "the ratio, at most `high`"),
+    Bound("clip", _clipped, True, True, False, "the ratio, clamped into `[low, high]`"),
+    Bound("mask", _unbounded, True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
+    Bound("unbounded", _unbounded, False, False, False, "the ratio"),
+)
+
+BOUNDS: dict[str, Bound] = {row.name: row for row in _ROWS}
+"""The bounds of a weight by name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop,
+arXiv:2510.18855."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +89,20 @@ class Weight:
     depend on the length.
 
     Args:
-        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean).
-        mode: A name of :data:`~mis_ext.correction.bounds.BOUNDS`.
+        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean). In a method also
+            ``prefix``, the product up to the token, and ``segment``, that over a run of generated tokens.
+        mode: A name of :data:`BOUNDS`.
         low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
-        high: Upper bound of the ratio, for modes that have one.
+        high: Upper bound of the ratio, for modes that have one; :data:`DEFAULT_UPPER_BOUND` by default.
         only_outside: A gate on sequences; its action is not used. The bound acts only in sequences whose statistic is
             outside of the gate's band. In all others the weight is the plain ratio.
+        pair: Numerator and denominator of the ratio.
+        power: The ratio is raised to it before it is bounded; in a method alone.
+        when: Tokens that are weighed, the others have weight 1; in a method alone.
 
     Attributes:
         gate: The gate that the mode implies.
+        action: None: a weight drops nothing, its gate does.
 
     References:
         Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
@@ -52,11 +115,18 @@ class Weight:
     low: float | None = None
     high: float | None = None
     only_outside: Gate | None = None
+    pair: Pair = MISMATCH
+    power: float = 1.0
+    when: When = "always"
+    action: ClassVar[None] = None
     gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        check_choice("level", self.level, get_args(Level))
+        check_choice("level", self.level, REDUCTIONS)
         check_choice("mode", self.mode, BOUNDS)
+        check_pair(self.pair)
+        check_choice("when", self.when, get_args(When))
+        check_number("power", self.power, low=-math.inf, high=math.inf, open_low=True, open_high=True)
         bound = self.bound
         self._open_unused_bounds(bound)
         if not bound.has_high and (self.low, self.high) != (None, None):
@@ -68,8 +138,8 @@ class Weight:
         if self.only_outside is not None:
             self._check_condition(self.only_outside)
         if bound.rejects:
-            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=self.low, high=self.high))
-        else:
+            object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=self.low, high=self.high, pair=self.pair))
+        elif self.hook_obstacle is None:
             self._warn_unusual_bounds(bound)
 
     def _open_unused_bounds(self, bound: Bound) -> None:
@@ -81,17 +151,18 @@ class Weight:
 
     def _fill_bounds(self, bound: Bound) -> None:
         high = DEFAULT_UPPER_BOUND if self.high is None else self.high
-        if check_number("high", high, low=0.0, high=math.inf, open_low=True) == math.inf:
-            raise ValueError(f"mode: {self.mode} needs a finite high; write mode: unbounded for none")
+        check_number("high", high, low=0.0, high=math.inf, open_low=True)
         object.__setattr__(self, "high", float(high))
         if bound.has_low:
             default, low = ("", self.low) if self.low is not None else (" (1 / high by default)", 1.0 / high)
             object.__setattr__(self, "low", check_number("low", low, low=0.0, high=math.inf))
-            if not low < high:
+            if not low <= high:
                 raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
 
     def _check_condition(self, condition: Gate) -> None:
         check_instance("only_outside", condition, Gate)
+        if condition.hook_obstacle is not None:
+            raise ValueError(f"only_outside: {condition.hook_obstacle}")
         if self.level == "token" or condition.is_of_tokens:
             raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
         if not self.bound.has_high or self.bound.rejects:
@@ -112,6 +183,26 @@ class Weight:
             warn_far_from_one(f"a geometric weight with mode: {self.mode}", self.low, self.high)
 
     @property
+    def reduce(self) -> Reduce:
+        """How ``level`` reduces log-ratios over a sequence."""
+        return REDUCTIONS[self.level]
+
+    @property
+    def hook_obstacle(self) -> str | None:
+        """Why the correction cannot have this weight, which a method can; None if it can."""
+        if self.pair != MISMATCH:
+            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
+        if self.level not in get_args(HookLevel):
+            return f"the hook has no weight of level: {self.level}; it has {', '.join(get_args(HookLevel))}"
+        if self.when != "always" or self.power != 1.0:
+            return "the hook's weight is the ratio itself, whatever the advantage, which it does not see"
+        if self.bound.has_high and self.high == math.inf:
+            return f"mode: {self.mode} needs a finite high; write mode: unbounded for none"
+        if self.bound.has_low and self.low == self.high:
+            return f"low must be below high, got low={self.low} and high={self.high}"
+        return None
+
+    @property
     def bound(self) -> Bound:
         """What ``mode`` does with a ratio outside of the edges."""
         return BOUNDS[self.mode]
@@ -129,7 +220,7 @@ class Weight:
     @property
     def log_ratio(self) -> Formula:
         """The log-ratio that the weight bounds, in nats: of a token, or reduced over its sequence."""
-        return reduced("log_ratio", REDUCTIONS[self.level])
+        return reduced("log_ratio", self.reduce)
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded as ``mode`` says."""

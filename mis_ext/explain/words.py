@@ -187,10 +187,10 @@ def gradient_of(config: CorrectionConfig, loss: LossSettings | None) -> tuple[st
 def _gradient_of_method(name: str, method: Method) -> Iterator[str]:
     row = find_method(name)
     yield f"The policy loss of mis_ext (mis_ext.policy_loss), method {name}: loss_t = -({row.formula})."
-    if method.surrogate.pairs:
-        over = "a sequence or part of it" if method.surrogate.reduces != ("token",) else "the token"
-        ratios = " and ".join(" / ".join(pair) for pair in method.surrogate.pairs)
-        yield f"Carries gradient: the ratio {ratios} of {over}. Where a bound acts on it, its token has no gradient."
+    if method.surrogate.pair is not None:
+        over = "a sequence or part of it" if method.surrogate.reduce != "token" else "the token"
+        ratio = " / ".join(method.surrogate.pair)
+        yield f"Carries gradient: the ratio {ratio} of {over}. Where a bound acts on it, its token has no gradient."
     else:
         yield "Carries gradient: log pi of the token alone. A bound truncates what multiplies it, without gradient."
     if method.surrogate.spread == "sequence":

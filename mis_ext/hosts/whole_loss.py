@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
+from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.session import Session
@@ -17,7 +18,6 @@ from mis_ext.loss.denominators import num_tokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.tokens import LossTokens
-from mis_ext.methods.batch import Policy
 
 
 class GivenTokens(NamedTuple):

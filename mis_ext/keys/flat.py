@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from mis_ext.checks import check_bool, check_choice, check_known, check_mapping, check_number
-from mis_ext.correction.bounds import BOUNDS
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
-from mis_ext.correction.weights import DEFAULT_UPPER_BOUND, REDUCTIONS, Level, Weight
+from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, REDUCTIONS, HookLevel, Weight
 from mis_ext.keys.native import (
     NATIVE_KEY,
     checked_config,
@@ -106,7 +105,7 @@ def _check_names(mapping: _Mapping) -> None:
 
 def _weight(keys: _Mapping) -> Weight | None:
     # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
-    level = check_choice("tis_level", keys.get("tis_level", "token"), (*get_args(Level), "none"))
+    level = check_choice("tis_level", keys.get("tis_level", "token"), (*get_args(HookLevel), "none"))
     mode = check_choice("tis_mode", keys.get("tis_mode", "truncate"), BOUNDS)
     low, high = _weight_bounds(keys)
     bound = BOUNDS[mode]
@@ -156,7 +155,7 @@ def _check_order(keys: _Mapping, prefix: str, low: float, high: float) -> None:
 
 
 def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
-    level = check_choice("rs_level", keys.get("rs_level", "token"), get_args(Level))
+    level = check_choice("rs_level", keys.get("rs_level", "token"), get_args(HookLevel))
     tis_low, tis_high = _weight_bounds(keys)
     low, high = _lower_bound(keys, "rs", tis_low), _upper_bound(keys, "rs", tis_high)
     further = native_gates("rs_gates", keys.get("rs_gates", []))

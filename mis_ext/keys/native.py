@@ -7,17 +7,20 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from mis_ext.checks import check_choice, check_known, check_list, check_mapping, check_number
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import Reduce
-from mis_ext.correction.weights import REDUCTIONS, Weight
+from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
 
 NATIVE_KEY = "mis"
-LEVELS: dict[str, Reduce] = {**REDUCTIONS, "sequence_min": "min", "sequence_max": "max"}
+LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
+    "sequence_min": "min",
+    "sequence_max": "max",
+}
 """What the hosts' word for a level says about the tokens of a sequence."""
 
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
@@ -41,6 +44,7 @@ _NEAR_ONE = 0.02
 """The standard deviation of a token's log-ratio at a k3 of 2e-4, sqrt(2 * k3): chance alone moves a ratio so far."""
 
 _Mapping = Mapping[str, Any]
+_Part = TypeVar("_Part", Weight, Gate)
 
 
 def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss: bool) -> CorrectionConfig:
@@ -136,7 +140,7 @@ def native_weight(key: str, value: Any) -> Weight:
     if fields.get("only_outside") is not None:
         fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
     with _errors_of(key):
-        return Weight(**fields)
+        return _for_the_hook(Weight(**fields))
 
 
 def native_gates(key: str, value: Any) -> tuple[Gate, ...]:
@@ -152,7 +156,14 @@ def native_gate(key: str, value: Any) -> Gate:
     with _errors_of(key):
         if "level" in fields:
             fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
-        return Gate(**fields)
+        return _for_the_hook(Gate(**fields))
+
+
+def _for_the_hook(part: _Part) -> _Part:
+    # Said here, where the key is known.
+    if part.hook_obstacle is not None:
+        raise ValueError(part.hook_obstacle)
+    return part
 
 
 def reporting(keys: _Mapping, *, prefix: str) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from mis_ext.correction.bounds import BOUNDS
-from mis_ext.correction.weights import Level
+from mis_ext.correction.weights import BOUNDS, HookLevel
 from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
 from mis_ext.keys.preset_files import list_presets
 
@@ -30,7 +29,7 @@ _OURS_ALONE = {"target_accept", "target_gain"}
 PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(({*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - _OURS_ALONE) | {*_OF_CONFIG}, ()),
     **dict.fromkeys(_ADVICE_ON_PRESETS, (True,)),
-    "level": get_args(Level),
+    "level": get_args(HookLevel),
     "mode": tuple(BOUNDS),
 }
 """Names that may well be those of a reward function or another tool; with one of these values they are not."""

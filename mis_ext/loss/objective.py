@@ -6,9 +6,10 @@ import functools
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
 from mis_ext.loss.settings import KlPenalty, LossSettings
-from mis_ext.methods.batch import STALENESS, TOTAL, Pair
-from mis_ext.methods.factors import Factor, Keep, RatioWeight
+from mis_ext.methods.factors import Factor, RatioWeight
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.surrogates import Ratio, Score
@@ -54,7 +55,7 @@ def objective_of(settings: LossSettings) -> Objective:
         method=method,
         kl=None if settings.kl is None else _kl_term(settings.kl, pair),
         pair=pair,
-        reduce="mean" if method.surrogate.reduces == ("mean",) else "token",
+        reduce="mean" if method.surrogate.reduce == "mean" else "token",
     )
 
 
@@ -79,9 +80,9 @@ def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
     return Method(surrogate=surrogate, factors=factors)
 
 
-def opsm_gate(delta: float, pair: Pair) -> Keep:
+def opsm_gate(delta: float, pair: Pair) -> Gate:
     """Off-policy sequence masking: the sequence adds nothing, and stays in the denominator."""
-    return Keep(pair=pair, statistic="k1", reduce="mean", high=delta, when="negative", action="zero")
+    return Gate(pair=pair, statistic="k1", reduce="mean", high=delta, when="negative", action="zero")
 
 
 def _kl_term(kl: KlPenalty, pair: Pair) -> KlTerm:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.methods.batch import Policy
+from mis_ext.correction.statistics import Policy
 
 
 class LossTokens(NamedTuple):

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import NamedValues
-from mis_ext.methods.reductions import MethodReduce, Reductions
-from mis_ext.methods.statistics import FORMULAS, METHOD_STATISTICS
-
-Policy = Literal["behavior", "proximal", "current", "reference"]
-Pair = tuple[Policy, Policy]
-"""Numerator and denominator of a ratio."""
-
-MISMATCH: Pair = ("proximal", "behavior")
-STALENESS: Pair = ("current", "proximal")
-TOTAL: Pair = ("current", "behavior")
-
-When = Literal["always", "positive", "negative", "outward"]
-"""Tokens that are meant: all, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
+from mis_ext.methods.reductions import Reductions
 
 
 class Batch:
@@ -62,7 +50,7 @@ class Batch:
         self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
         self._statistics: dict[Pair, NamedValues] = {}
-        self._reduced: dict[tuple[str, Pair, MethodReduce, When], Tensor] = {}
+        self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
 
     def log_prob(self, policy: Policy) -> Tensor:
         """The log-probs ``[T]`` of a policy in nats, 0 where a token is not valid."""
@@ -74,25 +62,25 @@ class Batch:
         assert self._state_values_T is not None
         return self._state_values_T
 
-    def log_ratio(self, pair: Pair, reduce: MethodReduce = "token") -> Tensor:
+    def log_ratio(self, pair: Pair, reduce: Reduce = "token") -> Tensor:
         """``[T]`` log of numerator / denominator, or what a reduction makes of it."""
         return self.statistic("ratio", pair, reduce)
 
-    def statistic(self, name: str, pair: Pair, reduce: MethodReduce = "token", *, of: When = "always") -> Tensor:
+    def statistic(self, name: str, pair: Pair, reduce: Reduce = "token", *, of: When = "always") -> Tensor:
         """``[T]`` on the scale of its bounds (a ratio: its log), over the valid tokens that ``of`` means."""
         key = (name, pair, reduce, of)
         if key not in self._reduced:
-            values_T = self._values(pair)[METHOD_STATISTICS[name].token]
+            values_T = self._values(pair)[STATISTICS[name].token]
             mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
             self._reduced[key] = self.reductions.reduce(values_T, mask_T, reduce)
         return self._reduced[key]
 
-    def worst(self, name: str, pair: Pair, reduce: MethodReduce, *, of: When = "always") -> Tensor:
+    def worst(self, name: str, pair: Pair, reduce: Reduce, *, of: When = "always") -> Tensor:
         """``[T]``: :meth:`statistic` of a minimum or maximum; NaN where a response token of the sequence is not valid.
 
         A minimum with a NaN is NaN, so that one reduction finds both.
         """
-        values_T = self._values(pair)[METHOD_STATISTICS[name].token] + self._zero_or_nan_T
+        values_T = self._values(pair)[STATISTICS[name].token] + self._zero_or_nan_T
         mask_T = self.response_T
         if of != "always":
             mask_T = mask_T & (self.when(of, pair) | ~self.valid_T)
@@ -126,5 +114,5 @@ class Batch:
         if pair not in self._statistics:
             numerator_T, denominator_T = map(self.log_prob, pair)
             given = {"log_ratio": numerator_T - denominator_T, "proximal": numerator_T, "behavior": denominator_T}
-            self._statistics[pair] = NamedValues(given, FORMULAS)
+            self._statistics[pair] = NamedValues(given, TOKEN_FORMULAS)
         return self._statistics[pair]

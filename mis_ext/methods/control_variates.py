@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mis_ext.correction.formula import bounded_expm1
-from mis_ext.methods.batch import TOTAL, Batch, Pair
-from mis_ext.methods.kl_terms import Penalty
+from mis_ext.correction.statistics import TOTAL, Pair
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.kl_terms import Penalty, Term
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import published
-from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.surrogates import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DriftControl:
+class DriftControl(Term):
     """Adds ``(ratio - 1) V`` to the coefficient of every valid token, ``V`` the value of its state.
 
     Off-policy the score has a mean: in a state ``s`` the actions of ``mu`` have ``E[grad log pi] = mu - pi`` in the
@@ -28,31 +27,8 @@ class DriftControl:
     """
 
     pair: Pair = TOTAL
-
-    @property
-    def scale(self) -> float:
-        """It is subtracted as terms are, so it comes with the other sign."""
-        return -1.0
-
-    @property
-    def on(self) -> Literal["valid", "kept"]:
-        """``valid``: rejected tokens drift too, so all valid tokens have the term."""
-        return "valid"
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """The one pair of policies whose drift it takes out."""
-        return (self.pair,)
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """``token``: each token for itself."""
-        return ("token",)
-
-    @property
-    def needs_state_values(self) -> bool:
-        """True: the drift of a token is weighed by the value of its state."""
-        return True
+    scale = -1.0
+    needs_state_values = True
 
     def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token, not yet multiplied by ``scale``."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.gates import Action
-from mis_ext.methods.batch import STALENESS, Batch, Pair
-from mis_ext.methods.kl_terms import Penalty
+from mis_ext.correction.statistics import STALENESS, Pair
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.factors import OtherFactor
+from mis_ext.methods.kl_terms import Penalty, Term
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import ExcessBound, NotNegative, Range, UpToOne, published
-from mis_ext.methods.reductions import MethodReduce
 from mis_ext.methods.rejection_control import token_uniforms
 from mis_ext.methods.surrogates import Ratio
 
@@ -23,7 +23,7 @@ _COVARIANCE = "cov = (A - mean A) (log pi - mean log pi), means over the batch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropCovariance:
+class DropCovariance(OtherFactor):
     """Drop a few tokens at random of those whose covariance lies in ``(low, high)``; they stay in denominators.
 
     The random number of a token is a hash of its place and of the log-probs of its sequence under the second policy of
@@ -46,16 +46,8 @@ class DropCovariance:
     ratio_low: float
     ratio_high: float
     seed: int = 0
-
-    @property
-    def action(self) -> Action | None:
-        """``zero``: what it drops still counts in denominators."""
-        return "zero"
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """Over the batch, for the means of log-prob and advantage."""
-        return ("batch_mean",)
+    reduce = "batch_mean"
+    action = "zero"
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True where the token stays."""
@@ -70,7 +62,7 @@ class DropCovariance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CovarianceKl:
+class CovarianceKl(Term):
     """``scale`` times ``abs(log ratio)``, subtracted at the tokens of largest covariance.
 
     Args:
@@ -82,26 +74,7 @@ class CovarianceKl:
     scale: float
     share: float
     pair: Pair = STALENESS
-
-    @property
-    def on(self) -> Literal["valid", "kept"]:
-        """``valid``: the tokens are chosen among all."""
-        return "valid"
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """Numerator and denominator of its one ratio."""
-        return (self.pair,)
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """Over the batch, for the means of log-prob and advantage."""
-        return ("batch_mean",)
-
-    @property
-    def needs_state_values(self) -> bool:
-        """False: it compares policies only."""
-        return False
+    reduce = "batch_mean"
 
     def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""

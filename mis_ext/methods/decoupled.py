@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mis_ext.methods.batch import MISMATCH
-from mis_ext.methods.factors import Factor, RatioWeight
+from mis_ext.correction.statistics import MISMATCH
+from mis_ext.correction.weights import Weight
+from mis_ext.methods.factors import Factor
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import Bound, FromOne, UpToOne, published
 from mis_ext.methods.smooth import Mixture
@@ -32,7 +33,7 @@ def decoupled() -> Method:
     Claims: the batch size no longer sets how far a policy may move; AReaL (arXiv:2505.24298) trains on stale data.
     Counter-claims: one extreme ratio gives one extreme gradient: use a bound.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH))
+    return with_ppo(Weight(mode="unbounded"))
 
 
 @published(formula=f"sg(min(rho, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
@@ -44,7 +45,7 @@ def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
     Acts only on heavy tails.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, high=high))
+    return with_ppo(Weight(high=high))
 
 
 @published(formula=f"sg(min(rho_1..T, high)) {PPO_TEXT}", paper=COLLAPSE_REPORT)
@@ -55,7 +56,7 @@ def decoupled_sequence_tis(*, high: Bound = 2.0) -> Method:
     Claims: unbiased as the bound grows; recovers runs that crash under token weights.
     Counter-claims: its effective sample size falls as ``exp(-2 T k3)``.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, level="sequence", high=high))
+    return with_ppo(Weight(level="sequence", high=high))
 
 
 @published(formula=f"sg(clip(rho, low, high)) {PPO_TEXT}", paper=_MISMATCH_REPORT)
@@ -66,7 +67,7 @@ def decoupled_token_clip(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Claims: more effective samples than truncation.
     Counter-claims: the lower bound raises weights, which adds bias that truncation does not have.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, low=low, high=high))
+    return with_ppo(Weight(mode="clip", low=low, high=high))
 
 
 @published(
@@ -80,7 +81,7 @@ def decoupled_tempered(*, power: UpToOne = 0.5) -> Method:
     Claims: the order of weights is kept and no weight is lost, unlike with bounds.
     Counter-claims: biased for every power below 1, also without extreme ratios.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, power=power))
+    return with_ppo(Weight(mode="unbounded", power=power))
 
 
 @published(

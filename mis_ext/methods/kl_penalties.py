@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mis_ext.methods.batch import TOTAL, Pair
+from mis_ext.correction.statistics import TOTAL, Pair
 from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import NotNegative, published

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
-from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.reductions import MethodReduce
+from mis_ext.correction.statistics import Pair, Reduce
+from mis_ext.methods.batch import Batch
 
 Estimator = Literal["k1", "k2", "k3", "squared"]
 
@@ -22,35 +22,36 @@ class Penalty(NamedTuple):
     slope_T: Tensor
 
 
-class Term(Protocol):
-    """What a method asks of a KL term or another penalty per token."""
+class Term:
+    """A KL term or another penalty per token, which is subtracted from the objective.
 
-    @property
-    def scale(self) -> float:
-        """The coefficient of the term in the loss."""
+    Attributes:
+        pair: The policies that it compares.
+        scale: What it is multiplied by.
+        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
+        reduce: What it looks at besides the token itself.
+        needs_state_values: Whether it looks at the value of the token's state.
+    """
 
-    @property
-    def on(self) -> Literal["valid", "kept"]:
-        """Whether tokens that a factor rejects have it too."""
+    __slots__ = ()
+    pair: Pair
+    scale: float
+    on: Literal["valid", "kept"] = "valid"
+    reduce: Reduce = "token"
+    needs_state_values: bool = False
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The pairs of policies that it compares."""
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """What it looks at besides the token itself."""
-
-    @property
-    def needs_state_values(self) -> bool:
-        """Whether it looks at the value of the token's state."""
+        """All pairs of policies that it compares."""
+        return (self.pair,)
 
     def evaluate(self, batch: Batch) -> Penalty:
-        """Value and slope, without ``scale``."""
+        """Value and slope ``[T]`` of each token, not yet multiplied by ``scale``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KlTerm:
+class KlTerm(Term):
     """``scale`` times an estimate of how far the current policy is from another one, subtracted from the objective.
 
     With ``d = log(current / other)``:
@@ -89,16 +90,6 @@ class KlTerm:
     def pairs(self) -> tuple[Pair, ...]:
         """Numerator and denominator of each of its ratios."""
         return (self.pair,) if self.importance is None else (self.pair, self.importance)
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """``token``: each token for itself."""
-        return ("token",)
-
-    @property
-    def needs_state_values(self) -> bool:
-        """False: a KL term compares policies only."""
-        return False
 
     def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mis_ext.methods.batch import MISMATCH
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.weights import Weight
 from mis_ext.methods.decoupled import COLLAPSE_REPORT, PPO_TEXT, with_ppo
-from mis_ext.methods.factors import Keep, RatioWeight
 from mis_ext.methods.method import Method, NormalizeOver
 from mis_ext.methods.published import AboveOne, Bound, ExcessBound, FromOne, UpToOne, published
 from mis_ext.methods.surrogates import Ratio
@@ -26,7 +26,7 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
-    method = with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high, action="zero"))
+    method = with_ppo(Weight(mode="unbounded"), Gate(low=low, high=high, action="zero"))
     return dataclasses.replace(method, normalize_over=normalize_over)
 
 
@@ -41,8 +41,8 @@ def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBou
     Claims: trains GLM-5 on-policy without a KL term.
     Counter-claims: as ``icepop``.
     """
-    band = Keep(pair=MISMATCH, low=1.0 / beta, high=beta, action="zero")
-    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(RatioWeight(pair=MISMATCH), band))
+    band = Gate(low=1.0 / beta, high=beta, action="zero")
+    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(Weight(mode="unbounded"), band))
 
 
 @published(
@@ -55,7 +55,7 @@ def token_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Claims: as IcePop.
     Counter-claims: crashed in the report's own runs, where sequence masking did not.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, low=low, high=high))
+    return with_ppo(Weight(mode="unbounded"), Gate(low=low, high=high))
 
 
 @published(formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {PPO_TEXT}", paper=COLLAPSE_REPORT)
@@ -67,7 +67,7 @@ def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Counter-claims: at k3 1e-3 and 16,384 tokens 2 of 1,000 responses are left. At 6e-2 and 190 tokens it kept 9 of
     1,000, and hardly learned (``lab/evidence``).
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, level="sequence"), Keep(pair=MISMATCH, reduce="sum", low=low, high=high))
+    return with_ppo(Weight(level="sequence", mode="unbounded"), Gate(reduce="sum", low=low, high=high))
 
 
 @published(formula=f"1[low <= exp(mean log rho) <= high] {PPO_TEXT}", paper="Liu, Li et al., RL Collapse Part 3, 2025")
@@ -79,7 +79,7 @@ def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
     Counter-claims: it cuts at a per-token KL of about ``1 - low``, and its upper bound never acts. It rejects half of
     all responses if the engine's own noise has this size.
     """
-    return with_ppo(Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
+    return with_ppo(Gate(reduce="mean", low=low, high=high))
 
 
 @published(
@@ -93,7 +93,7 @@ def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
     Claims: keeps the other turns.
     Counter-claims: turns after a rejected turn were sampled in states that the policy might not reach.
     """
-    return with_ppo(Keep(pair=MISMATCH, reduce="segment_mean", low=low, high=high))
+    return with_ppo(Gate(reduce="segment_mean", low=low, high=high))
 
 
 @published(
@@ -107,7 +107,7 @@ def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound
     Claims: outlier tokens and outlier sequences are each handled at their own level.
     Counter-claims: as ``geometric_rs``.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH, high=bound), Keep(pair=MISMATCH, reduce="mean", low=low, high=high))
+    return with_ppo(Weight(high=bound), Gate(reduce="mean", low=low, high=high))
 
 
 @published(
@@ -121,7 +121,7 @@ def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
     Claims: default of two frameworks' combined mode.
     Counter-claims: the token ratio has no bound, although the name says so.
     """
-    return with_ppo(RatioWeight(pair=MISMATCH), Keep(pair=MISMATCH, reduce="mean", low=low, high=high, action="zero"))
+    return with_ppo(Weight(mode="unbounded"), Gate(reduce="mean", low=low, high=high, action="zero"))
 
 
 @published(formula=f"1[min over the sequence of rho >= low] {PPO_TEXT}", paper=COLLAPSE_REPORT)
@@ -132,7 +132,7 @@ def veto(*, low: UpToOne = 1e-4) -> Method:
     Claims: finds single tokens that a mean hides.
     Counter-claims: the longer a response, the likelier a single such token.
     """
-    return with_ppo(Keep(pair=MISMATCH, reduce="min", low=low))
+    return with_ppo(Gate(reduce="min", low=low))
 
 
 @published(
@@ -148,8 +148,8 @@ def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
     are from mis_ext.
     """
     return with_ppo(
-        Keep(pair=MISMATCH, statistic="k2", reduce="max", high=high_max),
-        Keep(pair=MISMATCH, statistic="k3", reduce="mean", high=high_mean),
+        Gate(statistic="k2", reduce="max", high=high_max),
+        Gate(statistic="k3", reduce="mean", high=high_mean),
     )
 
 
@@ -164,7 +164,7 @@ def sequence_error(*, high: AboveOne = 1.05) -> Method:
     Claims: used to train Nemotron-3.
     Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
     """
-    return with_ppo(Keep(pair=MISMATCH, statistic="exp_abs_log_ratio", reduce="mean", high=high))
+    return with_ppo(Gate(statistic="exp_abs_log_ratio", reduce="mean", high=high))
 
 
 FAMILY = (

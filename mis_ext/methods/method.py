@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.methods.batch import Batch, Policy
-from mis_ext.methods.denominators import Over, terms_of
-from mis_ext.methods.factors import Factor
+from mis_ext.correction.statistics import Policy, Reduce
+from mis_ext.correction.weights import Weight
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.factors import Factor, evaluate
 from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.kl_terms import Term
-from mis_ext.methods.reductions import WHOLE_SEQUENCE, MethodReduce, Reductions
+from mis_ext.methods.reductions import WHOLE_SEQUENCE, Over, Reductions, terms_of
 from mis_ext.methods.surrogates import Surrogate
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
@@ -72,29 +74,36 @@ class Method:
     terms: tuple[Term, ...] = ()
     normalize_over: NormalizeOver | None = None
 
+    def __post_init__(self) -> None:
+        for factor in self.factors:
+            if isinstance(factor, Gate) and (factor.after, factor.name, factor.target_accept) != (None, None, None):
+                raise ValueError("after, name and target_accept have no effect in a method")
+            if isinstance(factor, Weight) and (factor.mode == "mask" or factor.only_outside is not None):
+                raise ValueError("mode: mask and only_outside have no effect in a method: give it a gate of its own")
+
     @property
     def policies(self) -> tuple[Policy, ...]:
         """Whose log-probs it needs, the current policy's always."""
-        pairs = (
-            *self.surrogate.pairs,
-            *(factor.pair for factor in self.factors),
-            *chain.from_iterable(term.pairs for term in self.terms),
-        )
-        used = {"current", *chain.from_iterable(pairs)}
+        pairs = [factor.pair for factor in self.factors]
+        pairs += chain.from_iterable(term.pairs for term in self.terms)
+        used = {"current", *chain.from_iterable(pairs), *(self.surrogate.pair or ())}
         return tuple(policy for policy in _POLICIES if policy in used)
 
     @property
-    def _all_reduces(self) -> frozenset[MethodReduce]:
-        return self.reduces.union(*(term.reduces for term in self.terms))
+    def reduces(self) -> frozenset[Reduce]:
+        """How surrogate and factors reduce over a sequence."""
+        return frozenset((self.surrogate.reduce, *(factor.reduce for factor in self.factors)))
+
+    @property
+    def _all_reduces(self) -> frozenset[Reduce]:
+        return self.reduces.union(term.reduce for term in self.terms)
 
     @property
     def weighs_behavior(self) -> bool:
         """Whether the gradient is weighed by the behavior policy, so that another such weight counts it twice."""
-        pairs = (
-            *self.surrogate.pairs,
-            *(factor.pair for factor in self.factors if factor.action is None),
-            *chain.from_iterable(term.pairs for term in self.terms if term.needs_state_values),
-        )
+        pairs = [self.surrogate.pair or ()]
+        pairs += [factor.pair for factor in self.factors if factor.action is None]
+        pairs += chain.from_iterable(term.pairs for term in self.terms if term.needs_state_values)
         return any("behavior" in pair for pair in pairs)
 
     @property
@@ -110,26 +119,18 @@ class Method:
     @property
     def multiplies_ratios(self) -> bool:
         """Whether a product of ratios to the behavior policy over many tokens weighs or judges them."""
-        parts = [(factor.pair, factor.reduces) for factor in self.factors]
-        parts += [(pair, self.surrogate.reduces) for pair in self.surrogate.pairs]
-        return any("behavior" in pair and not _PRODUCTS.isdisjoint(reduces) for pair, reduces in parts)
+        parts = ((part.pair or (), part.reduce) for part in (self.surrogate, *self.factors))
+        return any("behavior" in pair and reduce in _PRODUCTS for pair, reduce in parts)
 
     @property
     def judges_sequences(self) -> bool:
         """Whether a factor drops tokens by a number of their whole sequence."""
-        return any(
-            factor.action is not None and not _OF_SEQUENCES.isdisjoint(factor.reduces) for factor in self.factors
-        )
+        return any(factor.action is not None and factor.reduce in _OF_SEQUENCES for factor in self.factors)
 
     @property
     def needs_state_values(self) -> bool:
         """Whether it needs ``state_values_T``."""
         return any(term.needs_state_values for term in self.terms)
-
-    @property
-    def reduces(self) -> frozenset[MethodReduce]:
-        """How surrogate and factors reduce over a sequence."""
-        return frozenset(chain(self.surrogate.reduces, *(factor.reduces for factor in self.factors)))
 
     def __call__(
         self,
@@ -230,13 +231,12 @@ class Method:
         live_T = kept_T = batch.valid_T
         weight_T: Tensor | None = None
         for factor in self.factors:
-            if factor.action is not None:
-                is_kept_T = factor.evaluate(batch)
-                live_T = live_T & is_kept_T
-                kept_T = kept_T & is_kept_T if factor.action == "reject" else kept_T
+            found_T = evaluate(factor, batch)
+            if factor.action is None:
+                weight_T = found_T if weight_T is None else weight_T * found_T
             else:
-                factor_T = factor.evaluate(batch)
-                weight_T = factor_T if weight_T is None else weight_T * factor_T
+                live_T = live_T & found_T
+                kept_T = kept_T & found_T if factor.action == "reject" else kept_T
         if weight_T is None:
             weight_T = torch.ones_like(batch.advantages_T)
         if self.normalize_over is not None:

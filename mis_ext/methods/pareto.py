@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.factors import WeightFactor
-from mis_ext.methods.reductions import MethodReduce
+from mis_ext.correction.statistics import Pair
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.factors import OtherFactor
 
 _MIN_TAIL = 5
 _GRID = 30
@@ -94,16 +94,12 @@ def _fit(excess_M: Tensor, in_tail_M: Tensor, num: Tensor) -> tuple[Tensor, Tens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoWeight(WeightFactor):
+class ParetoWeight(OtherFactor):
     """The product of the sequence's ratios, Pareto-smoothed over the sequences of the call, at most ``high``."""
 
     pair: Pair
     high: float | None = None
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("sum",)
+    reduce = "sum"
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient; the same for all tokens of a sequence."""

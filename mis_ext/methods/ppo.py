@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mis_ext.methods.batch import TOTAL
-from mis_ext.methods.bounds import ProbabilityBound
+from mis_ext.correction.statistics import TOTAL
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import ExcessBound, FromOne, NotNegative, Positive, UpToOne, published
-from mis_ext.methods.surrogates import Ratio
+from mis_ext.methods.surrogates import ProbabilityBound, Ratio
 
 
 @published(

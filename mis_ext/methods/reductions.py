@@ -13,14 +13,10 @@ from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.order_statistic import covering_value
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
+from mis_ext.correction.statistics import OF_SEGMENTS, Reduce
 from mis_ext.correction.token_index import to_device
 
-MethodReduce = Literal[
-    "token", "sum", "mean", "max", "min", "prefix", "segment_sum", "segment_mean", "batch_mean", "batch_rank_mean"
-]
-"""What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum up to itself; the
-sum or mean over its segment, a run of tokens of the mask; the mean over the batch; the mean over all tokens of the
-batch whose value is no larger than its own."""
+Over = Literal["tokens", "sequences"]
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
 """Reductions that a token without a value makes unknown for its sequence."""
@@ -46,13 +42,13 @@ class Reductions:
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
 
-    def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: MethodReduce) -> Tensor:
+    def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
         """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
         if reduce == "token":
             return values_T
         if reduce == "prefix":
             return self._prefix_sum(torch.where(mask_T, values_T, 0.0))
-        if reduce in ("segment_sum", "segment_mean"):
+        if reduce in OF_SEGMENTS:
             return self._over_segment(values_T, mask_T, is_mean=reduce == "segment_mean")
         if reduce == "batch_mean":
             total = self.batch_total(values_T, mask_T) / self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(
@@ -160,6 +156,40 @@ class Reductions:
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
         earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)
+
+
+def terms_of(reductions: Reductions, mask_T: Tensor, over: Over, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[T]``: how many terms of a mean each token of the mask is: 1, or 1 / tokens of its sequence."""
+    count_T = reductions.count(mask_T).to(dtype)
+    return torch.ones_like(count_T) if over == "tokens" else count_T.clamp_min(1.0).reciprocal()
+
+
+def mean_weights(
+    counted_T: Tensor,
+    *,
+    over: Over,
+    layout: PackedLayout,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+) -> Tensor:
+    """``[T]`` float32: multiply losses of tokens by it, and sum over tokens and ranks for their mean.
+
+    ``counted_T`` says whose mean: the response mask for denominators that do not depend on what is rejected, what a
+    method keeps for those of kept tokens. Both differ by one factor: ``loss(response) = loss(kept) * kept / response``,
+    with terms of the mean counted on both sides. A sequence without a counted token is no term.
+
+    Args:
+        counted_T: ``[T]`` bool.
+        over: ``tokens``: all alike. ``sequences``: the mean of per-sequence means.
+        layout: Where the local tokens lie.
+        cp_group: Ranks that hold other parts of the same sequences.
+        dp_group: Ranks that hold other sequences.
+    """
+    reductions = Reductions(layout, cp_group=cp_group, dp_group=dp_group)
+    term_T = terms_of(reductions, counted_T, over)
+    total = reductions.batch_total(term_T, counted_T)
+    # Of sequences the sum of 1 / n is their number up to rounding, and none is 0.
+    return torch.where(total > 0.0, term_T / torch.where(total > 0.0, total, 1.0), 0.0)
 
 
 @functools.lru_cache(maxsize=2)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mis_ext.methods.batch import STALENESS, TOTAL, Pair
-from mis_ext.methods.bounds import GrowingBound
-from mis_ext.methods.factors import Keep, RatioWeight
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
+from mis_ext.correction.weights import Weight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.pareto import ParetoWeight
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
-from mis_ext.methods.surrogates import Ratio, Score
+from mis_ext.methods.surrogates import GrowingBound, Ratio, Score
 
 _INVERSE: Pair = ("proximal", "current")
 _Bounds = tuple[NotNegative, Annotated[float, Range(low="first", open_low=True)]]
@@ -42,7 +42,7 @@ def reinforce_token_is() -> Method:
     Claims: simplest correction there is.
     Counter-claims: no bound; does not correct the prefix, see ``reinforce_sequence_tis``.
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL),))
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"),))
 
 
 @published(
@@ -72,7 +72,7 @@ def aipo(*, high: Bound = 4.0) -> Method:
     Claims: removes the sudden drops of asynchronous training on hard data.
     Counter-claims: truncation says nothing about tokens that the policy has left (ratio near 0).
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=high),))
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=high),))
 
 
 @published(
@@ -86,7 +86,7 @@ def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     Claims: unbiased as the bound grows.
     Counter-claims: at 2,048 tokens and k3 1e-3 two of 100 samples count.
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="sequence", high=high),))
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high),))
 
 
 @published(
@@ -100,7 +100,7 @@ def reinforce_sequence_snis() -> Method:
     Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
     Counter-claims: biased by 1 / n, and a single sequence is not corrected at all: use the mean over all ranks.
     """
-    weight = RatioWeight(pair=TOTAL, level="sequence")
+    weight = Weight(pair=TOTAL, level="sequence", mode="unbounded")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
 
 
@@ -129,7 +129,7 @@ def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=STALENESS, low=low, high=high),))
+    return Method(surrogate=Score(), factors=(Weight(pair=STALENESS, mode="clip", low=low, high=high),))
 
 
 @published(
@@ -148,8 +148,8 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
     return Method(
         surrogate=Score(),
         factors=(
-            RatioWeight(pair=STALENESS, low=positive[0], high=positive[1], when="positive"),
-            RatioWeight(pair=STALENESS, low=negative[0], high=negative[1], when="negative"),
+            Weight(pair=STALENESS, mode="clip", low=positive[0], high=positive[1], when="positive"),
+            Weight(pair=STALENESS, mode="clip", low=negative[0], high=negative[1], when="negative"),
         ),
     )
 
@@ -165,8 +165,8 @@ def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) ->
     Claims: with small mismatch and staleness, all that is needed.
     Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
-    clip = Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), clip))
+    clip = Gate(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), clip))
 
 
 @published(
@@ -180,7 +180,7 @@ def topr(*, high: Bound = 1.0) -> Method:
     Claims: stable without a KL term; negative examples help instead of destroying.
     Counter-claims: positive sequences are learnt as in supervised training, with its bias.
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, level="sequence", high=high, when="negative"),))
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high, when="negative"),))
 
 
 @published(
@@ -197,9 +197,9 @@ def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> M
     return Method(
         surrogate=Score(),
         factors=(
-            RatioWeight(pair=_INVERSE, high=cap, when="positive"),
-            RatioWeight(pair=STALENESS, when="negative"),
-            Keep(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
+            Weight(pair=_INVERSE, high=cap, when="positive"),
+            Weight(pair=STALENESS, mode="unbounded", when="negative"),
+            Gate(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
         ),
     )
 

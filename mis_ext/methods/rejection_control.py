@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.correction.gates import Action
-from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.reductions import MethodReduce
+from mis_ext.correction.statistics import Pair
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.factors import OtherFactor
 
 _MASK = 0x7FFFFFFF
 _PRIME = 2654435761
@@ -18,7 +18,7 @@ _DIGITS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accept:
+class Accept(OtherFactor):
     """Keep a sequence with probability ``min(1, W / bound)``, ``W`` its product of ratios.
 
     With ``RatioWeight(level="sequence", low=bound)``, which is ``max(W, bound)``, every expectation stays what it is
@@ -39,16 +39,8 @@ class Accept:
     pair: Pair
     bound: float
     seed: int = 0
-
-    @property
-    def action(self) -> Action | None:
-        """``reject``: a token that it drops leaves the kept tokens, and what counts them."""
-        return "reject"
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("sum",)
+    reduce = "sum"
+    action = "reject"
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True for all tokens of an accepted sequence."""

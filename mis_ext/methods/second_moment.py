@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mis_ext.methods.batch import TOTAL
-from mis_ext.methods.factors import Keep
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import TOTAL
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import NotNegative, published
 from mis_ext.methods.surrogates import Ratio
@@ -23,7 +23,7 @@ def m2po(*, budget: NotNegative = 0.04) -> Method:
     Counter-claims: fails on long sequences, where single tokens hardly matter. The tokens are those of one call on one
     rank. The authors' code bounds ratios by the threshold that follows, and never tighter than [0.7, 1.5].
     """
-    outliers = Keep(
+    outliers = Gate(
         pair=TOTAL,
         statistic="squared_log_ratio",
         reduce="batch_rank_mean",
@@ -46,7 +46,7 @@ def vaco(*, delta: NotNegative = 0.02) -> Method:
     Claims: no token is stopped while the batch is inside.
     Counter-claims: all or nothing: one more extreme token stops half of the batch.
     """
-    armed = Keep(
+    armed = Gate(
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"
     )
     return Method(surrogate=Ratio(pair=TOTAL), factors=(armed,))

@@ -9,37 +9,23 @@ from typing import Annotated
 import torch
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.methods.batch import STALENESS, Batch, Pair
+from mis_ext.correction.statistics import STALENESS, Pair
+from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import ExcessBound, FromOne, Range, UpToOne, published
-from mis_ext.methods.reductions import MethodReduce
-from mis_ext.methods.surrogates import Ratio, Slope, Spread
+from mis_ext.methods.surrogates import Ratio, Slope, Surrogate
 
 _GMPO_LOW, _GMPO_HIGH = math.exp(-0.4), math.exp(0.4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClippedMean:
+class ClippedMean(Surrogate):
     """``A`` times the geometric mean of the sequence's ratios, each clipped outward before the mean."""
 
     low: float
     high: float
     pair: Pair = STALENESS
-
-    @property
-    def spread(self) -> Spread:
-        """``token``: each token has its own gradient."""
-        return "token"
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("mean",)
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """The one ratio that it needs: numerator and denominator, each a policy."""
-        return (self.pair,)
+    reduce = "mean"
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp
-from mis_ext.methods.batch import STALENESS, TOTAL, Batch, Pair
-from mis_ext.methods.factors import WeightFactor
+from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
+from mis_ext.methods.batch import Batch
+from mis_ext.methods.factors import OtherFactor
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import NotNegative, Positive, Range, published
-from mis_ext.methods.reductions import MethodReduce
-from mis_ext.methods.surrogates import Ratio, Score, Slope, Spread
+from mis_ext.methods.surrogates import Ratio, Score, Slope, Surrogate
 
 _TRUST = (0.1, 10.0)
 _ShapeScale = tuple[NotNegative, Positive]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sigmoid:
+class Sigmoid(Surrogate):
     """``A`` times ``4 / tau * sigmoid(tau (ratio - 1))``: slope 1 at ratio 1, falling off on both sides.
 
     Args:
@@ -34,21 +34,6 @@ class Sigmoid:
     positive: float
     negative: float
     pair: Pair = STALENESS
-
-    @property
-    def spread(self) -> Spread:
-        """``token``: each token has its own gradient."""
-        return "token"
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("token",)
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """The one ratio that it needs: numerator and denominator, each a policy."""
-        return (self.pair,)
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
@@ -62,7 +47,7 @@ class Sigmoid:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gamma(WeightFactor):
+class Gamma(OtherFactor):
     """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
 
     Args:
@@ -74,11 +59,7 @@ class Gamma(WeightFactor):
     pair: Pair
     positive: tuple[float, float]
     negative: tuple[float, float]
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("sum",)
+    reduce = "sum"
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
@@ -90,16 +71,11 @@ class Gamma(WeightFactor):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture(WeightFactor):
+class Mixture(OtherFactor):
     """``1 + mix (ratio - 1)``: between no correction, 0, and the token's ratio, 1."""
 
     pair: Pair
     mix: float
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ("token",)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
@@ -107,7 +83,7 @@ class Mixture(WeightFactor):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaussianGate(WeightFactor):
+class GaussianGate(OtherFactor):
     """``exp(-(ratio - 1)^2 / (2 sigma^2))`` where the update moves the ratio away from 1, elsewhere 1.
 
     ``sigma`` is ``scale / q ** power``, ``q`` the denominator's probability, within ``[scale, high]``; times
@@ -129,11 +105,6 @@ class GaussianGate(WeightFactor):
     positive: float
     negative: float
     pair: Pair = STALENESS
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """``token``: it needs nothing of the sequence."""
-        return ("token",)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""

@@ -1,24 +1,58 @@
 """Surrogates: what carries the gradient. Each gives the objective per unit of advantage, and its slope in log pi.
 
 A bound here stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
-:class:`~mis_ext.methods.factors.RatioWeight` does not.
+:class:`~mis_ext.Weight` does not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.methods.batch import STALENESS, Batch, Pair
-from mis_ext.methods.bounds import RatioBound, log_edge
-from mis_ext.methods.factors import REDUCE_OF_LEVEL, RatioLevel
-from mis_ext.methods.reductions import MethodReduce
+from mis_ext.correction.statistics import STALENESS, STATISTICS, Pair, Reduce
+from mis_ext.correction.weights import REDUCTIONS, Level
+from mis_ext.methods.batch import Batch
 
 Spread = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingBound:
+    """``exp(log_bound * t ** power)`` for the ``t``-th token of a response: as a sum of ``t`` log-ratios spreads."""
+
+    log_bound: float
+    power: float = 0.5
+
+    def log_edge(self, batch: Batch, _pair: Pair) -> Tensor:
+        """``[T]``: log of the bound of each token, in nats."""
+        return self.log_bound * batch.position_T.pow(self.power)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbabilityBound:
+    """The ratio ``r`` with ``q r (r - 1) = gain``, ``q`` the denominator's probability: wide where a token is rare.
+
+    Args:
+        gain: Positive for a bound above 1, negative for one below, which is 1/2 where the equation has no solution.
+        cap: Largest bound.
+    """
+
+    gain: float
+    cap: float = 10.0
+
+    def log_edge(self, batch: Batch, pair: Pair) -> Tensor:
+        """``[T]``: log of the bound of each token, in nats."""
+        probability_T = batch.log_prob(pair[1]).exp()
+        discriminant_T = (1.0 + 4.0 * self.gain / probability_T).clamp_min(0.0)
+        return ((1.0 + discriminant_T.sqrt()) * 0.5).clamp_max(self.cap).log()
+
+
+RatioBound = float | GrowingBound | ProbabilityBound
+"""Of a ratio with gradient: a number, or one that follows from the token."""
 
 
 class Slope(NamedTuple):
@@ -29,43 +63,28 @@ class Slope(NamedTuple):
     is_clipped_T: Tensor
 
 
-class Surrogate(Protocol):
-    """What a method asks of its surrogate, the part of the loss that carries the gradient."""
+class Surrogate:
+    """The part of a method's loss that carries the gradient.
 
-    @property
-    def spread(self) -> Spread:
-        """``sequence``: each token's gradient is the mean over its sequence. ``token``: its own."""
+    Attributes:
+        pair: Numerator and denominator of its ratio; None if it has none.
+        reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
+        spread: ``sequence``: each token's gradient is the mean over its sequence. ``token``: its own.
+    """
 
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """Numerator and denominator of each of its ratios."""
+    __slots__ = ()
+    pair: Pair | None = None
+    reduce: Reduce = "token"
+    spread: Spread = "token"
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+class Score(Surrogate):
     """``A log pi``: all that weighs the token stands in the factors."""
-
-    @property
-    def spread(self) -> Spread:
-        """``token``: each token has its own gradient."""
-        return "token"
-
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return ()
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """Empty: the score function has no ratio."""
-        return ()
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
@@ -74,7 +93,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ratio:
+class Ratio(Surrogate):
     """``A`` times the ratio of ``pair`` at ``level``, clipped.
 
     Args:
@@ -91,30 +110,22 @@ class Ratio:
     """
 
     pair: Pair = STALENESS
-    level: RatioLevel = "token"
+    level: Level = "token"
     low: RatioBound | None = None
     high: RatioBound | None = None
     sides: Literal["outward", "both"] = "outward"
     dual: RatioBound | None = None
     spread: Spread = "token"
+    reduce: Reduce = field(init=False, repr=False, compare=False, default="token")
 
-    @property
-    def reduces(self) -> tuple[MethodReduce, ...]:
-        """How it reduces over a sequence: where by a sum or mean, a token without a ratio takes its sequence along."""
-        return (REDUCE_OF_LEVEL[self.level],)
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """Numerator and denominator of each of its ratios."""
-        return (self.pair,)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduce", REDUCTIONS[self.level])
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
-        log_ratio_T = batch.log_ratio(self.pair, REDUCE_OF_LEVEL[self.level])
+        log_ratio_T = batch.log_ratio(self.pair, self.reduce)
         bounded_T = log_ratio_T
-        low, high, dual = (
-            None if bound is None else log_edge(bound, batch, self.pair) for bound in (self.low, self.high, self.dual)
-        )
+        low, high, dual = (self._log_edge(bound, batch) for bound in (self.low, self.high, self.dual))
         if self.sides == "both":
             bounded_T = _clamped(bounded_T, low, high)
             low = high = None
@@ -124,6 +135,11 @@ class Ratio:
             bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
         value_T, is_clipped_T = bounded_exp(bounded_T), bounded_T != log_ratio_T
         return Slope(value_T, torch.where(is_clipped_T, 0.0, value_T), is_clipped_T)
+
+    def _log_edge(self, bound: RatioBound | None, batch: Batch) -> Tensor | float | None:
+        if isinstance(bound, (GrowingBound, ProbabilityBound)):
+            return bound.log_edge(batch, self.pair)
+        return None if bound is None else STATISTICS["ratio"].edge(bound)
 
 
 def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mis_ext.methods.batch import STALENESS, TOTAL
-from mis_ext.methods.factors import Keep, RatioWeight
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import STALENESS, TOTAL
+from mis_ext.correction.weights import Weight
 from mis_ext.methods.kl_terms import KlTerm
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, UpToOne, published
@@ -12,11 +13,12 @@ from mis_ext.methods.surrogates import Ratio, Score
 _W = Ratio(pair=TOTAL)
 
 
-def _region(*, low: float, high: float) -> tuple[Keep, Keep]:
-    """What stops a token that has become too likely, and one that has become too unlikely."""
+def _region(*, low: float, high: float) -> tuple[Gate, Gate]:
+    """What stops a token that has become too likely, and one that has become too unlikely; 1 is no bound."""
+    low, high = min(low, 1.0), min(high, 1.0)
     return (
-        Keep(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),
-        Keep(pair=TOTAL, statistic="probability_gain", low=-low, when="negative", action="zero"),
+        Gate(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),
+        Gate(pair=TOTAL, statistic="probability_gain", low=-low, when="negative", action="zero"),
     )
 
 
@@ -31,7 +33,7 @@ def kpop(*, phi: Bound = 0.1) -> Method:
     Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
     Counter-claims: the weight of a rare token may be ten or more: its ratio has no bound of its own.
     """
-    gates = (Keep(pair=TOTAL, statistic=name, high=phi, action="zero") for name in ("binary_kl", "reverse_binary_kl"))
+    gates = (Gate(pair=TOTAL, statistic=name, high=phi, action="zero") for name in ("binary_kl", "reverse_binary_kl"))
     return Method(surrogate=_W, factors=tuple(gates))
 
 
@@ -47,7 +49,7 @@ def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5
     Counter-claims: as ``icepop`` and ``veto``.
     """
     return Method(
-        surrogate=_W, factors=(Keep(pair=TOTAL, low=low, high=high), Keep(pair=TOTAL, reduce="min", low=veto))
+        surrogate=_W, factors=(Gate(pair=TOTAL, low=low, high=high), Gate(pair=TOTAL, reduce="min", low=veto))
     )
 
 
@@ -65,8 +67,8 @@ def mis_po(
     Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
     as many sequences 41 %. The band of tokens is from mis_ext; the paper's is not known.
     """
-    sequences = Keep(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
-    return Method(surrogate=Score(), factors=(Keep(pair=TOTAL, low=low, high=high), sequences))
+    sequences = Gate(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
+    return Method(surrogate=Score(), factors=(Gate(pair=TOTAL, low=low, high=high), sequences))
 
 
 @published(
@@ -80,7 +82,7 @@ def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
     Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
 
 @published(
@@ -94,8 +96,8 @@ def dppo_kl(*, delta: Bound = 0.05, cap: Bound = 20.0) -> Method:
     Claims: as ``dppo_tv``.
     Counter-claims: one sampled token says little about a distribution.
     """
-    gate = Keep(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL, high=cap), gate))
+    gate = Gate(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), gate))
 
 
 @published(
@@ -124,7 +126,8 @@ def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
     Claims: later default of prime-rl, with 0.3.
     Counter-claims: a move back is stopped too.
     """
-    gate = Keep(pair=TOTAL, statistic="probability_gain", low=-delta, high=delta, action="zero")
+    delta = min(delta, 1.0)
+    gate = Gate(pair=TOTAL, statistic="probability_gain", low=-delta, high=delta, action="zero")
     return Method(surrogate=_W, factors=(gate,), terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
 
 
@@ -140,8 +143,8 @@ def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     Counter-claims: a controlled bias, as its authors say; the band also stops moves back. The report gives the band no
     numbers for agents; these are its numbers for reasoning.
     """
-    band = Keep(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
-    return Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL), band))
+    band = Gate(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
+    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"), band))
 
 
 @published(
@@ -156,7 +159,8 @@ def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Counter-claims: the report gives the band no numbers: these are from mis_ext.
     """
     return Method(
-        surrogate=Score(), factors=(RatioWeight(pair=TOTAL), Keep(pair=TOTAL, low=low, high=high, action="zero"))
+        surrogate=Score(),
+        factors=(Weight(pair=TOTAL, mode="unbounded"), Gate(pair=TOTAL, low=low, high=high, action="zero")),
     )
 
 
@@ -172,7 +176,7 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
     Counter-claims: with the proximal instead of the behavior policy, as some frameworks have it, it does not see the
     mismatch. The paper gives no threshold: this one is from mis_ext.
     """
-    gate = Keep(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
+    gate = Gate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
     return Method(surrogate=Ratio(pair=STALENESS, low=0.8, high=1.2), factors=(gate,))
 
 

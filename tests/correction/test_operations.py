@@ -11,15 +11,13 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.correction import bounds
-from mis_ext.correction.bounds import BOUNDS, Bound
 from mis_ext.correction.formula import Formula, where
 from mis_ext.correction.metric_row import row
 from mis_ext.correction.operations import METHODS, check_operations
 from mis_ext.correction.plan import plan_of
-from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, Reduce, Statistic
+from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, HookReduce, Statistic
 from mis_ext.correction.triton.symbols import Symbol
-from mis_ext.correction.weights import REDUCTIONS
+from mis_ext.correction.weights import BOUNDS, Bound, HookLevel
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 UNKNOWN = {
@@ -38,14 +36,16 @@ def every_kind() -> list[mis_ext.CorrectionConfig]:
     """Every statistic and reduction as a gate, alone and behind another; every bound at every level."""
     first = mis_ext.Gate(high=2.0, name="first")
     gates = []
-    for name, reduce, sides in itertools.product(STATISTICS, get_args(Reduce), (("low", "high"), ("low",), ("high",))):
-        lowest = STATISTICS[name].low
+    for name, reduce, sides in itertools.product(
+        STATISTICS, get_args(HookReduce), (("low", "high"), ("low",), ("high",))
+    ):
+        lowest = max(STATISTICS[name].low, -1.0)
         band = {side: {"low": lowest + 0.25, "high": lowest + 0.75}[side] for side in sides}
         alone = mis_ext.Gate(statistic=name, reduce=reduce, name="second", **band)
         behind = [] if alone.is_of_tokens else [dataclasses.replace(alone, after="first")]
         gates += [(first, gate) for gate in (alone, *behind)]
     weights = []
-    for level, (mode, bound) in itertools.product(REDUCTIONS, BOUNDS.items()):
+    for level, (mode, bound) in itertools.product(get_args(HookLevel), BOUNDS.items()):
         edges = {"high": 2.0} if bound.has_high else {}
         condition = mis_ext.Gate(statistic="k2", reduce="max", high=1.0)
         has_condition = level != "token" and bound.has_high and not bound.rejects
@@ -86,7 +86,7 @@ def test_a_statistic_with_an_operation_that_kernels_lack_is_refused_by_name(func
     if function not in (UNKNOWN["branch"], UNKNOWN["largest"]):
         assert isinstance(function(tokens), torch.Tensor), "a CPU computes it"
     monkeypatch.setitem(TOKEN_FORMULAS, "squashed", Formula.of(function))
-    new = Statistic("squashed", "squashed", False, 0.0, 1.0, 0.0, "none", "of a user")
+    new = Statistic("squashed", "squashed", "none", "of a user", high=1.0)
     monkeypatch.setitem(STATISTICS, "squashed", new)
     config = mis_ext.CorrectionConfig(gates=(mis_ext.Gate(statistic="squashed", high=0.5),))
     with pytest.raises(ValueError, match=r"the formula squashed\(log_ratio\) cannot be written as a kernel") as found:
@@ -105,7 +105,7 @@ def test_a_statistic_with_an_operation_that_kernels_lack_is_refused_by_name(func
 
 def test_a_bound_and_a_metric_with_such_an_operation_are_refused_by_name(monkeypatch) -> None:
     soft = Bound("soft", lambda log_ratio, low, high: log_ratio.sigmoid() * 2.0, False, False, False, "of a user")
-    monkeypatch.setitem(bounds.BOUNDS, "soft", soft)
+    monkeypatch.setitem(BOUNDS, "soft", soft)
     for level, name in (("token", "token_weight"), ("geometric", "sequence_weight")):
         with pytest.raises(ValueError, match=rf"the formula {name}\(.*has no attribute 'sigmoid'"):
             plan_of(mis_ext.CorrectionConfig(weight=mis_ext.Weight(level=level, mode="soft")))

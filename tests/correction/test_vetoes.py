@@ -10,9 +10,9 @@ from triton_support import HAS_GPU, OBSTACLE
 from zigzag import take
 
 import mis_ext
+from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Keep, Method, Score
 from mis_ext.methods.as_correction import as_correction
-from mis_ext.methods.batch import MISMATCH
 
 needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
 backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
@@ -180,7 +180,7 @@ def test_the_hook_and_the_method_veto_the_same() -> None:
         ({"reduce": "max", "statistic": "k2", "high": 9.0}, 0),
         ({"reduce": "max", "statistic": "k2", "high": 9.0, "when": "negative"}, 9),
         ({"reduce": "min", "low": 0.5, "of_tokens": "negative"}, 0),
-        ({"reduce": "min"}, 0),
+        ({"reduce": "min", "low": 0.0}, 0),
         ({"reduce": "min", "low": 0.5, "high": 9.0}, 9),
         ({"reduce": "max", "low": 0.5}, 9),
         ({"low": 0.5}, 9),

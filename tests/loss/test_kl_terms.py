@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mis_ext import PackedLayout
+from mis_ext.correction.statistics import STALENESS, TOTAL
 from mis_ext.methods import KlTerm
-from mis_ext.methods.batch import STALENESS, TOTAL, Batch
+from mis_ext.methods.batch import Batch
 from mis_ext.methods.reductions import Reductions
 
 ESTIMATES = {

@@ -13,12 +13,12 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
+from mis_ext.correction.statistics import MISMATCH, TOTAL
 from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
 from mis_ext.hosts.runs import run_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.as_correction import as_correction
-from mis_ext.methods.batch import MISMATCH, TOTAL
 from mis_ext.methods.chosen import ChosenMethod, choose_method
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}

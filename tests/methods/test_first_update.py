@@ -9,8 +9,8 @@ from method_cases import HOOK_PARAMETERS as FIRING
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
+from mis_ext.correction.statistics import TOTAL
 from mis_ext.methods import METHODS, Accept, Keep, Method, RatioWeight, Score
-from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)

@@ -9,7 +9,8 @@ import torch
 from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
 from method_losses import Data
 
-from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
+from mis_ext import Gate, Weight
+from mis_ext.methods import METHODS, Keep, Method, Ratio
 
 STEP = 1e-6
 
@@ -82,6 +83,8 @@ def variants(method: Method):
 
 def changes(part):
     for field in dataclasses.fields(part):
+        if not field.init:
+            continue
         value = getattr(part, field.name)
         changed: object = None
         numbers = ("low", "high", "power", "mix", "scale", "dual", "positive", "negative", "share")
@@ -90,6 +93,8 @@ def changes(part):
                 changed = (value[0] * 1.5, value[1])
             elif isinstance(value, float) and not (field.name == "low" and value == 0.0):
                 changed = value * 1.5 + 0.01
+                if field.name == "low" and isinstance(part, (Gate, Weight)) and changed > (part.high or math.inf):
+                    changed = value * 0.5
             elif dataclasses.is_dataclass(value):
                 number = "log_bound" if hasattr(value, "log_bound") else "gain"
                 changed = dataclasses.replace(value, **{number: getattr(value, number) * 2})
@@ -152,5 +157,5 @@ def test_at_least_35_presets_have_a_loss_of_their_own_here() -> None:
 
 def test_default_weights_have_an_upper_bound_or_say_that_they_have_none() -> None:
     for name, row in METHODS.items():
-        weights = [factor for factor in row.method.factors if isinstance(factor, RatioWeight)]
+        weights = [factor for factor in row.method.factors if isinstance(factor, Weight)]
         assert all(math.isfinite(weight.high) for weight in weights if weight.high is not None), name

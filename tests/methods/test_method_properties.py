@@ -8,11 +8,11 @@ import pytest
 import torch
 from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
 
-from mis_ext import PackedLayout
+from mis_ext import PackedLayout, Weight
+from mis_ext.correction.formula import MAX_NATS
+from mis_ext.correction.statistics import MISMATCH, STALENESS, TOKEN_FORMULAS, TOTAL
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio, RatioWeight, Score
-from mis_ext.methods.batch import MISMATCH, STALENESS, TOTAL
-from mis_ext.methods.denominators import mean_weights
-from mis_ext.methods.reductions import WHOLE_SEQUENCE
+from mis_ext.methods.reductions import WHOLE_SEQUENCE, mean_weights
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
 
@@ -177,7 +177,7 @@ def test_one_token_sequences_make_all_levels_the_same(name) -> None:
     def at_level(part, level, reduce):
         if isinstance(part, Keep) and not part.reduce.startswith("batch"):
             return dataclasses.replace(part, reduce=reduce)
-        return dataclasses.replace(part, level=level) if isinstance(part, (RatioWeight, Ratio)) else part
+        return dataclasses.replace(part, level=level) if isinstance(part, (Weight, Ratio)) else part
 
     wanted = apply(method, data, mask, layout).coefficient_T
     levels = {"token": "token", "prefix": "prefix", "segment": "segment_sum", "geometric": "mean", "sequence": "sum"}
@@ -203,7 +203,7 @@ def test_widening_a_bound_never_drops_a_kept_token_and_an_open_one_drops_none(na
         wider = {"high": None if factor.high is None else factor.high * 1.3}
         if factor.low is not None:
             wider["low"] = factor.low * (0.7 if factor.low > 0 else 1.3)
-        for bounds in (wider, {"low": None, "high": None}):
+        for bounds in (wider, {"low": None, "high": math.inf}):
             factors = (*method.factors[:i], dataclasses.replace(factor, **bounds), *method.factors[i + 1 :])
             found = apply(dataclasses.replace(method, factors=factors, terms=()), data, mask, layout)
             assert bool(((found.coefficient_T != 0) | ~live).all())
@@ -358,7 +358,7 @@ def test_m2po_keeps_as_many_tokens_as_any_choice_within_the_budget() -> None:
 
 
 def test_dcpo_bounds_solve_their_equation_and_stop_at_the_cap() -> None:
-    from mis_ext.methods.bounds import ProbabilityBound
+    from mis_ext.methods.surrogates import ProbabilityBound
 
     class Fixed:
         log_probs = torch.tensor([1.0, 0.8, 0.5, 0.1, 1e-5], dtype=torch.float64).log()
@@ -391,16 +391,14 @@ def test_vespo_weighs_most_at_shape_over_scale_and_one_at_one() -> None:
 
 
 def test_binary_kl_bounds_the_squared_probability_difference_and_vanishes_where_policies_agree() -> None:
-    from mis_ext.methods.statistics import FORMULAS
-
     p, q = torch.rand(2, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log()
     for name in ("binary_kl", "reverse_binary_kl"):
-        kl = FORMULAS[name].function
+        kl = TOKEN_FORMULAS[name].function
         assert bool((kl(p, q) >= 2 * (p.exp() - q.exp()).square() - 1e-12).all())
         torch.testing.assert_close(kl(p, p), torch.zeros_like(p))
         certain = torch.zeros(1, dtype=torch.float64)
         assert kl(certain, certain) == 0.0
-    assert FORMULAS["binary_kl"].function(p[:1], certain) == math.inf
+    assert TOKEN_FORMULAS["binary_kl"].function(p[:1], certain) == MAX_NATS
 
 
 def test_self_normalised_weights_ignore_a_common_factor_and_one_sequence_is_not_corrected() -> None:

@@ -11,9 +11,9 @@ from thread_ranks import run_ranks
 from zigzag import local_tokens
 
 from mis_ext import PackedLayout
+from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Method, RatioWeight, Score
-from mis_ext.methods.batch import MISMATCH
-from mis_ext.methods.denominators import mean_weights
+from mis_ext.methods.reductions import mean_weights
 
 NEEDS_ALL_TOKENS = "m2po"
 NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"

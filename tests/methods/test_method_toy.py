@@ -11,8 +11,8 @@ import torch
 from toy import Toy
 
 from mis_ext import PackedLayout
+from mis_ext.correction.statistics import TOTAL
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, RatioWeight, Score
-from mis_ext.methods.batch import TOTAL
 
 each_seed = pytest.mark.parametrize("seed", range(3))
 

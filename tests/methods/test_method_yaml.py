@@ -15,12 +15,12 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 
 import mis_ext
 from mis_ext.cli import main
+from mis_ext.correction.statistics import MISMATCH
 from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.native import NATIVE_KEY, native_keys_of
 from mis_ext.keys.presets import method_yaml
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.as_correction import as_correction
-from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.chosen import choose_method
 from mis_ext.methods.published import published
 
@@ -119,10 +119,11 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
     weight = RatioWeight(pair=MISMATCH)
     for factors, message in {
         (weight, RatioWeight(pair=MISMATCH, level="sequence")): "two weights",
-        (RatioWeight(pair=MISMATCH, low=0.5),): "low bound alone",
-        (RatioWeight(pair=MISMATCH, level="prefix"),): "no weights of level prefix",
-        (Keep(pair=MISMATCH, statistic="binary_kl", high=0.1),): "no gate on binary_kl",
-        (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with the reduction batch_mean",
+        (RatioWeight(pair=MISMATCH, low=0.5),): "needs a finite high",
+        (RatioWeight(pair=MISMATCH, level="prefix"),): "no weight of level: prefix",
+        (Keep(pair=MISMATCH, when="positive", high=2.0),): "depends on the advantage",
+        (Keep(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
+        (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))

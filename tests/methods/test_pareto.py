@@ -13,8 +13,8 @@ from thread_ranks import run_ranks
 from zigzag import local_tokens
 
 from mis_ext import PackedLayout
+from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import Method, RatioWeight, Score
-from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.pareto import ParetoWeight, smooth_weights
 from mis_ext.methods.rejection_control import Accept
 

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from reference_numbers import LOG_RATIO_LIMIT, bounded_exp, clamped
 
+MAX_NATS = 1e6
+
+
+def binary_kl(log_p: float, log_q: float) -> float:
+    """KL of the events "this token" and "another one"."""
+    log_p, log_q = min(log_p, 0.0), min(log_q, 0.0)
+    other_p, other_q = -math.expm1(log_p), -math.expm1(log_q)
+    if other_p > 0.0 and other_q == 0.0:
+        return MAX_NATS
+    of_others = other_p * math.log(other_p / other_q) if other_p > 0.0 else 0.0
+    return max(math.exp(log_p) * (log_p - log_q) + of_others, 0.0)
+
+
 # Statistics of a token from its log ratio and both log-probs; the bounds of the first ones are compared as logs.
 LOG_STATISTICS: dict[str, Callable[[float, float, float], float]] = {
     "ratio": lambda d, train, rollout: d,
@@ -14,7 +27,12 @@ LOG_STATISTICS: dict[str, Callable[[float, float, float], float]] = {
 }
 STATISTICS = LOG_STATISTICS | {
     "abs_log_ratio": lambda d, train, rollout: abs(d),
+    "k1": lambda d, train, rollout: -d,
     "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
+    "squared_log_ratio": lambda d, train, rollout: clamped(d) ** 2,
+    "half_abs_ratio_excess": lambda d, train, rollout: abs(math.expm1(clamped(d))) / 2,
+    "binary_kl": lambda d, train, rollout: binary_kl(train, rollout),
+    "reverse_binary_kl": lambda d, train, rollout: binary_kl(rollout, train),
     "k3": lambda d, train, rollout: math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT),
     "exp_abs_log_ratio": lambda d, train, rollout: bounded_exp(abs(d)),
     "probability_gain": lambda d, train, rollout: bounded_exp(train) - bounded_exp(rollout),

@@ -113,6 +113,10 @@ class Symbol:
         """``e**x - 1``."""
         return Symbol(f"(tl.exp({self.wide}) - 1.0)", "float64")
 
+    def log(self) -> Symbol:
+        """The natural logarithm."""
+        return Symbol(f"tl.log({self.wide})", "float64")
+
     def sqrt(self) -> Symbol:
         """The square root."""
         return Symbol(f"tl.sqrt({self.wide})", "float64")
