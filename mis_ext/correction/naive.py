@@ -155,12 +155,25 @@ def _statistic(name: str, response: _Response) -> Tensor:
         "proximal_probability": log_pi,
         "behavior_probability": log_mu,
         "abs_log_ratio": d.abs(),
+        "k1": -d,
         "k2": d.clamp(-20.0, 20.0).square() / 2.0,
         "k3": _exp(d) - 1.0 - d,
+        "squared_log_ratio": d.clamp(-20.0, 20.0).square(),
         "exp_abs_log_ratio": _exp(d.abs()),
+        "half_abs_ratio_excess": (_exp(d) - 1.0).abs() / 2.0,
         "probability_gain": _exp(log_pi) - _exp(log_mu),
         "probability_difference": (_exp(log_pi) - _exp(log_mu)).abs(),
+        "binary_kl": _binary_kl(log_pi, log_mu),
+        "reverse_binary_kl": _binary_kl(log_mu, log_pi),
     }[name]
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    # p log(p / q) + (1 - p) log((1 - p) / (1 - q)): of this token against all others
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)
+    other_p, other_q = -log_p.expm1(), -log_q.expm1()
+    of_others = torch.where(other_p > 0.0, other_p * (other_p.log() - other_q.log()), 0.0)
+    return (log_p.exp() * (log_p - log_q) + of_others).clamp(0.0, 1e6)
 
 
 def _in_band(gate: Gate, x: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ def written_out(name: str, options: dict, batch: dict, logits: torch.Tensor) -> 
         "layout": PackedLayout.whole(lengths),
     }
     policy_T = dataclasses.replace(method, terms=())(**given).loss_T
-    penalty_T = method(**given).loss_T - policy_T if method.terms else torch.zeros_like(policy_T)
+    result = method(**given)
+    penalty_T = result.loss_T - policy_T if method.terms else torch.zeros_like(policy_T)
     weights = kept = [torch.ones_like(sample) for sample in current]
     counted = batch["loss_masks"]
     if "use_tis" in options:
@@ -104,6 +105,12 @@ def written_out(name: str, options: dict, batch: dict, logits: torch.Tensor) -> 
         counted = [mask * keep for mask, keep in zip(counted, kept, strict=True)]
         if options["tis_level"] == "none":
             weights = [torch.ones_like(sample) for sample in current]
+    # What the method rejects has neither a KL nor an entropy term.
+    kept_of_method = result.kept_T.split(lengths)
+    counted = [
+        mask * (keep | ~valid)
+        for mask, keep, valid in zip(counted, kept_of_method, result.valid_T.split(lengths), strict=True)
+    ]
     host = [1.0 if args.calculate_per_token_loss else float(n) for n in batch["rollout_mask_sums"].clamp_min(1.0)]
     of_policy = {
         None: host,
@@ -191,6 +198,7 @@ def test_a_number_of_the_batch_is_that_of_all_data_parallel_ranks(name) -> None:
     assert any(is_seen)
 
 
+@pytest.mark.filterwarnings("ignore:a gate on ratio")
 def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
     """A method of one's own: all tokens are rejected, and its penalty is what is left."""
     term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
@@ -242,7 +250,8 @@ def test_the_clip_fraction_counts_what_the_methods_masks_stop(name) -> None:
 
 
 def assert_same(one: tuple, other: tuple) -> None:
-    torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=1e-7, atol=1e-9)
+    # The weights of the hook are float32: what is left of a sum of few of them differs by some of its roundings.
+    torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=5e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(
