@@ -17,12 +17,13 @@ MAX_CONSTANT_SPREAD = 0.1
 policies. They are not where the proximal ones vary as those of different tokens do."""
 
 IMPROBABLE = -1.0
-"""Nats. What the trainer finds less probable cannot have had the probability 1, not even with a small top-p."""
+"""Nats. What the other side finds less probable had no probability of 1, unless a cut left it alone."""
 
-ZEROS_OF_A_CUT = 0.25
-"""Log-probs of 0 in place of others do not depend on the token: the trainer finds them improbable as often as others,
-1 times. A token to which a cut left no alternative was the most probable one, which few trainers find improbable: 0.06
-times as often in a trained model. This lies between."""
+ZEROS_OF_A_CUT = 0.5
+"""Log-probs of 0 in place of others do not depend on the token: the other side finds them less probable than is typical
+of the response's tokens as often as the rest, 1 times. A token to which a cut left no alternative was the most probable
+one: with top-p it has at least that probability, and no other token has as much, so that none of them is less probable
+than the rest, 0 times. This is halfway, for logits of any kind and vocabulary."""
 
 MANY_POSITIVE = 0.5
 """Share of a response's tokens above 0 from which on all of them are wrong: something was added to each."""

@@ -43,7 +43,7 @@ class Samples:
     differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``lag`` is by how
     many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
     ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is of those of its tokens of
-    which the engine is certain (a log-prob of 0) and the trainer is not.
+    which one side is certain (a log-prob of 0) and the other is not.
 
     Attributes:
         columns: As in ``COLUMNS``.
@@ -187,7 +187,9 @@ class Measuring:
         other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
         largest = unknown if token_ids is None else [*map(_largest_id, token_ids)]
         known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other, largest))
-        is_zero_T = found.rest_T & (tokens.behavior_T == 0.0) & (tokens.proximal_T.exp() < CERTAIN)
+        sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
+        of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
+        is_zero_T = found.rest_T & (of_engine_T | of_trainer_T)
         zeros = _sums(tokens, found._replace(rest_T=is_zero_T), layout)[:3]
         columns = [*sums, *known, lag_S, *lagged, *zeros]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))

@@ -152,10 +152,10 @@ def placeholders(measured: Measured) -> Finding | None:
     tokens = measured.tokens
     if tokens.num_valid < MIN_CONSTANT_TOKENS:
         return None
-    num_zeros = _num_zeros(measured)
+    num_zeros, num_proximal_zeros = _num_zeros(measured)
     for evidence in _constants(tokens):
         return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
-    found = [*_some_placeholders(tokens, num_zeros)]
+    found = [*_some_placeholders(tokens, num_zeros, num_proximal_zeros)]
     if not found:
         return None
     zeros = 0.0 if measured.samples is None or not num_zeros else float(measured.samples["k3_zeros"].sum())
@@ -171,14 +171,15 @@ def placeholders(measured: Measured) -> Finding | None:
     )
 
 
-def _num_zeros(measured: Measured) -> float:
-    """Tokens with a log-prob of 0 that nothing else explains."""
+def _num_zeros(measured: Measured) -> tuple[float, float]:
+    """Tokens with a log-prob of 0 on one side that nothing else explains, and how many of them are the trainer's."""
     tokens = measured.tokens
     # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
     if _is_shifted(tokens):
-        return 0.0
+        return 0.0, 0.0
     near = measured.without("far").tokens
-    return near.num_zeros if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens.num_zeros
+    most = near if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens
+    return most.num_zeros, most.num_proximal_zeros
 
 
 def _constants(tokens: TokenSums) -> Iterator[str]:
@@ -204,7 +205,7 @@ def _constants(tokens: TokenSums) -> Iterator[str]:
             return
 
 
-def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
+def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: float) -> Iterator[str]:
     def of_side(count: float, side: str, what: str) -> str:
         return f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs on trainable tokens are {what}"
 
@@ -213,8 +214,12 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float) -> Iterator[str]:
         for side, count in (("behavior", tokens.num_placeholders - of_proximal), ("proximal", of_proximal)):
             if count:
                 yield of_side(count, side, f"placeholders below {PLACEHOLDER:g}")
-        if num_zeros:
-            yield of_side(num_zeros, "behavior", f"0, where the proximal ones are below {IMPROBABLE:g}")
+        for side, other, count in (
+            ("behavior", "proximal", num_zeros - num_proximal_zeros),
+            ("proximal", "behavior", num_proximal_zeros),
+        ):
+            if count:
+                yield of_side(count, side, f"0, where the {other} ones are below {IMPROBABLE:g}")
     if tokens.num_constant:
         yield (
             f"{tokens.num_constant:.0f} of {tokens.num_valid:.0f} log-probs on trainable tokens are in responses where "

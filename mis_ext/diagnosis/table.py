@@ -45,8 +45,9 @@ CAUSES: dict[str, Cause] = {
         Cause(
             name="placeholder_log_probs",
             title="placeholders in place of log-probs",
-            looks_like="log-probs below -1000 on one side; 0 where the trainer is below -1, unless few of a response's "
-            "zeros are; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
+            looks_like="log-probs below -1000 on one side; 0 where the other is below -1, unless the other finds zeros "
+            "more probable than the rest; all equal, in a response or everywhere; 8 that are lowest in a response, "
+            "as of a clamp",
             needs=("tokens",),
             rule=placeholders,
             advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "

@@ -54,6 +54,7 @@ class TokenSums(NamedTuple):
     num_placeholders: float
     num_proximal_placeholders: float
     num_zeros: float
+    num_proximal_zeros: float
     num_constant: float
     num_shifted: float
     num_positive: float
@@ -154,15 +155,13 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
     # Where both sides have one it is padding.
     placeholder_T = valid_T & ((behavior_T < PLACEHOLDER) != (proximal_T < PLACEHOLDER))
-    is_zero_T, improbable_T = valid_T & (behavior_T == 0.0), valid_T & ~placeholder_T & (proximal_T < IMPROBABLE)
     is_positive_T = valid_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
-    zero_T = is_zero_T & improbable_T
+    usable_T = valid_T & ~placeholder_T
+    zero_T = _zeros(behavior_T, proximal_T, usable_T, layout) | _zeros(proximal_T, behavior_T, usable_T, layout)
     bounded_T = _bounded(difference_T)
-    counted = [each.to(bounded_T.dtype) for each in (valid_T, is_zero_T, improbable_T, zero_T, is_positive_T)]
+    counted = [each.to(bounded_T.dtype) for each in (valid_T, is_positive_T)]
     sums_S = index.reduce([*counted, torch.where(is_positive_T, bounded_T, 0.0), bounded_T], "sum")
-    length_S, is_zero_S, improbable_S, zero_S, positive_S, of_positive_S, of_all_S = sums_S
-    # A cut leaves tokens without alternative, which the trainer finds improbable more seldom than others.
-    zero_T = zero_T & index.to_tokens(zero_S * length_S > ZEROS_OF_A_CUT * is_zero_S * improbable_S)
+    length_S, positive_S, of_positive_S, of_all_S = sums_S
     lowest_S, lowest_proximal_S = index.reduce(
         [torch.where(valid_T, x, torch.inf) for x in (behavior_T, proximal_T)], "min"
     )
@@ -196,6 +195,21 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
 
 
+def _zeros(side_T: Tensor, other_T: Tensor, usable_T: Tensor, layout: PackedLayout) -> Tensor:
+    """Log-probs of 0 that the other side finds improbable, where no cut explains it: see ``ZEROS_OF_A_CUT``."""
+    index, one_T = layout.index, torch.ones_like(other_T)
+    # Where the other side is certain, too, a 0 is right.
+    open_T = usable_T & (other_T.exp() < CERTAIN)
+    is_zero_T = open_T & (side_T == 0.0)
+    rest_T = open_T & ~is_zero_T
+    rest_S, of_rest_S = index.reduce([torch.where(rest_T, each, 0.0) for each in (one_T, other_T)], "sum")
+    is_low_T = other_T < index.to_tokens(of_rest_S / rest_S.clamp_min(1.0)).clamp_max(IMPROBABLE)
+    counted = (is_zero_T, is_zero_T & is_low_T, rest_T & is_low_T)
+    zero_S, low_zero_S, low_rest_S = index.reduce([torch.where(each, one_T, 0.0) for each in counted], "sum")
+    is_of_no_cut_S = (low_zero_S * rest_S > ZEROS_OF_A_CUT * low_rest_S * zero_S) | (rest_S == 0.0)
+    return is_zero_T & (other_T < IMPROBABLE) & index.to_tokens(is_of_no_cut_S)
+
+
 def sums_of_sorted(
     tokens: TokenRatios, found: Sorted, *, response_mask_R: Tensor, layout: PackedLayout, line: Tensor | None = None
 ) -> Tensor:
@@ -209,7 +223,8 @@ def sums_of_sorted(
         (response_mask_R != 0).sum(),
         *(each.sum() for each in (valid_T, different_T)),
         *(each.sum() for each in (found.placeholder_T, found.placeholder_T & (proximal_T < PLACEHOLDER))),
-        *(each.sum() for each in (found.zero_T, found.constant_T, found.shifted_T)),
+        *(each.sum() for each in (found.zero_T, found.zero_T & (proximal_T == 0.0))),
+        *(each.sum() for each in (found.constant_T, found.shifted_T)),
         *((valid_T & (side > MAX_LOG_PROB)).sum() for side in (behavior_T, proximal_T)),
         # All of them are 0 where a token is not valid.
         *(each.sum(dtype=torch.float64) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),

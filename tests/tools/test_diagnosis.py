@@ -6,9 +6,8 @@ import re
 import plants
 import pytest
 import torch
-from engines import COUNT, LENGTH, engines, top_p
+from engines import COUNT, engines, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
-from torch import Tensor
 
 import mis_ext
 from mis_ext.diagnosis import CAUSES, Diagnosis
@@ -449,36 +448,6 @@ def test_what_a_temperature_may_leave_to_another_cause_is_said_as_far_as_its_int
     assert any("low precision" in words for words in found.alternatives)
 
 
-def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[Diagnosis]:
-    """Of engines that differ everywhere, by position, and by more from a position on."""
-    made = engines(7)
-    is_late = (torch.arange(LENGTH) >= begins)[None, :, None]
-    noisy = made.behavior + made.noise(global_noise[None, :, None]) + made.noise(late_noise) * is_late
-    return by_report(Tokens(*made._replace(behavior=noisy).sampled()))
-
-
-@pytest.mark.parametrize("noise", [0.15, 0.3])
-def test_a_place_where_something_begins_is_found_beside_what_differs_everywhere_as_much(noise) -> None:
-    """Squares of independent noise add up: behind it tokens differ 1.4 times as much, and half of their k3 is of it."""
-    (late, rest) = late_of(torch.full((LENGTH,), noise), noise)
-    assert (late.cause, rest.cause) == ("late_positions", "low_precision")
-    share = (LENGTH - 60) / (2 * LENGTH - 60)
-    assert late.k3_share == pytest.approx(share, abs=0.08)
-    assert 53 < int(re.search(r"after position (\d+) ", late.evidence)[1]) < 64
-
-
-@pytest.mark.parametrize("rise", [0.0, 0.2, 0.4])
-def test_what_grows_along_the_positions_begins_nowhere(rise) -> None:
-    octave = (torch.arange(LENGTH) + 1.0).log2() - 5.0
-    found = late_of(0.2 * (1.0 + rise * octave.clamp_min(0.0)), 0.0)
-    assert [each.cause for each in found] == ["low_precision"]
-
-
-def test_late_positions_are_found_behind_a_prefix_that_hides_them_only_in_later_turns() -> None:
-    fading = 1.5 * torch.exp(-torch.arange(LENGTH) / 8.0)
-    assert [each.cause for each in late_of(fading, 0.15)] == ["stale_prefix_cache", "late_positions"]
-
-
 def test_what_no_two_policies_give_is_said_to_fit_badly() -> None:
     tokens = pair_of("flat")
     noise = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
@@ -499,3 +468,21 @@ def test_a_cut_has_at_least_the_share_that_its_lost_mass_needs() -> None:
     truth = 0.05**2 / 2.0 / float((d.expm1() - d).mean())
     (share,) = [each.k3_share for each in by_report(tokens) if each.cause == "top_p_or_top_k"]
     assert share == pytest.approx(truth, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
+@pytest.mark.parametrize("share", [0.03, 0.3])
+@pytest.mark.parametrize("side", ["proximal", "behavior"])
+def test_dummy_zeros_of_either_side_are_placeholders_and_leave_the_rest_as_it_was(kind, share, side) -> None:
+    tokens = pair_of(kind, noise=0.06)
+    (alone,) = by_report(tokens)
+    generator = torch.Generator().manual_seed(1)
+    for values in getattr(tokens, side):
+        values[torch.rand(len(values), generator=generator) < share] = 0.0
+    other = {"proximal": "behavior", "behavior": "proximal"}[side]
+    found, rest = by_report(tokens)
+    assert (found.cause, rest.cause, rest.confidence) == ("placeholder_log_probs", alone.cause, alone.confidence)
+    assert f" {side} log-probs on trainable tokens are 0, where the {other} ones are below -1" in found.evidence
+    assert f" {other} log-probs on" not in found.evidence
+    # They cannot tell the zeros of other tokens from those of certain ones.
+    assert by_guards(tokens)[0] == "placeholder_log_probs"

@@ -1,4 +1,7 @@
-"""What the report knows besides log-probs: masks, versions, steps, ids. See test_diagnosis.py for the others."""
+"""What the report knows besides log-probs: positions, masks, versions, steps, ids. See test_diagnosis.py for others."""
+
+import math
+import re
 
 import pytest
 import torch
@@ -136,3 +139,73 @@ def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named
     others = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0))
     sides = [*proximal[:count]], [*(-4.0 * others), *behavior[2:count]]
     assert ("retokenised_samples" in diagnosed(part_of(sides))) == is_named
+
+
+def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[Diagnosis]:
+    """Of engines that differ everywhere, by position, and by more from a position on."""
+    made = engines(7)
+    is_late = (torch.arange(LENGTH) >= begins)[None, :, None]
+    noisy = made.behavior + made.noise(global_noise[None, :, None]) + made.noise(late_noise) * is_late
+    collector = Collector()
+    collector.add(part_of(made._replace(behavior=noisy).sampled()))
+    return collector.diagnoses()
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.3])
+def test_a_place_where_something_begins_is_found_beside_what_differs_everywhere_as_much(noise) -> None:
+    """Squares of independent noise add up: behind it tokens differ 1.4 times as much, and half of their k3 is of it."""
+    (late, rest) = late_of(torch.full((LENGTH,), noise), noise)
+    assert (late.cause, rest.cause) == ("late_positions", "low_precision")
+    share = (LENGTH - 60) / (2 * LENGTH - 60)
+    assert late.k3_share == pytest.approx(share, abs=0.08)
+    assert 53 < int(re.search(r"after position (\d+) ", late.evidence)[1]) < 64
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.2, 0.4])
+def test_what_grows_along_the_positions_begins_nowhere(rise) -> None:
+    octave = (torch.arange(LENGTH) + 1.0).log2() - 5.0
+    found = late_of(0.2 * (1.0 + rise * octave.clamp_min(0.0)), 0.0)
+    assert [each.cause for each in found] == ["low_precision"]
+
+
+def test_late_positions_are_found_behind_a_prefix_that_hides_them_only_in_later_turns() -> None:
+    fading = 1.5 * torch.exp(-torch.arange(LENGTH) / 8.0)
+    assert [each.cause for each in late_of(fading, 0.15)] == ["stale_prefix_cache", "late_positions"]
+
+
+def cut_to_zeros(kind: str, cut: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Trainer's and engine's log-probs of drawn logits that a cut leaves without an alternative at many positions."""
+    size = int(64 * (2_000 / 64) ** torch.rand((), generator=generator))
+    logits = torch.randn(8, 96, size, generator=generator)
+    openness = torch.rand(8, 96, 1, generator=generator)
+    if kind == "peaked":
+        logits = logits * (0.5 + 6.0 * openness)
+    else:
+        logits[..., 0] += openness[..., 0] * math.log(size)
+    ordered = logits.log_softmax(-1).sort(-1, descending=True).values
+    if cut == "min-p":
+        is_left = ordered >= ordered[..., :1] + math.log(0.7)
+    else:
+        # Of half of the positions one token is left, however improbable it is.
+        least = float(ordered[..., 0].exp().median())
+        is_left = ordered.exp().cumsum(-1) - ordered.exp() < least
+    behavior = ordered.masked_fill(~is_left, -math.inf).log_softmax(-1)
+    ids = torch.multinomial(behavior.exp().flatten(0, 1), 1, generator=generator).view(8, 96, 1)
+    proximal = ordered.gather(-1, ids)[..., 0]
+    noise = 0.01 * torch.randn(8, 96, generator=generator) * -proximal.expm1()
+    return (proximal + noise).clamp_max(0.0), behavior.gather(-1, ids)[..., 0]
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize("cut", ["top-p", "min-p"])
+def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabulary(kind, cut) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_zeros = 0
+    for _ in range(4):
+        proximal, behavior = cut_to_zeros(kind, cut, generator)
+        is_zero = (behavior == 0.0) & (proximal < -1.0)
+        num_zeros += int(is_zero.sum())
+        assert "placeholder_log_probs" not in diagnosed(part_of(([*proximal], [*behavior])))
+        # The same on the other side: a trainer that cuts its logits has legitimate zeros.
+        assert "placeholder_log_probs" not in diagnosed(part_of(([*behavior], [*proximal])))
+    assert num_zeros > 100
