@@ -486,3 +486,12 @@ def test_dummy_zeros_of_either_side_are_placeholders_and_leave_the_rest_as_it_wa
     assert f" {other} log-probs on" not in found.evidence
     # They cannot tell the zeros of other tokens from those of certain ones.
     assert by_guards(tokens)[0] == "placeholder_log_probs"
+
+
+def test_a_cut_that_takes_something_else_from_each_position_has_its_share_beside_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (100, 100)
+    behavior, noise = -0.3 - 2.0 * torch.rand(shape, generator=generator), torch.randn(shape, generator=generator)
+    proximal = behavior + 0.02 * noise - 0.08 * torch.rand(shape, generator=generator)
+    (share,) = [each.k3_share for each in by_report(Tokens([*proximal], [*behavior])) if each.cause == "top_p_or_top_k"]
+    assert share == pytest.approx(16.0 / 19.0, rel=0.05)
