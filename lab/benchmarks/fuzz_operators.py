@@ -4,11 +4,15 @@
 of mixed dtypes, odd widths, broadcast, without dimensions and of one element, layouts, a dimension of rows, and numbers
 of threads. A run counts where the function is about rows: computed in float64 without the mode, the row alone is the
 row of the batch within rounding.
+
+``--samples`` takes the calls with which torch tests its own operators instead (``op_db``; needs ``expecttest``), each
+as it is, with tensors without dimensions, and by keyword: in the mode it gives the same within rounding, or is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import platform
 import random
 import resource
@@ -21,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
@@ -299,13 +304,96 @@ def fuzz(num_runs: int, seed: int, *, seconds: float = float("inf")) -> Iterator
         torch.set_num_threads(threads)
 
 
+class Sample(NamedTuple):
+    """One call with which torch tests itself; ``way`` says what was changed of it."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    way: str
+
+
+def samples(names: str = "") -> Iterator[Sample]:
+    """All calls of operators with ``names`` in theirs."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for info in op_db:
+        if names not in info.name or any(part in info.name for part in _NOT_OF_ROWS + _OTHER_FORMATS):
+            continue
+        for dtype in {torch.float32, torch.bfloat16, torch.int64} & info.supported_dtypes("cpu"):
+            for sample in info.sample_inputs("cpu", dtype):
+                yield from _ways(Sample(info.op, [sample.input, *sample.args], sample.kwargs, "as it is"))
+
+
+def _ways(one: Sample) -> Iterator[Sample]:
+    yield one
+    if all(x.numel() for x in tree_leaves((one.args, one.kwargs)) if isinstance(x, Tensor)):
+        args, kwargs = tree_map_only(Tensor, lambda x: x.reshape(-1)[0], (one.args, one.kwargs))
+        yield Sample(one.func, args, kwargs, "without dimensions")
+    if (signature := get_testing_overrides().get(one.func)) is not None:
+        named = dict(zip(inspect.signature(signature).parameters, one.args, strict=False))
+        yield Sample(one.func, [], {**named, **one.kwargs}, "by keyword")
+
+
+def check(one: Sample) -> str:
+    """One of ``OUTCOMES``, or how the call differs in the mode."""
+    try:
+        plain = _returned(one)
+    except Exception:
+        return "no call"
+    try:
+        with batch_invariant_mode():
+            ours = _returned(one)
+    except Exception as error:
+        is_refused = isinstance(error, NotImplementedError) and "batch-invariant" in str(error)
+        return "refused" if is_refused else f"{type(error).__name__}: {error}"
+    operands = [x for x in tree_leaves((one.args, one.kwargs)) if isinstance(x, Tensor)]
+    for a, b in zip(plain, ours, strict=True):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"{a.dtype} {[*a.shape]}, in the mode {b.dtype} {[*b.shape]}"
+        if a.dtype == torch.int64 and any(x.is_floating_point() for x in operands):
+            # Places, as a sort has: of equal numbers they may be others.
+            continue
+        wide, width = (x.double() if not x.is_complex() else torch.view_as_real(x).double() for x in (a, b))
+        tolerance = 3e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        if not torch.allclose(wide, width, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return f"another result, by {(wide - width).abs().max():.2g}"
+    return "same"
+
+
+def _returned(one: Sample) -> list[Tensor]:
+    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (one.args, one.kwargs))
+    torch.manual_seed(0)
+    returned = tree_leaves(one.func(*args, **kwargs))
+    return [x for x in returned if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized]
+
+
+def search(names: str, *, seconds: float) -> bool:
+    """Print each way of a call that differs in the mode, once, and the counts."""
+    end, counts, known = time.monotonic() + seconds, Counter[str](), set[tuple[str, str, str]]()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in samples(names):
+            if time.monotonic() > end:
+                print(f"the time is over at {one.func}")
+                break
+            outcome = check(one)
+            counts[outcome if outcome in OUTCOMES else "differs"] += 1
+            name = getattr(one.func, "__name__", str(one.func))
+            if outcome not in OUTCOMES and (name, one.way, outcome[:20]) not in known:
+                known.add((name, one.way, outcome[:20]))
+                print(f"{name} {one.way}: {outcome[:200]}: {_short((one.args, one.kwargs))}", flush=True)
+    print(dict(counts))
+    return bool(known)
+
+
+def _short(operands: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: f"{str(x.dtype)[6:]}{[*x.shape]}", operands)
+
+
 def described(one: Draw) -> str:
     """The operator, and its operands' dtypes and shapes."""
-
-    def short(x: Tensor) -> str:
-        return f"{str(x.dtype)[6:]}{[*x.shape]}"
-
-    return f"{one.func} {tree_map_only(Tensor, short, (one.args, one.kwargs))} rows in {one.axis}"
+    return f"{one.func} {_short((one.args, one.kwargs))} rows in {one.axis}"
 
 
 def main() -> None:
@@ -314,8 +402,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10_000, help="runs that are about rows")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--samples",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="take torch's own samples; NAME: of some operators",
+    )
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if options.samples is not None:
+        sys.exit(search(options.samples, seconds=options.seconds))
     counts: Counter[str] = Counter()
     judged: Counter[Any] = Counter()
     silent: Counter[Any] = Counter()

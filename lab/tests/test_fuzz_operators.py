@@ -1,4 +1,4 @@
-"""Random runs of operators in the batch-invariant mode: none differs silently, and a planted mistake is found."""
+"""Runs of operators in the batch-invariant mode, drawn or torch's own: none differs, and planted mistakes are found."""
 
 import random
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import fuzz_operators
 import pytest
 import torch
-from fuzz_operators import OUTCOMES, draw, run
+from fuzz_operators import OUTCOMES, Sample, _ways, check, draw, run
 
 from mis_ext.onpolicy.batch_invariant import overrides, row_reductions
 
@@ -63,3 +63,36 @@ def test_a_planted_mistake_is_found(name, monkeypatch):
         is_found = any(run(draw(func, rng), rng) not in OUTCOMES for _ in range(4000))
     torch.set_num_threads(threads)
     assert is_found
+
+
+COSH = Sample(torch.cosh, [torch.linspace(-2.0, 2.0, 6).view(2, 3)], {}, "as it is")
+
+
+def test_a_sample_is_called_as_it_is_without_dimensions_and_by_keyword():
+    as_it_is, without_dimensions, by_keyword = _ways(COSH)
+    assert as_it_is is COSH
+    assert without_dimensions.args == [COSH.args[0][0, 0]]
+    assert (by_keyword.args, [*by_keyword.kwargs]) == ([], ["input"])
+    assert [check(each) for each in _ways(COSH)] == ["same"] * 3
+    assert check(Sample(torch.conv1d, [torch.ones(1, 1, 4), torch.ones(1, 1, 2)], {}, "as it is")) == "refused"
+    assert check(COSH._replace(kwargs={"nobody": 1})) == "no call"
+
+
+@pytest.mark.parametrize(
+    ("planted", "outcome"),
+    [
+        (lambda func, *args, **kwargs: func(*args, nobody=1), "RuntimeError: "),
+        (lambda func, *args, **kwargs: func(*args) + 1.0, "another result, by 1"),
+        (lambda func, *args, **kwargs: func(*args).double(), "torch.float32 [2, 3], in the mode torch.float64 [2, 3]"),
+    ],
+)
+def test_a_sample_that_raises_or_differs_in_the_mode_only_is_found(planted, outcome, monkeypatch):
+    monkeypatch.setattr(overrides.elementwise, "compute", planted)
+    assert check(COSH).startswith(outcome)
+
+
+@pytest.mark.whole_run
+def test_no_sample_of_torch_differs_in_the_mode(capsys):
+    pytest.importorskip("expecttest")
+    assert not fuzz_operators.search("", seconds=300.0)
+    assert "'same'" in capsys.readouterr().out
