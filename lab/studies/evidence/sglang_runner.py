@@ -133,7 +133,7 @@ class SGLangRunner:
             _write_cache_apart()
         os.environ.pop(ORIGINAL_LOGPROB, None)
         # A dense model of billions of weights is not drawn, written and read again: SGLang makes its own.
-        is_empty = quantizer is None and not _is_mixture(hf_config)
+        is_empty = not _is_mixture(hf_config) and (quantizer is None or quantizer.method == "fp8")
         with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
             shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed, is_empty=is_empty)
             arguments: dict[str, Any] = {
@@ -468,11 +468,13 @@ def _write_checkpoint(
             model = AutoModelForCausalLM.from_config(hf_config)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        return {
-            name: weight.shape
-            for name, weight in model.state_dict().items()
-            if not (hf_config.tie_word_embeddings and name == "lm_head.weight")
-        }
+        weights = model.state_dict()
+        if hf_config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        if quantizer is not None:
+            quantizer.write_config(folder)
+            weights = quantizer.quantize(weights)
+        return {name: weight.shape for name, weight in weights.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

@@ -55,20 +55,19 @@ _FIRST_ROLLOUT = {
     "evaluates_in_engine": False,
     "dump_steps": (0,),
 }
-# What needs an engine of its own comes first: processes that share the study start few of them twice. What may fail
-# comes last. A scale of 4 for keys and values leaves numbers of 8 bits as coarse as they are, unless they are too
-# large.
+# Those that one engine serves come first, and what may fail last: numbers above 65,504 end a process with float16. A
+# scale of 4 for keys and values leaves numbers of 8 bits as coarse as they are, unless they are too large.
 _ENGINES = {
     "bf16": (BF16, "bfloat16"),
+    **{f"mantissa_{bits}": (replace(BF16, weights=f"mantissa_{bits}"), "bfloat16") for bits in (3, 2, 1, 4, 5)},
+    "int4": (replace(BF16, weights="int4"), "bfloat16"),
+    "e4m3_weights": (replace(BF16, weights="fp8_e4m3"), "bfloat16"),
     "fp8_products": (replace(BF16, weights="fp8_blocks"), "bfloat16"),
     "e4m3_cache": (replace(BF16, cache="fp8_e4m3"), "bfloat16"),
     "e5m2_cache": (replace(BF16, cache="fp8_e5m2"), "bfloat16"),
-    "fp16": (replace(BF16, dtype="float16"), "float16"),
-    **{f"mantissa_{bits}": (replace(BF16, weights=f"mantissa_{bits}"), "bfloat16") for bits in (5, 4, 3, 2, 1)},
-    "int4": (replace(BF16, weights="int4"), "bfloat16"),
-    "e4m3_weights": (replace(BF16, weights="fp8_e4m3"), "bfloat16"),
     "e4m3_cache_scale_4": (replace(BF16, cache="fp8_e4m3", cache_scale=4.0), "bfloat16"),
     "e5m2_cache_scale_4": (replace(BF16, cache="fp8_e5m2", cache_scale=4.0), "bfloat16"),
+    "fp16": (replace(BF16, dtype="float16"), "float16"),
 }
 
 
@@ -83,7 +82,7 @@ def _atlas(name: str, **size: Any) -> Study:
     return Study(name=name, question=question, groups=runs_of(groups))
 
 
-# What ran with the most hope first: three of four processes finish no more than one each in a quarter of an hour.
+# The most hopeful first: a GPU finishes one of them in a quarter of an hour.
 _RATES = [
     (2e-6, {}),
     (5e-6, {}),
@@ -186,12 +185,15 @@ def report(results: Results, output: Path) -> None:
 
 def _atlas_table(study: Study, results: Results) -> list[str]:
     done = [group for group in study.groups if results.is_done(group)]
-    lines = [f"**{study.groups[0].model}** ([all of it]({study.name}.md)), {len(done)} of {len(study.groups)} engines."]
+    title = f"**{study.groups[0].model}**"
     if not done:
-        return lines
+        return [f"{title}: nothing has run yet."]
     machine = results.machine(done[0])
     revisions = sorted({str(results.machine(group).get("revision", "unknown")) for group in done})
-    lines[0] += f" {machine['device']}, sglang {machine.get('sglang', 'none')}, revision {', '.join(revisions)}."
+    lines = [
+        f"{title} ([more]({study.name}.md)), {len(done)} of {len(study.groups)} engines. {machine['device']}, sglang "
+        f"{machine.get('sglang', 'none')}, revision {', '.join(revisions)}."
+    ]
     names = "engine | reward | length | k3 | mean abs d | largest ratio | ratio > 2 | ratio < 1/2 | sequence ESS"
     names += " | k3 where p < 0.1 | 0.1 to 0.6 | above 0.6 | k3 of tokens 1 to 32 | to 128 | later"
     lines += ["", f"| {names} |", "|---" * 15 + "|"]
@@ -269,8 +271,7 @@ def first_look() -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def _first_look() -> list[str]:
     lines = [
-        "One seed, 1e-5, before these studies; the own policy was not evaluated "
-        "([all steps](README.md#another-model-family)).",
+        "One seed, 1e-5, before these studies; the own policy was not evaluated ([more](README.md)).",
         "",
         "| engine | method | steps | reward, first and last ten steps | collapsed |",
         "|---" * 5 + "|",

@@ -324,6 +324,7 @@ def _between_settings(groups: dict[str, PretrainedGroup], arms: dict[str, Arms])
     for name, group in groups.items():
         alike = {"name": "", "engine": BF16, "dtype": "", "methods": (NONE,), "seeds": (1,)}
         alike |= {"simulated_cache": "", "is_aligned": False, "rounded_to": "", "is_dithered": False}
+        alike |= {"evaluates_in_engine": False}
         settings.setdefault(repr(dataclasses.replace(group, **alike)), {})[name] = group
     lines: list[str] = []
     for alike in settings.values():
