@@ -502,8 +502,9 @@ def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, g
     assert held[2] == pytest.approx(held[0], rel=0.05)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 def test_passes_of_so_many_tokens_train_as_passes_of_so_many_answers(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, per_token: bool
 ) -> None:
     question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda answer: len({*answer}) / 9)  # noqa: E731
     monkeypatch.setitem(questions._TASKS, "arithmetic", question)
@@ -514,7 +515,7 @@ def test_passes_of_so_many_tokens_train_as_passes_of_so_many_answers(
         "dtype": "float32",
         "methods": (TOKEN_TIS,),
     }
-    plain = dataclasses.replace(GROUP, **size, response_length=12)
+    plain = dataclasses.replace(GROUP, **size, response_length=12, per_token_loss=per_token)
     expected, found = (
         steps(PretrainedTraining(dataclasses.replace(plain, max_tokens=most), workplace), 2) for most in (0, 90)
     )

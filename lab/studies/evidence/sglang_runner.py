@@ -132,13 +132,14 @@ class SGLangRunner:
         elif getattr(hf_config, "num_experts", 0) and hf_config.head_dim not in ROTATING_HEAD_DIMS:
             _write_cache_apart()
         os.environ.pop(ORIGINAL_LOGPROB, None)
-        # A dense model of billions of weights is not drawn, written and read again: SGLang makes its own.
-        is_empty = not _is_mixture(hf_config) and (quantizer is None or quantizer.method == "fp8")
+        # A dense model of billions of weights is not drawn, written and read again.
+        is_empty = not _is_mixture(hf_config)
         with tempfile.TemporaryDirectory(prefix="sglang-runner-") as folder:
             shapes = _write_checkpoint(hf_config, Path(folder), quantizer, seed=seed, is_empty=is_empty)
             arguments: dict[str, Any] = {
                 "model_path": folder,
-                **({"load_format": "dummy"} if is_empty else {}),
+                # With quantised weights it would draw scales of the cache too.
+                **({"load_format": "dummy"} if is_empty and quantizer is None else {}),
                 "skip_tokenizer_init": True,
                 "dtype": "bfloat16",
                 "context_length": max_length,
@@ -460,7 +461,10 @@ def _write_cache_apart() -> None:
 def _write_checkpoint(
     hf_config: Any, folder: Path, quantizer: BlockQuantizer | None, *, seed: int, is_empty: bool
 ) -> dict[str, torch.Size]:
-    """Write random weights; return the name and shape of each in the file. In memory transformers joins experts."""
+    """Write random weights; return the name and shape of each in the file. In memory transformers joins experts.
+
+    Empty: nothing is drawn. SGLang makes its own weights, or reads zeros where they are quantised.
+    """
     from transformers import AutoModelForCausalLM
 
     if is_empty:
@@ -472,8 +476,10 @@ def _write_checkpoint(
         if hf_config.tie_word_embeddings:
             del weights["lm_head.weight"]
         if quantizer is not None:
+            zeros = {name: torch.zeros(weight.shape, dtype=torch.bfloat16) for name, weight in weights.items()}
+            weights = quantizer.quantize(zeros)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
             quantizer.write_config(folder)
-            weights = quantizer.quantize(weights)
         return {name: weight.shape for name, weight in weights.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -481,10 +487,6 @@ def _write_checkpoint(
     model.save_pretrained(folder)
     # Its sampling defaults are for users who set none.
     (folder / "generation_config.json").unlink(missing_ok=True)
-    if quantizer is not None:
-        file = folder / "model.safetensors"
-        save_file(quantizer.quantize(load_file(file)), file, metadata={"format": "pt"})
-        quantizer.write_config(folder)
     return {name: weight.shape for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 

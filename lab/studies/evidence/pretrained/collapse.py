@@ -88,6 +88,8 @@ _RATES = [
     (5e-6, {}),
     (2e-6, {"divides_advantages": False}),
     (1e-6, {}),
+    # Answers that are wrong gain nothing by their length.
+    (5e-6, {"divides_advantages": False, "per_token_loss": True}),
     (2e-6, {"response_length": 1024}),
     (5e-6, {"divides_advantages": False}),
     (5e-6, {"response_length": 1024}),
@@ -98,8 +100,9 @@ _RATES = [
 
 def _stable(rate: float, changes: dict[str, Any]) -> PretrainedGroup:
     group = replace(_QWEN, learning_rate=rate, **changes)
-    plain = "" if group.divides_advantages else "_undivided"
-    return replace(group, name=f"collapse_stable_lr{rate:g}_{group.response_length}{plain}")
+    name = f"collapse_stable_lr{rate:g}_{group.response_length}"
+    name += "" if group.divides_advantages else "_undivided"
+    return replace(group, name=name + ("_per_token" if group.per_token_loss else ""))
 
 
 COLLAPSE_STUDIES = (

@@ -28,6 +28,7 @@ class PretrainedGroup(Group):
         max_tokens: Of one pass instead, padding included: answers of similar length, which are padded to the longest of
             them, and logits of their own tokens alone. 0: ``micro_batch_size`` answers as they come.
         divides_advantages: By the standard deviation of their question.
+        per_token_loss: The mean over all tokens of a step, in which long answers weigh more; else over answers.
         evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
@@ -63,6 +64,7 @@ class PretrainedGroup(Group):
     micro_batch_size: int = 64
     max_tokens: int = 0
     divides_advantages: bool = True
+    per_token_loss: bool = False
     evaluates_in_engine: bool = False
     num_dumped: int = 64
     dtype: str = "bfloat16"

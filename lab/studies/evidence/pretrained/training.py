@@ -263,7 +263,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             "seed": seed,
             "bf16": group.dtype == "bfloat16",
             "fp16": group.dtype == "float16",
-            "calculate_per_token_loss": False,
+            "calculate_per_token_loss": group.per_token_loss,
             "warmup_lr": group.learning_rate,
             "adam_beta2": 0.95,
             "clip_grad": 1.0,
