@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mis_ext.correction.pipeline import Correction, compute_correction
     from mis_ext.correction.statistics import STATISTICS
     from mis_ext.correction.weights import BOUNDS, Weight
-    from mis_ext.hosts.from_log_probs import TotalLoss, policy_loss_from_log_probs
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
     from mis_ext.hosts.master_weights import dither_master_weights
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
+    from mis_ext.hosts.whole_loss import TotalLoss, policy_loss_from_log_probs
     from mis_ext.keys.flat import config_from_mapping
     from mis_ext.keys.preset_files import list_presets
     from mis_ext.keys.presets import load_config, preset
@@ -49,13 +49,10 @@ else:
             "correction.normalization": ("WeightScale",),
             "correction.pipeline": ("Correction", "compute_correction"),
             "correction.statistics": ("STATISTICS",),
-            "correction.weights": (
-                "BOUNDS",
-                "Weight",
-            ),
+            "correction.weights": ("BOUNDS", "Weight"),
             "hosts.groups": ("Groups",),
             "hosts.guards": ("MismatchWarning",),
-            "hosts.from_log_probs": ("TotalLoss", "policy_loss_from_log_probs"),
+            "hosts.whole_loss": ("TotalLoss", "policy_loss_from_log_probs"),
             "hosts.packing": ("PackedStreams",),
             "hosts.master_weights": ("dither_master_weights",),
             "hosts.megatron": ("make_loss_func",),

@@ -18,7 +18,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, initialized_megatron
 from mis_ext.hosts.packing import is_absent, layout_of, pack, unpack
 from mis_ext.hosts.runs import Run
-from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_of_tokens, loss_tokens
+from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_tokens, packed_loss
 from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.policy import PolicyLoss, Reducer
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_tokens
@@ -69,7 +69,7 @@ def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tenso
         tokens = loss_tokens(settings, given, layout, groups, missing=_MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing(is_rollout_missing=True)
-    found = loss_of_tokens(
+    found = packed_loss(
         settings,
         tokens,
         session=run.session if loss.has_correction else None,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, kept_keys, read_keys
 
 

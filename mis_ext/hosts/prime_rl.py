@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
+from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, kept_keys
 
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.correction.metric_row import PREFIX, Mean, Metric
-from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.own_trainer import correct_padded
 from mis_ext.hosts.runs import run_of
 from mis_ext.hosts.session import Session
+from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, config_given, kept_keys, read_keys, says_whole_loss
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")

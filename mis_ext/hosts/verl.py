@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks import check_choice
-from mis_ext.hosts.from_log_probs import policy_loss_from_log_probs
 from mis_ext.hosts.own_trainer import correct_padded, scalars
 from mis_ext.hosts.session import Session
+from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, read_keys, says_whole_loss
 from mis_ext.methods.chosen import choose_method
 
