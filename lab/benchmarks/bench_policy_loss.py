@@ -42,10 +42,10 @@ from torch import Tensor
 from workload import Responses, Shape, World, draw
 
 import mis_ext
-from mis_ext.hosts.batches import Host, policy_loss_of
+from mis_ext.hosts.batches import Host, batch_loss
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import pack
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores
@@ -112,7 +112,7 @@ def read_scores(_args: Any, batch: Any, logits: Tensor, layout: Any, _groups: Gr
 
 def ours(args: argparse.Namespace, item: dict[str, Any], *, metrics: frozenset[str] = frozenset()) -> tuple:
     """The loss of mis_ext with the item's log-probs."""
-    found = policy_loss_of(run_of(args, whole_loss=True), Host(Groups(), read_scores, metrics), item, item["logits"])
+    found = batch_loss(current_run(args, whole_loss=True), Host(Groups(), read_scores, metrics), item, item["logits"])
     return found.loss, on_host(found.metrics)
 
 

@@ -16,7 +16,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, initialized_megatron
-from mis_ext.hosts.packing import is_absent, layout_of, pack, unpack
+from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run
 from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_tokens, packed_loss
 from mis_ext.keys.run_config import RunConfig, WholeLoss
@@ -42,7 +42,7 @@ class Host(NamedTuple):
     metrics: frozenset[str] = frozenset()
 
 
-def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
+def batch_loss(run: Run, host: Host, batch: Mapping[str, Any], logits: Tensor) -> PolicyLoss:
     """The loss and its metrics, where the logits are."""
     config, loss, groups = run.config, run.config.whole_loss, host.groups
     assert loss is not None
@@ -55,7 +55,7 @@ def policy_loss_of(run: Run, host: Host, batch: Mapping[str, Any], logits: Tenso
             stacklevel=4,
         )
     with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):
-        layout = layout_of(
+        layout = batch_layout(
             is_padded=config.is_padded,
             groups=groups,
             total_lengths=batch["total_lengths"],

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
+from mis_ext.hosts.batches import Host, batch_loss, plain_scores
 from mis_ext.hosts.groups import Groups, find_groups
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -37,11 +37,11 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         correction count only the samples in which they were measured.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
-    run, cp_size = run_of(args, whole_loss=True), host.groups.cp_size
+    run, cp_size = current_run(args, whole_loss=True), host.groups.cp_size
     per_token = run.config.correction.per_token_loss
 
     def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        found = policy_loss_of(run, host, batch, output_tensor)
+        found = batch_loss(run, host, batch, output_tensor)
         number = found.response_T.sum()
         if per_token:
             loss, count = found.loss, number

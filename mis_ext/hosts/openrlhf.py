@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, kept_keys, read_keys
 
@@ -46,7 +46,7 @@ class MisLoss:
         is_of_tokens = self.host.token_level_loss
         keys = kept_keys(self.keys, calculate_per_token_loss=is_of_tokens)
         if rollout_log_probs is None:
-            whole = run_of(keys, whole_loss=True).config.whole_loss
+            whole = current_run(keys, whole_loss=True).config.whole_loss
             if whole is not None and (whole.has_correction or whole.settings.needs_behavior):
                 raise ValueError(
                     "OpenRLHF asks its engine for log-probs only while its own correction is on, which does not act on "

@@ -167,7 +167,7 @@ def is_absent(samples: Sequence[Tensor] | None) -> bool:
     return samples is None or (isinstance(samples, (list, tuple)) and not samples)
 
 
-def layout_of(
+def batch_layout(
     *,
     is_padded: bool,
     groups: Groups,

@@ -78,10 +78,10 @@ _entries: dict[int, _Entry] = {}
 
 def session_for(args: Any) -> Session:
     """The session of this ``args`` object; a new one when a key of the correction has changed."""
-    return run_of(args).session
+    return current_run(args).session
 
 
-def run_of(args: Any, *, whole_loss: bool = False) -> Run:
+def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """The run of this ``args`` object, read anew when an argument has changed.
 
     Args:

@@ -14,7 +14,7 @@ from mis_ext.correction.metric_row import PREFIX, Mean, Metric
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.own_trainer import correct_padded
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.given import Keys, config_given, kept_keys, read_keys, says_whole_loss
@@ -42,7 +42,7 @@ class MisTrainer:
 
     def __init__(self: Any, *args: Any, mis_keys: Keys, **kwargs: Any) -> None:
         given = read_keys(mis_keys)
-        run_of(given, whole_loss=says_whole_loss(given))
+        current_run(given, whole_loss=says_whole_loss(given))
         super().__init__(*args, **kwargs)
         self.mis_loss = WholeLoss(self, given) if says_whole_loss(given) else None
         self.mis_session = None if self.mis_loss else session_for(self, given)
@@ -121,7 +121,7 @@ class WholeLoss:
         self.keys = kept_keys(
             keys, calculate_per_token_loss=trainer.loss_type in _TOKEN_SUMS, **kl if trainer.beta else {}
         )
-        run = run_of(self.keys, whole_loss=True).config
+        run = current_run(self.keys, whole_loss=True).config
         assert run.whole_loss is not None
         corrects = run.whole_loss.has_correction and not run.correction.metrics_only
         uses_behavior = run.whole_loss.settings.needs_behavior or corrects

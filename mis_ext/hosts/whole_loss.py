@@ -17,7 +17,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups
 from mis_ext.hosts.packing import PackedStreams
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
 from mis_ext.loss.denominators import num_tokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
@@ -83,7 +83,7 @@ def policy_loss_from_log_probs(
         TypeError: A key has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    run = run_of(args, whole_loss=True)
+    run = current_run(args, whole_loss=True)
     loss = run.config.whole_loss
     assert loss is not None
     settings = loss.settings

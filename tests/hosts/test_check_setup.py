@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import mis_ext
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
 
 PATH = "mis_ext.check_setup"
@@ -164,7 +164,7 @@ WRONG = [
 @pytest.mark.parametrize("keys", WRONG, ids=lambda keys: str([*keys.items()][-1]))
 def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
     with pytest.raises((ValueError, TypeError)) as at_step:
-        run_of(arguments(keys), whole_loss=keys.get("loss_type") == "custom_loss")
+        current_run(arguments(keys), whole_loss=keys.get("loss_type") == "custom_loss")
     with pytest.raises(type(at_step.value), match=f"^{re.escape(str(at_step.value))}$"):
         start(keys)
     assert capsys.readouterr().out == ""

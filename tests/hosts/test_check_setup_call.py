@@ -164,7 +164,7 @@ def test_where_the_call_cannot_run_it_says_so_and_the_run_goes_on(keys, name, ca
 @pytest.mark.parametrize("keys", [HOOK, LOSS | {"use_tis": True, "mis_loss_method": "clip_cov", "tis_level": "none"}])
 def test_it_leaves_nothing_behind(keys) -> None:
     args = argparse.Namespace(**keys | CP_2 | DP_2 | {"rs_veto_threshold": 1e-4})
-    session = runs.run_of(args, whole_loss="loss_type" in keys).session
+    session = runs.current_run(args, whole_loss="loss_type" in keys).session
     before = (
         torch.get_rng_state(),
         random.getstate(),
@@ -174,7 +174,7 @@ def test_it_leaves_nothing_behind(keys) -> None:
     )
     mis_ext.check_setup(args)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert runs.run_of(args).session is session
+    assert runs.current_run(args).session is session
     after = random.getstate(), torch.get_num_threads(), len(runs._entries), pickle.dumps(session)
     assert before[1:] == after
     assert not torch.distributed.is_initialized()

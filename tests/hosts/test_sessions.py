@@ -178,7 +178,7 @@ def test_args_that_cannot_be_watched_do_not_pile_up() -> None:
 
 def test_a_number_that_is_used_again_is_another_object(monkeypatch) -> None:
     first = argparse.Namespace(use_tis=True)
-    entry = runs._Entry(first, runs.run_of(first))
+    entry = runs._Entry(first, runs.current_run(first))
     other = argparse.Namespace(use_tis=True)
     monkeypatch.setitem(runs._entries, id(other), entry)
     assert session_for(other) is not entry.run.session
@@ -219,29 +219,29 @@ def test_miles_backend_that_divides_by_survivors_takes_no_kept_denominator() -> 
 def test_a_session_outlives_a_change_that_is_not_the_corrections() -> None:
     """A scheduled temperature or learning rate is no reason to forget bounds that follow a target."""
     args = argparse.Namespace(use_tis=True, rollout_temperature=1.0, eps_clip=0.2)
-    first = runs.run_of(args, whole_loss=True)
+    first = runs.current_run(args, whole_loss=True)
     args.rollout_temperature, args.eps_clip = 0.7, 0.3
-    second = runs.run_of(args, whole_loss=True)
+    second = runs.current_run(args, whole_loss=True)
     assert second.session is first.session
     assert second.config.whole_loss.temperature == 0.7
     assert second.config.whole_loss.settings.eps_clip == 0.3
     args.tis_upper_bound = 3.0
-    assert runs.run_of(args, whole_loss=True).session is not first.session
+    assert runs.current_run(args, whole_loss=True).session is not first.session
 
 
 def test_the_flags_of_the_whole_loss_are_checked_where_it_runs() -> None:
     args = argparse.Namespace(use_tis=True, entropy_coef=float("nan"))
-    assert runs.run_of(args).config.whole_loss is None
+    assert runs.current_run(args).config.whole_loss is None
     with pytest.raises(ValueError, match="entropy_coef must be in"):
-        runs.run_of(args, whole_loss=True)
+        runs.current_run(args, whole_loss=True)
 
 
 def test_a_host_that_divides_by_what_is_left_runs_no_whole_loss_that_rejects() -> None:
     """Miles' FSDP backend: -0.2362 for -0.2966 on one batch, before this was refused."""
     keys = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
     args = argparse.Namespace(**keys, train_backend="fsdp")
-    runs.run_of(args)
+    runs.current_run(args)
     with pytest.raises(ValueError, match=r"train_backend: fsdp with a configuration that rejects: .* action: zero"):
-        runs.run_of(args, whole_loss=True)
-    runs.run_of(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
-    runs.run_of(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)
+        runs.current_run(args, whole_loss=True)
+    runs.current_run(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
+    runs.current_run(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)

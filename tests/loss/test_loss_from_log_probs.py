@@ -11,8 +11,8 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import PackedLayout
-from mis_ext.hosts.batches import policy_loss_of
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.batches import batch_loss
+from mis_ext.hosts.runs import current_run
 from mis_ext.loss.naive import naive_policy_loss
 
 STREAMS = {
@@ -68,7 +68,7 @@ def computed(keys: dict, given: dict, **more) -> tuple:
 def from_logits(keys: dict, batch: dict):
     local = loss_cases.local_batch(batch)
     logits = local.pop("logits")
-    return policy_loss_of(run_of(loss_cases.host_args(**keys), whole_loss=True), PLAIN, local, logits)
+    return batch_loss(current_run(loss_cases.host_args(**keys), whole_loss=True), PLAIN, local, logits)
 
 
 @pytest.mark.parametrize("garbage", [0.0, float("nan")])

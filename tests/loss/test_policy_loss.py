@@ -7,9 +7,9 @@ import loss_cases
 import pytest
 import torch
 
-from mis_ext.hosts.batches import policy_loss_of
+from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
@@ -31,7 +31,7 @@ def computed(host: hosts.Host, options: dict, **place) -> dict:
     args = loss_cases.host_args(**options)
     batch = loss_cases.with_options(loss_cases.local_batch(loss_cases.whole_batch(), **place), args)
     logits = batch.pop("logits").requires_grad_()
-    found = policy_loss_of(run_of(args, whole_loss=True), host, batch, logits)
+    found = batch_loss(current_run(args, whole_loss=True), host, batch, logits)
     found.loss.backward()
     return {"loss": found.loss.detach(), "metrics": on_host(found.metrics), "gradient": logits.grad}
 

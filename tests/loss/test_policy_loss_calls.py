@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
-from mis_ext.hosts.batches import policy_loss_of
+from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.loss.policy import MILES_METRICS
@@ -216,7 +216,7 @@ def test_few_graphs_hold_sums_over_sequences_of_any_lengths(keys, graphs) -> Non
     args = [loss_cases.host_args(**GATES | keys | {"mis_loss_compile": compiled}) for compiled in (True, False)]
     for lengths in ([5, 9, 4], [7, 3], [300] + [1] * 11, [6] * 4, [900, 2] + [1] * 20, [40], [3], [8, 8, 7, 9, 2]):
         batch = of_lengths(lengths)
-        found, wanted = (policy_loss_of(run_of(each, whole_loss=True), host, batch, batch["logits"]) for each in args)
+        found, wanted = (batch_loss(current_run(each, whole_loss=True), host, batch, batch["logits"]) for each in args)
         assert torch.equal(found.loss, wanted.loss)
         assert all(torch.equal(found.metrics[name], wanted.metrics[name]) for name in wanted.metrics)
     assert 1 <= len(graphs) <= 2
@@ -271,10 +271,10 @@ def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(
     for num_samples, length in ((40, 64), (8, 64), (24, 64)):
         batch = of_lengths([length] * num_samples)
         # The guards read until they have seen enough, and index tensors of new lengths are built from Python numbers.
-        policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
+        batch_loss(current_run(args, whole_loss=True), host, batch, batch["logits"])
         inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         with recorded(monkeypatch, *inputs) as recorder:
-            policy_loss_of(run_of(args, whole_loss=True), host, batch, batch["logits"])
+            batch_loss(current_run(args, whole_loss=True), host, batch, batch["logits"])
         counts.append(len(recorder.names))
     assert counts[1] == counts[2]
 

@@ -14,8 +14,8 @@ from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH, TOTAL
-from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.batches import Host, batch_loss, plain_scores
+from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.as_correction import as_correction
@@ -53,8 +53,8 @@ def computed(keys: dict, batch: dict | None = None, *, host: Host = PLAIN):
     """Loss, metrics, and the gradient in the logits."""
     batch = loss_cases.local_batch(batch_of()) if batch is None else dict(batch)
     logits = batch.pop("logits").clone().requires_grad_()
-    run = run_of(loss_cases.host_args(**keys), whole_loss=True)
-    found = policy_loss_of(run, host, batch, logits)
+    run = current_run(loss_cases.host_args(**keys), whole_loss=True)
+    found = batch_loss(run, host, batch, logits)
     (gradient,) = torch.autograd.grad(found.loss, logits)
     return found.loss.detach(), found.metrics, gradient
 
@@ -204,7 +204,7 @@ def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
     term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
     nothing = Keep(pair=MISMATCH, low=1e6)
     method = Method(surrogate=Ratio(low=0.8, high=1.2), factors=(nothing,), terms=(term,))
-    run = run_of(loss_cases.host_args(**UNSET), whole_loss=True)
+    run = current_run(loss_cases.host_args(**UNSET), whole_loss=True)
     settings = LossSettings(method=ChosenMethod("own", (), method))
     whole = dataclasses.replace(run.config.whole_loss, settings=settings)
     run = run._replace(config=dataclasses.replace(run.config, whole_loss=whole))
@@ -220,7 +220,7 @@ def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
             strict=True,
         )
     )
-    found = policy_loss_of(run, PLAIN, batch, batch["logits"])
+    found = batch_loss(run, PLAIN, batch, batch["logits"])
     torch.testing.assert_close(found.loss, wanted, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.metrics["pg_loss"], wanted, rtol=1e-6, atol=1e-8)
 

@@ -6,9 +6,9 @@ import torch
 from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
-from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
+from mis_ext.hosts.batches import Host, batch_loss, plain_scores
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 
 PLAIN = Host(Groups(), plain_scores)
 BEHAVIOR = {"use_rollout_logprobs": True}
@@ -36,7 +36,7 @@ def computed(keys: dict, batch: dict | None = None, **more):
     """Loss, metrics, and the gradient in the logits."""
     batch = dict(double_batch() if batch is None else batch)
     logits = batch.pop("logits").clone().requires_grad_()
-    found = policy_loss_of(run_of(loss_cases.host_args(**keys | more), whole_loss=True), PLAIN, batch, logits)
+    found = batch_loss(current_run(loss_cases.host_args(**keys | more), whole_loss=True), PLAIN, batch, logits)
     (gradient,) = torch.autograd.grad(found.loss, logits)
     return found.loss.detach(), found.metrics, gradient
 

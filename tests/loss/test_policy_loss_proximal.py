@@ -11,7 +11,7 @@ from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
 from mis_ext.explain.words import gradient_of
-from mis_ext.hosts.runs import run_of, session_for
+from mis_ext.hosts.runs import current_run, session_for
 from mis_ext.keys.presets import read_file
 from mis_ext.loss.settings import LossSettings
 
@@ -156,11 +156,11 @@ def test_where_it_makes_no_sense_it_is_refused_by_name(keys, message) -> None:
     ],
 )
 def test_one_step_per_rollout_or_an_unknown_number_is_legal(flags) -> None:
-    run_of(loss_cases.host_args(**SKIPS | flags), whole_loss=True)
+    current_run(loss_cases.host_args(**SKIPS | flags), whole_loss=True)
 
 
 def test_stored_is_legal_with_any_number_of_steps() -> None:
-    run_of(loss_cases.host_args(mis_loss_proximal="stored", num_steps_per_rollout=4), whole_loss=True)
+    current_run(loss_cases.host_args(mis_loss_proximal="stored", num_steps_per_rollout=4), whole_loss=True)
 
 
 def test_settings_cannot_have_two_old_policies() -> None:

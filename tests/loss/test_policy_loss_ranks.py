@@ -10,9 +10,9 @@ from process_ranks import run_checks
 from thread_ranks import Rank, run_ranks
 
 import mis_ext
-from mis_ext.hosts.batches import Host, plain_scores, policy_loss_of
+from mis_ext.hosts.batches import Host, batch_loss, plain_scores
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores, score_tokens
 
@@ -32,7 +32,7 @@ def computed(groups: Groups, keys: dict, batch: dict, *, is_padded: bool = False
     place = {"cp_rank": groups.cp_rank, "cp_size": groups.cp_size, "is_padded": is_padded}
     local = loss_cases.with_options(loss_cases.local_batch(batch, **place), args)
     logits = local.pop("logits").requires_grad_()
-    found = policy_loss_of(run_of(args, whole_loss=True), Host(groups, plain_scores, MILES_METRICS), local, logits)
+    found = batch_loss(current_run(args, whole_loss=True), Host(groups, plain_scores, MILES_METRICS), local, logits)
     found.loss.backward()
     return logits.grad, {"sum": found.loss.detach(), **found.metrics}
 
@@ -119,8 +119,8 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             logits = local.pop("logits").requires_grad_()
             # Miles' log-probs of no tokens do not come from the logits.
             score = plain_scores if sum(map(len, local["advantages"])) else no_scores
-            found = policy_loss_of(
-                run_of(loss_cases.host_args(**keys), whole_loss=True), Host(rank.groups, score), local, logits
+            found = batch_loss(
+                current_run(loss_cases.host_args(**keys), whole_loss=True), Host(rank.groups, score), local, logits
             )
             found.loss.backward()
             return sum(map(len, local["advantages"])), logits.grad, found.loss.detach()

@@ -17,8 +17,8 @@ from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
-from mis_ext.hosts.batches import policy_loss_of
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.batches import batch_loss
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host
 
 OF_LARGEST = 2e-6
@@ -268,7 +268,7 @@ def of_lengths(lengths: list[int]) -> dict:
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_samples(host, monkeypatch) -> None:
     args = loss_cases.host_args(**GATES, entropy_coef=0.1)
-    run = run_of(args, whole_loss=True)
+    run = current_run(args, whole_loss=True)
     counts = []
     with running(host):
         # The guards read until they have seen enough: the first call is not counted. Nor is a call with a look at the
@@ -276,11 +276,11 @@ def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_sampl
         for num_samples in (40, 8, 24):
             batch = of_lengths([64] * num_samples)
             for _ in range(3):
-                policy_loss_of(run, find_host(args, run.config), batch, torch.randn(1, 67 * num_samples, 8))
+                batch_loss(run, find_host(args, run.config), batch, torch.randn(1, 67 * num_samples, 8))
             logits = torch.randn(1, 67 * num_samples, 8, requires_grad=True)
             inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             with recorded(monkeypatch, logits, *inputs) as recorder:
-                policy_loss_of(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
             counts.append(len(recorder.names))
     # On a CPU rows of few tokens are reduced several at a time. A loop would ask for 32 operations more, at least.
     assert 100 < max(counts) < 1.02 * min(counts)

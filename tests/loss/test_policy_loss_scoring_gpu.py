@@ -8,8 +8,8 @@ from test_policy_loss_gpu import moved
 from test_policy_loss_scoring import HOT, assert_same, of_lengths
 from torch.profiler import ProfilerActivity, profile
 
-from mis_ext.hosts.batches import policy_loss_of
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.batches import batch_loss
+from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, find_host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -49,14 +49,14 @@ def micro_batch(num_samples: int) -> dict:
 def test_it_never_waits_for_the_device_on_the_way(name) -> None:
     host, keys, _ = CASES[name]
     args = loss_cases.host_args(**keys, mis_loss_inplace=True)
-    run, batch = run_of(args, whole_loss=True), micro_batch(16)
+    run, batch = current_run(args, whole_loss=True), micro_batch(16)
     with running(host):
         try:
             # The guards look at the first calls at once, and kernels compile.
             for mode in ("default", "default", "default", "error"):
                 logits = torch.randn(1, 16 * 67, 1000, device="cuda", requires_grad=True) * 1.0
                 torch.cuda.set_sync_debug_mode(mode)
-                policy_loss_of(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
                 torch.cuda.set_sync_debug_mode("default")
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -65,7 +65,7 @@ def test_it_never_waits_for_the_device_on_the_way(name) -> None:
 @pytest.mark.parametrize("host", HOSTS)
 def test_more_samples_are_no_more_launches(host) -> None:
     args = loss_cases.host_args(**HOT)
-    run = run_of(args, whole_loss=True)
+    run = current_run(args, whole_loss=True)
     launches = []
     with running(host):
         for num_samples in (40, 40, 8, 24):
@@ -73,10 +73,10 @@ def test_more_samples_are_no_more_launches(host) -> None:
             logits = torch.randn(1, num_samples * 67, 1000, device="cuda", requires_grad=True)
             # The mask is looked at in one call of eight, or of four with a correction: in none that is measured.
             for _ in range(7):
-                policy_loss_of(run, find_host(args, run.config), batch, logits)
+                batch_loss(run, find_host(args, run.config), batch, logits)
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-                policy_loss_of(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
                 torch.cuda.synchronize()
             launches.append(sum("Launch" in event.name for event in profiler.events()))
     assert launches[1] == launches[2] == launches[3] > 10

@@ -6,7 +6,7 @@ import torch
 from host_stand_ins import HOSTS, called, running
 
 import mis_ext
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.keys.run_config import DEFAULT_SCORING
 from mis_ext.loss.policy import MILES_METRICS
 
@@ -19,7 +19,7 @@ QUOTIENTS = {"train_backend": "fsdp", "rollout_temperature": 0.7}
 
 
 def who(keys: dict) -> str:
-    return run_of(loss_cases.host_args(**keys), whole_loss=True).config.whole_loss.scoring.by
+    return current_run(loss_cases.host_args(**keys), whole_loss=True).config.whole_loss.scoring.by
 
 
 def test_fused_is_the_default_and_a_key_chooses() -> None:

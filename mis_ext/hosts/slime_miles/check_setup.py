@@ -17,7 +17,7 @@ import yaml
 
 from mis_ext.explain.words import steps_of
 from mis_ext.files import names_in_yaml
-from mis_ext.hosts.runs import all_arguments, read_argument, run_of
+from mis_ext.hosts.runs import all_arguments, current_run, read_argument
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
 from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
@@ -103,7 +103,7 @@ def check_setup(args: Any) -> None:
         AttributeError: A module has no such function.
     """
     entrance = None if _only_dithers(args) else _entrance_of(args)
-    config = run_of(args, whole_loss=entrance is _LOSS).config
+    config = current_run(args, whole_loss=entrance is _LOSS).config
     if entrance is None:
         _refuse_wrong_paths(args)
         if read_argument(args, "rank") in (None, 0):

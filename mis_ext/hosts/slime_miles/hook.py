@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups
-from mis_ext.hosts.packing import PackedStreams, is_absent, layout_of, pack, unpack
-from mis_ext.hosts.runs import Run, run_of
+from mis_ext.hosts.packing import PackedStreams, batch_layout, is_absent, pack, unpack
+from mis_ext.hosts.runs import Run, current_run
 
 
 def compute_mis_weights_with_cp(
@@ -54,8 +54,8 @@ def compute_mis_weights_with_cp(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    return mis_weights_of(
-        run_of(args),
+    return weigh_batch(
+        current_run(args),
         find_groups(kwargs.get("parallel_state")),
         pg_loss=pg_loss,
         train_log_probs=train_log_probs,
@@ -67,7 +67,7 @@ def compute_mis_weights_with_cp(
     )
 
 
-def mis_weights_of(
+def weigh_batch(
     run: Run,
     groups: Groups,
     *,
@@ -83,7 +83,7 @@ def mis_weights_of(
     session, device = run.session, device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        layout = layout_of(
+        layout = batch_layout(
             is_padded=run.config.is_padded,
             groups=groups,
             total_lengths=total_lengths,

@@ -18,17 +18,17 @@ from mis_ext.hosts.batches import (
     Batch,
     Host,
     VocabularyPart,
+    batch_loss,
     chosen_loss,
     entropy_use,
     fused_scores,
     plain_scores,
-    policy_loss_of,
     refuse_host_scoring,
     slime_temperature,
 )
 from mis_ext.hosts.groups import Groups, find_groups
 from mis_ext.hosts.packing import pack
-from mis_ext.hosts.runs import run_of
+from mis_ext.hosts.runs import current_run
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
@@ -63,8 +63,8 @@ def policy_loss(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    run = run_of(args, whole_loss=True)
-    found = policy_loss_of(run, find_host(args, run.config), batch, logits)
+    run = current_run(args, whole_loss=True)
+    found = batch_loss(run, find_host(args, run.config), batch, logits)
     return found.loss, on_host(found.metrics)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.hosts.batches import policy_loss_of
+from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import layout_of
+from mis_ext.hosts.packing import batch_layout
 from mis_ext.hosts.runs import Run, read_argument
 from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.hook import mis_weights_of
+from mis_ext.hosts.slime_miles.hook import weigh_batch
 from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, host_without_ranks, on_host
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import refuse_graph_of_ranks
@@ -59,7 +59,7 @@ def call_once(args: Any, config: RunConfig) -> None:
     # Two chunks of four tokens, and of eight, for each rank.
     total_lengths, response_lengths = [8 * cp_size, 16 * cp_size], [5, 7]
     padded = [max(total_lengths)] * 2 if config.is_padded else None
-    layout = layout_of(
+    layout = batch_layout(
         is_padded=config.is_padded,
         groups=groups,
         total_lengths=total_lengths,
@@ -76,7 +76,7 @@ def call_once(args: Any, config: RunConfig) -> None:
     masks = [torch.ones(length, dtype=torch.int32) for length in response_lengths]
     rollout, trained = drawn(mean=-2.0), drawn(mean=-2.0)
     if loss is None:
-        mis_weights_of(
+        weigh_batch(
             Run(config, session),
             groups,
             pg_loss=torch.zeros(layout.num_local_tokens, dtype=torch.float32),
@@ -112,4 +112,4 @@ def call_once(args: Any, config: RunConfig) -> None:
     num_rows = [length // cp_size for length in padded or total_lengths]
     shape = (len(num_rows), num_rows[0]) if config.is_padded else (1, sum(num_rows))
     logits = torch.randn((*shape, _VOCABULARY), generator=generator, dtype=torch.float32).requires_grad_()
-    on_host(policy_loss_of(run, host_without_ranks(run.config, groups), batch, logits).metrics)
+    on_host(batch_loss(run, host_without_ranks(run.config, groups), batch, logits).metrics)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from mis_ext.rollout.custom_generate.framework import ChatTokenizer, host_of, post_json
+from mis_ext.rollout.custom_generate.framework import ChatTokenizer, host_name, post_json
 from mis_ext.rollout.custom_generate.host_args import Settings
 from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
 from mis_ext.rollout.generation import Generation
@@ -151,7 +151,7 @@ class Episode:
         response = await post_json(
             f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
             request,
-            host=host_of(self.sample),
+            host=host_name(self.sample),
             max_attempts=self.settings.max_attempts,
             headers={"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {},
         )

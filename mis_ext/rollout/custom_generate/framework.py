@@ -34,7 +34,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
-def host_of(sample: object) -> str | None:
+def host_name(sample: object) -> str | None:
     """The framework that defines the class of a sample, or one of its base classes; None for anybody else's."""
     roots = (cls.__module__.partition(".")[0] for cls in type(sample).__mro__)
     return next((root for root in roots if root in HOSTS), None)
@@ -73,7 +73,7 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
         state: What newer versions of Miles hand over. None: the host's one ``GenerateState``, if its rollout is loaded.
     """
     if state is None:
-        rollout = sys.modules.get(f"{host_of(sample)}.rollout.sglang_rollout")
+        rollout = sys.modules.get(f"{host_name(sample)}.rollout.sglang_rollout")
         if rollout is None:
             return lambda: False
         # The one that exists: its class makes no second one.

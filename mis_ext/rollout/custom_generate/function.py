@@ -9,7 +9,7 @@ from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.episode import Call, Ended, Episode, Observation, Turn, encode_prompt
-from mis_ext.rollout.custom_generate.framework import abort_flag, host_of, load_tokenizer
+from mis_ext.rollout.custom_generate.framework import abort_flag, host_name, load_tokenizer
 from mis_ext.rollout.custom_generate.host_args import (
     KEY,
     Settings,
@@ -82,7 +82,7 @@ async def _generate(
     if not evaluation:
         warn_of_definition(args, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
-    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_of(sample))
+    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
     options = partial(template_options, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
     # What the host's own function left unfinished was a first turn.
