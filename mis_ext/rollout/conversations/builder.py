@@ -9,7 +9,7 @@ from typing import get_args
 
 from mis_ext.checks import check_choice
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
-from mis_ext.rollout.conversations.classification import Finding, compare
+from mis_ext.rollout.conversations.classification import Comparison, compare
 from mis_ext.rollout.conversations.prefix_tree import KnownCall, PrefixTree
 from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
 from mis_ext.rollout.generation import LARGEST_ID, Generation, Tokenizer, TrainingSample, find_illegal_id
@@ -82,21 +82,21 @@ class _Builder:
         place = self._tree.find(prompt)
         self._check(call, prompt, first_new=place.depth)
         last = self.calls[-1] if self.calls else None
-        finding = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
-        action = choose_action(self._policy, call, finding)
+        found = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
+        action = choose_action(self._policy, call, found)
         # Known ids were checked; what equals them in the prompt may be True or 1.0.
-        if finding.position is not None or place.depth != (place.ancestor.end if place.ancestor else 0):
+        if found.position is not None or place.depth != (place.ancestor.end if place.ancestor else 0):
             prompt = place.with_known_ids(prompt)
         known = KnownCall(
-            number=len(self.calls), generation=call, prompt=prompt, spans=[*finding.spans], ancestor=place.ancestor
+            number=len(self.calls), generation=call, prompt=prompt, spans=[*found.spans], ancestor=place.ancestor
         )
         known.spans.append((len(prompt), known.end))
         if self._previous is not None:
-            self._record(self._previous, known, finding, action)
+            self._record(self._previous, known, found, action)
         self._previous = call
         if not call.sampled_ids or action is BoundaryAction.DROPPED:
             return
-        for each in (place.ancestor, finding.rewritten):
+        for each in (place.ancestor, found.rewritten):
             if each is not None:
                 each.continued = True
         self._tree.add(known, place)
@@ -114,8 +114,8 @@ class _Builder:
                 message = f"{key}[{start + index}] must be an int in [0, {self._largest_id}], {found}"
                 raise MalformedResponse(call.request_id, message)
 
-    def _record(self, previous: Generation, call: KnownCall, finding: Finding, action: BoundaryAction) -> None:
-        kind, position, compared = finding.kind, finding.position, finding.compared
+    def _record(self, previous: Generation, call: KnownCall, found: Comparison, action: BoundaryAction) -> None:
+        kind, position, compared = found.kind, found.position, found.compared
         earlier = previous if compared is None else compared.generation
         if position is None and not previous.sampled_ids:
             kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
@@ -146,13 +146,13 @@ class _Builder:
         return None if self._tokenizer is None else self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
 
 
-def choose_action(policy: Policy, call: Generation, finding: Finding) -> BoundaryAction:
+def choose_action(policy: Policy, call: Generation, found: Comparison) -> BoundaryAction:
     """The action that a policy takes at a boundary of this class."""
-    if finding.position is None:
+    if found.position is None:
         return BoundaryAction.CONTINUED
     if policy == "strict":
         return BoundaryAction.RAISED
-    if finding.kind is BoundaryKind.DUPLICATE or not call.sampled_ids:
+    if found.kind is BoundaryKind.DUPLICATE or not call.sampled_ids:
         return BoundaryAction.DROPPED
     return BoundaryAction.SPLIT
 

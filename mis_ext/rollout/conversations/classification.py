@@ -12,7 +12,7 @@ from mis_ext.rollout.generation import Generation, Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 
-class Finding(NamedTuple):
+class Comparison(NamedTuple):
     """How a prompt compares with the calls before it.
 
     Attributes:
@@ -46,7 +46,7 @@ def compare(
     *,
     tokenizer: Tokenizer | None,
     reasoning: tuple[str, str],
-) -> Finding:
+) -> Comparison:
     """The class of a boundary, and the call that proves it.
 
     The prompt of ``call`` parts at ``place`` from those of the calls before, of which ``last`` is the last one that
@@ -56,15 +56,15 @@ def compare(
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
     for each in same:
         if call.sampled_ids and _sample(each.generation) == _sample(call):
-            return Finding(BoundaryKind.DUPLICATE, each, len(prompt), [])
+            return Comparison(BoundaryKind.DUPLICATE, each, len(prompt), [])
     if last is None:
-        return Finding(BoundaryKind.CONTIGUOUS, None, None, [])
+        return Comparison(BoundaryKind.CONTIGUOUS, None, None, [])
     if ancestor is not None and not ancestor.continued:
         closed = ancestor.was_cut and len(prompt) > ancestor.end
         kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
-        return Finding(kind, ancestor, None, ancestor.spans)
+        return Comparison(kind, ancestor, None, ancestor.spans)
     if same:
-        return Finding(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
+        return Comparison(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
     # Then the text of the ids, as far as a tokenizer tells it.
     return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
 
@@ -75,10 +75,10 @@ def _sample(call: Generation) -> tuple[list[int], list[float]]:
 
 def _compare_text(
     prompt: list[int], place: Place, last: KnownCall, *, tokenizer: Tokenizer | None, reasoning: tuple[str, str]
-) -> Finding:
+) -> Comparison:
     ancestor = place.ancestor
     spans = ancestor.spans if ancestor else []
-    differing, found, tried = list[tuple[KnownCall, int]](), list[Finding](), set[KnownCall]()
+    differing, found, tried = list[tuple[KnownCall, int]](), list[Comparison](), set[KnownCall]()
     for each in _candidates(prompt, place, last, tokenizer):
         if each in tried:
             continue
@@ -88,17 +88,17 @@ def _compare_text(
         if position is not None and position < each.end:
             differing.append((each, position))
             if tokenizer is None:
-                return Finding(None, each, position, spans)
+                return Comparison(None, each, position, spans)
             found += _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
             if found and found[-1].kind is BoundaryKind.RETOKENIZED:
                 return found[-1]
     if found:
         return min(found, key=lambda each: _BEST_FIRST.index(each.kind))
     if ancestor is None:
-        return Finding(BoundaryKind.HISTORY_EDITED, *differing[0], [])
+        return Comparison(BoundaryKind.HISTORY_EDITED, *differing[0], [])
     # What is known of the latest calls may be all there, and they were continued in other tokens only.
     compared, position = differing[0] if differing else (ancestor, ancestor.end)
-    return Finding(BoundaryKind.FORK, compared, position, spans)
+    return Comparison(BoundaryKind.FORK, compared, position, spans)
 
 
 def _candidates(prompt: list[int], place: Place, last: KnownCall, tokenizer: Tokenizer | None) -> Iterator[KnownCall]:
@@ -123,7 +123,7 @@ def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> bytes:
 
 def _align(
     known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
-) -> list[Finding]:
+) -> list[Comparison]:
     """How the prompt writes a call and those before it; nothing where it does not hold them."""
     spans = known_call.spans
     # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
@@ -156,4 +156,4 @@ def _align(
         if found.end is not None and before != now:
             return []
     moved = [(origin + start, origin + stop) for start, stop in found.spans]
-    return [Finding(kind, known_call, position, spans[:first] + moved)]
+    return [Comparison(kind, known_call, position, spans[:first] + moved)]

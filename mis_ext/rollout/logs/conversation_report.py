@@ -148,15 +148,12 @@ def _text_findings(read: Iterable[tuple[LoggedCall, Generation]], tokenizer: Tok
             detail = "only a tokenizer tells the text of the sampled tokens"
             yield Finding(_NOT_COMPARED, True, _place(call) | {"detail": detail, "cure": "give a tokenizer"})
         elif tokenizer is not None:
-            found = detect_post_processing(generation, text, tokenizer, stop=_stop_strings(call.request))
+            parameters = call.request.get("sampling_params", call.request)
+            stop = parameters.get("stop") if isinstance(parameters, Mapping) else None
+            strings = [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str) and each]
+            found = detect_post_processing(generation, text, tokenizer, stop=strings)
             example = _place(call) | {"detail": found.detail, "cure": found.cure}
             yield Finding(found.kind.value, found.keeps_ids, example)
-
-
-def _stop_strings(request: Mapping[str, Any]) -> list[str]:
-    parameters = request.get("sampling_params", request)
-    stop = parameters.get("stop") if isinstance(parameters, Mapping) else None
-    return [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str) and each]
 
 
 def _version_finding(generations: Sequence[Generation], place: Mapping[str, Any]) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ _DECODE = msgspec.json.Decoder().decode
 _BLOCK = 1 << 20
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a line is: its file among those of the log, its number, its first byte and how many it has."""
 
     file: int
@@ -90,7 +90,7 @@ class RolloutLog:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.problems: list[LogLineError] = []
-        self.places: dict[str, list[Place]] = {}
+        self.places: dict[str, list[LinePlace]] = {}
         with ExitStack() as stack:
             self._files = [_open(path, stack) for path in paths]
             self._stack = stack.pop_all()
@@ -113,7 +113,7 @@ class RolloutLog:
                     num_lines += 1
                     try:
                         call = parse_line(content, file=file.name, line=number)
-                        place = Place(index, number, offset, len(content))
+                        place = LinePlace(index, number, offset, len(content))
                         self.places.setdefault(call.conversation, []).append(place)
                     except LogLineError as problem:
                         self.problems.append(problem)
@@ -124,7 +124,7 @@ class RolloutLog:
             elif not num_lines:
                 self.problems.append(LogLineError(file.name, 1, "the file holds no call"))
 
-    def calls(self, places: Iterable[Place]) -> Iterator[LoggedCall]:
+    def calls(self, places: Iterable[LinePlace]) -> Iterator[LoggedCall]:
         """The calls of a conversation, in order."""
         for place in places:
             file = self._files[place.file]
