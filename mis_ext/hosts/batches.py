@@ -15,7 +15,7 @@ from mis_ext.checks import check_number
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.groups import Groups, initialized_megatron
+from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run
 from mis_ext.hosts.whole_loss import GivenTokens, Missing, loss_tokens, packed_loss
@@ -148,37 +148,6 @@ class VocabularyPart(NamedTuple):
         """From what a host states; a group of one rank becomes None."""
         return cls(group, rank) if size > 1 else cls()
 
-    @classmethod
-    def of_megatron(cls) -> VocabularyPart:
-        """Megatron-Core's, where it is initialised."""
-        megatron = initialized_megatron()
-        if megatron is None:
-            return cls()
-        return cls.of_place(
-            megatron.get_tensor_model_parallel_rank(),
-            megatron.get_tensor_model_parallel_world_size(),
-            megatron.get_tensor_model_parallel_group(),
-        )
-
-
-def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
-    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host.
-
-    Raises:
-        ValueError: A key asks for the function of a host.
-    """
-    refuse_host_scoring(config)
-    part, temperature = VocabularyPart.of_megatron(), slime_temperature(config)
-    return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
-
-
-def refuse_host_scoring(config: RunConfig) -> None:
-    """Refuse a key that asks for the function of a host."""
-    if chosen_loss(config).scoring.said == "host":
-        raise ValueError(
-            "mis_loss_scoring: host: neither slime nor Miles runs here, so no host can score; remove the key"
-        )
-
 
 def chosen_loss(config: RunConfig) -> WholeLoss:
     """The settings of the loss of a run that computes it here."""
@@ -186,8 +155,8 @@ def chosen_loss(config: RunConfig) -> WholeLoss:
     return config.whole_loss
 
 
-def slime_temperature(config: RunConfig) -> float:
-    """By which slime divides, that knows no greedy sampling."""
+def positive_temperature(config: RunConfig) -> float:
+    """By which logits are divided where greedy sampling is not known."""
     temperature = chosen_loss(config).temperature
     return check_number("rollout_temperature", temperature, low=0.0, high=float("inf"), open_low=True)
 

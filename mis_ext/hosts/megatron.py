@@ -1,4 +1,4 @@
-"""The whole policy loss for a plain Megatron-Core training loop."""
+"""The whole policy loss for a plain Megatron-Core training loop, whose ranks share sequences, batch and vocabulary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.batches import Host, batch_loss, plain_scores
-from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.batches import (
+    Batch,
+    Host,
+    VocabularyPart,
+    batch_loss,
+    chosen_loss,
+    fused_scores,
+    positive_temperature,
+)
+from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.runs import current_run
+from mis_ext.keys.run_config import RunConfig
+from mis_ext.scoring import Scores
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -55,3 +66,34 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True)) | found.measured()
 
     return loss_func
+
+
+def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
+    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host.
+
+    Raises:
+        ValueError: A key asks for the function of a host.
+    """
+    refuse_host_scoring(config)
+    part, temperature = megatron_vocabulary(), positive_temperature(config)
+    return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
+
+
+def refuse_host_scoring(config: RunConfig) -> None:
+    """Refuse a key that asks for the function of a host."""
+    if chosen_loss(config).scoring.said == "host":
+        raise ValueError(
+            "mis_loss_scoring: host: neither slime nor Miles runs here, so no host can score; remove the key"
+        )
+
+
+def megatron_vocabulary() -> VocabularyPart:
+    """This rank's part of the vocabulary, where Megatron-Core is initialised; else all of it."""
+    megatron = initialized_megatron()
+    if megatron is None:
+        return VocabularyPart()
+    return VocabularyPart.of_place(
+        megatron.get_tensor_model_parallel_rank(),
+        megatron.get_tensor_model_parallel_world_size(),
+        megatron.get_tensor_model_parallel_group(),
+    )

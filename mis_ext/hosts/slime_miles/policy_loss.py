@@ -22,11 +22,10 @@ from mis_ext.hosts.batches import (
     chosen_loss,
     entropy_use,
     fused_scores,
-    plain_scores,
-    refuse_host_scoring,
-    slime_temperature,
+    positive_temperature,
 )
 from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.megatron import megatron_vocabulary, plain_scores, refuse_host_scoring
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.runs import current_run
 from mis_ext.keys.run_config import RunConfig
@@ -112,14 +111,14 @@ def _divided_scores(
 ) -> Scores:
     """As slime's own function has them."""
     kept = kept_columns(batch, layout) if chosen_loss(config).scoring.replays_top_p else None
-    temperature = slime_temperature(config)
+    temperature = positive_temperature(config)
     return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature, kept=kept)
 
 
 def _slime_fused_scores(
     config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
 ) -> Scores:
-    scores = _divided_scores(VocabularyPart.of_megatron(), config, batch, logits, layout, groups)
+    scores = _divided_scores(megatron_vocabulary(), config, batch, logits, layout, groups)
     slime = sys.modules[SLIME]
     # None while slime captures nothing: then there is no tensor per sample on the way.
     if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
