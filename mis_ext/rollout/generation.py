@@ -8,6 +8,10 @@ from typing import Any, Literal, Protocol
 
 LARGEST_ID = 2**31 - 1
 """No vocabulary is larger."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no whole character."""
+MINUS_INFINITY = -9999.0
+"""JSON has no infinity: vLLM writes this in place of the log-prob of what cannot be drawn."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

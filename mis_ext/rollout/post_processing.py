@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from mis_ext.rollout.generation import Generation, Tokenizer
+from mis_ext.rollout.generation import REPLACEMENT, Generation, Tokenizer
 
 
 class PostProcessingKind(str, Enum):
@@ -164,13 +164,13 @@ def _classify_change(text: str, endings: Sequence[Endings], tokenizer: Tokenizer
     bodies = sorted({body for ending in endings for body in ending.bodies}, key=len, reverse=True)
     # Servers that decode while they sample hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
-    if any(text.replace(UNKNOWN, "") == candidate.replace(UNKNOWN, "") for candidate in shown):
+    if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
         detail = "the text differs only where bytes are no whole character: the decoder leaves such out, or an agent"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     begins = [(decoding, shown) for decoding in whole for shown in (decoding.text, decoding.whole_text)]
     cut = next(((decoding, shown) for decoding, shown in begins if shown.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
-    if cut and text.endswith(UNKNOWN):
+    if cut and text.endswith(REPLACEMENT):
         detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut and removed:
@@ -217,8 +217,6 @@ def _show(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no whole character."""
 _CONTEXT_LENGTH = 8
 _LONGEST_CHARACTER = 4
 
@@ -259,7 +257,7 @@ class Decoding:
     def first_whole(self, num_tokens: int) -> str:
         """The text of the first ``num_tokens`` sampled tokens, or of up to three fewer so that no character is cut."""
         texts = (self.first(n) for n in range(num_tokens, max(num_tokens - _LONGEST_CHARACTER, -1), -1))
-        return next((text for text in texts if not text.endswith(UNKNOWN)), self.first(num_tokens))
+        return next((text for text in texts if not text.endswith(REPLACEMENT)), self.first(num_tokens))
 
     def tokens_within(self, text: str) -> tuple[int, str]:
         """How many of the first tokens lie within ``text``, with which the sampled text begins; and their text."""

@@ -16,14 +16,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.boundary import BoundaryKind
-from mis_ext.rollout.generation import Tokenizer
+from mis_ext.rollout.generation import REPLACEMENT, Tokenizer
 from mis_ext.rollout.token_bytes import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)
 # What a template may put between a special token and the turn.
 _ROLES = ("assistant", "model")
-_REPLACEMENT = "\ufffd"
 # Each reads on to where the text is no JSON: thousands of open brackets would take quadratic time.
 _MAX_FAILURES = 64
 
@@ -194,8 +193,8 @@ def find_end(
     # The client could not write the invalid bytes. Those of the prompt stay surrogates, which equal no U+FFFD.
     readable = sampled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     end = _match(text, start, readable, marks, begins=begins)
-    if end is None and cut and readable.endswith(_REPLACEMENT):
-        end = _match(text, start, readable.rstrip(_REPLACEMENT), marks, begins=begins)
+    if end is None and cut and readable.endswith(REPLACEMENT):
+        end = _match(text, start, readable.rstrip(REPLACEMENT), marks, begins=begins)
         # Were it not the end of the turn, other text could stand for the character.
         if end is not None and not text.startswith(marks.special, end):
             return None
@@ -251,7 +250,7 @@ def _pieces(text: str, start: int, tags: frozenset[str]) -> Iterator[tuple[str, 
             failures += value is None
             piece, position = value or (piece, position)
         skip_space = match["tag"] in tags
-        yield re.sub(f"{_REPLACEMENT}+", _REPLACEMENT, unicodedata.normalize("NFC", piece)), position
+        yield re.sub(f"{REPLACEMENT}+", REPLACEMENT, unicodedata.normalize("NFC", piece)), position
 
 
 def _json_value(text: str, start: int) -> tuple[str, int] | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mis_ext.checks import check_choice, check_number
 from mis_ext.rollout.definitions.sampling_parameters import SERVERS, SamplingParameters, Server
+from mis_ext.rollout.generation import MINUS_INFINITY
 
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -17,8 +18,6 @@ _BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
     "sglang": ("flashinfer", "pytorch"),
     "vllm": ("flashinfer", "triton", "pytorch"),
 }
-# JSON has no infinity: vLLM writes this in its place.
-_MINUS_INFINITY = -9999.0
 # A sum of float32 probabilities may exceed 1 by so much.
 _MASS_ERROR = 1e-3
 
@@ -363,7 +362,7 @@ def tell_logprobs_mode(
     """
     told: set[Literal["raw_logprobs", "processed_logprobs"]] = set()
     for position, row in enumerate(top_log_probs):
-        finite = [value for value in row if value > _MINUS_INFINITY]
+        finite = [value for value in row if value > MINUS_INFINITY]
         if math.fsum(map(math.exp, finite)) > 1.0 + _MASS_ERROR:
             raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
         if len(finite) < len(row):

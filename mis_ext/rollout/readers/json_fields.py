@@ -10,10 +10,8 @@ from operator import itemgetter
 from typing import Any
 
 from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse, NotASample
-from mis_ext.rollout.generation import LARGEST_ID, FinishReason, find_illegal_id
+from mis_ext.rollout.generation import LARGEST_ID, MINUS_INFINITY, FinishReason, find_illegal_id
 
-# JSON has no infinity: vLLM writes this in its place.
-_STAND_IN_FOR_MINUS_INFINITY = -9999.0
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
 # Characters of an error that a server answered with.
 _SHOWN = 500
@@ -124,12 +122,12 @@ class Field:
         values = self.array()
         # Whole-list operations, as in ``column``; a sum with NaN or an infinity is not finite.
         is_plain = set(map(type, values)) == {float} and math.isfinite(sum(values))
-        if is_plain and max(values) <= 0 and min(values) > _STAND_IN_FOR_MINUS_INFINITY:
+        if is_plain and max(values) <= 0 and min(values) > MINUS_INFINITY:
             return values
         for position, value in enumerate(values):
             # The comparisons are false for NaN.
-            if type(value) not in (float, int) or not _STAND_IN_FOR_MINUS_INFINITY < value <= 0:
-                stand_in = ", which stands for minus infinity" if value == _STAND_IN_FOR_MINUS_INFINITY else ""
+            if type(value) not in (float, int) or not MINUS_INFINITY < value <= 0:
+                stand_in = ", which stands for minus infinity" if value == MINUS_INFINITY else ""
                 legal = f"must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
                 found = "is missing" if value is None else legal
                 raise LogProbError(self.request_id, f"{self.entry(position).path} {found}")

@@ -8,13 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from mis_ext.rollout.errors import Contradiction, UnprovenTokenIds
-from mis_ext.rollout.generation import Generation, Tokenizer
+from mis_ext.rollout.generation import REPLACEMENT, Generation, Tokenizer
 from mis_ext.rollout.readers.cross_checks import Choice, given_ids, open_choice, sent_ids, settle
 from mis_ext.rollout.readers.json_fields import Field
 from mis_ext.rollout.token_bytes import token_bytes_of
-
-# What stands in text for bytes that are no character, so that it stands for no bytes in particular.
-_REPLACEMENT = "\ufffd".encode()
 
 
 def read_openai_chat(
@@ -90,7 +87,8 @@ def _read_choice(found: Choice, tokenizer: Tokenizer | None, prompt_places: list
 
 def _prove(token: Field, known: bytes | None, vocabulary: Mapping[bytes, list[int]]) -> int:
     """The one id whose bytes are ``known``."""
-    if known is None or _REPLACEMENT in known:
+    # U+FFFD stands for bytes that are no character, so for no bytes in particular.
+    if known is None or REPLACEMENT.encode() in known:
         raise UnprovenTokenIds(
             token.request_id, f"the bytes of {token.path} are not known, its text is {token.value!r}"
         )
@@ -112,7 +110,7 @@ def _bytes(found: Choice, position: int, text: str) -> bytes | None:
         raise row.malformed("a list of bytes")
     known = bytes(values)
     shown = known.decode(errors="replace")
-    if "\ufffd" not in shown and shown != text:
+    if REPLACEMENT not in shown and shown != text:
         raise Contradiction(row.request_id, f"{row.path} are those of {shown!r}, but the token is {text!r}")
     return known
 
