@@ -35,10 +35,10 @@ def main() -> None:
         line(case.shape, "torch, by default", median_milliseconds(case.torch))
         line(case.shape, "ours", median_milliseconds(case.ours))
         bits = case.ours()
-        usual = attention.tiles_of(torch.bfloat16, head_dim)
+        usual = attention.choose_tiles(torch.bfloat16, head_dim)
         for tile in TILES:
             tiles = usual._replace(forward=attention.Tile(*tile))
-            with mock.patch.object(attention, "tiles_of", return_value=tiles):
+            with mock.patch.object(attention, "choose_tiles", return_value=tiles):
                 same = same_bits(case.ours(), bits).all()
                 line(case.shape, f"ours, {tile}", median_milliseconds(case.ours), "yes" if same else "no")
 

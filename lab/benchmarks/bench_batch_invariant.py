@@ -40,7 +40,7 @@ from mis_ext.onpolicy.batch_invariant import triton_attention as attention
 from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
 from mis_ext.onpolicy.batch_invariant import triton_mixtures as mixtures
 from mis_ext.onpolicy.batch_invariant import triton_reductions as reductions
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 from mis_ext.onpolicy.bits import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -80,7 +80,7 @@ def test_few_rows_get_other_tiles_on_hopper_only(monkeypatch, capability, dtype)
     matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
     monkeypatch.setattr(matmul, "_is_hopper", lambda _: capability == (9, 0))
     for rows, columns in ((1, 5), (64, 1000), (65, 1000), (16, 8192), (3, 10**6)):
-        tile, usual = matmul.tile_of(torch.empty(rows, 4, dtype=dtype), columns), matmul.TILES[dtype]
+        tile, usual = matmul.choose_tile(torch.empty(rows, 4, dtype=dtype), columns), matmul.TILES[dtype]
         assert tile.BLOCK_K == usual.BLOCK_K, "the order of a sum"
         assert (tile == usual) == (rows > 64 or capability != (9, 0))
         assert tile.BLOCK_N in (16, 32, 64) or tile == usual

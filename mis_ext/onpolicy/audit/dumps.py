@@ -18,7 +18,7 @@ from torch import Tensor
 from mis_ext.dumps import DumpedSample, Dumps
 from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence, Problem, Provenance
 from mis_ext.onpolicy.audit.examination import Part, Sample, examine_rows, join
-from mis_ext.onpolicy.audit.log_probs import Version, filled_in, report_of
+from mis_ext.onpolicy.audit.log_probs import Version, filled_in, make_report
 
 
 def audit_dumps(
@@ -50,7 +50,7 @@ def audit_dumps(
     if isinstance(judged, Problem):
         part.problems.append(judged)
     evidence = Evidence(None if records is None else records.shown, judged if isinstance(judged, str) else None)
-    return report_of([part._replace(provenance=provenance, evidence=evidence)], skipped=dumps.skipped)
+    return make_report([part._replace(provenance=provenance, evidence=evidence)], skipped=dumps.skipped)
 
 
 def _examine(dumps: Dumps, records: _EngineRecords | None, version: Version | None) -> Part:
@@ -89,7 +89,7 @@ def _rows(
         if record is not None:
             row = row._replace(
                 rollout_versions=row.rollout_versions or record.behavior_weight_versions,
-                problem=row.problem or _problem_of_record(sample, record),
+                problem=row.problem or _record_problem(sample, record),
                 recorded=record.behavior_log_probs,
                 recorded_in=record.name,
             )
@@ -133,7 +133,7 @@ class _EngineRecords:
         )
 
 
-def _problem_of_record(sample: DumpedSample, record: DumpedSample) -> str | None:
+def _record_problem(sample: DumpedSample, record: DumpedSample) -> str | None:
     """Why the record of a sample says nothing about its log-probs."""
     if record.behavior_log_probs is None:
         return f"the engine's record has no log-probs ({record.name})"

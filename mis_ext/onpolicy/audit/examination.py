@@ -62,10 +62,10 @@ def find_problem(sample: Sample) -> Problem | None:
         if shape != [length]:
             part = " (a part of a response needs its own part of them)" if len(shape) == 1 and length < shape[0] else ""
             return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
-    return _find_problem_of_tokens(sample)
+    return _find_token_problem(sample)
 
 
-def _find_problem_of_tokens(sample: Sample) -> Problem | None:
+def _find_token_problem(sample: Sample) -> Problem | None:
     ids = {"train": sample.train_token_ids, "rollout": sample.rollout_token_ids}
     known = {side: torch.as_tensor(values).cpu() for side, values in ids.items() if values is not None}
     for side, values in known.items():
@@ -91,7 +91,7 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
         if position is not None:
             return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
-    record_problem = _find_problem_of_record(sample, active_T)
+    record_problem = _find_record_problem(sample, active_T)
     if record_problem is not None:
         return record_problem
     same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
@@ -103,7 +103,7 @@ def _find_problem_of_tokens(sample: Sample) -> Problem | None:
     return None
 
 
-def _find_problem_of_record(sample: Sample, active_T: Tensor) -> Problem | None:
+def _find_record_problem(sample: Sample, active_T: Tensor) -> Problem | None:
     if sample.recorded is None:
         return None
     if sample.recorded.shape != sample.rollout.shape:
@@ -327,10 +327,10 @@ def join(parts: list[Part]) -> Part:
             )
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
-    return Part(parts[0].provenance, _of_all(parts), num_samples, problems, facts)
+    return Part(parts[0].provenance, _joint_evidence(parts), num_samples, problems, facts)
 
 
-def _of_all(parts: list[Part]) -> Evidence:
+def _joint_evidence(parts: list[Part]) -> Evidence:
     """The evidence that all ranks have; what one rank alone can show says nothing about the others."""
     sides = zip(*(part.evidence for part in parts), strict=True)
     return Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))

@@ -79,7 +79,7 @@ def audit_logprobs(
     train_versions: Any = train_weight_version
     if not isinstance(train_versions, (list, tuple)):
         train_versions = [train_versions] * (0 if train_log_probs is None else _length(train_log_probs))
-    part = _of_columns(
+    part = _examine_columns(
         provenance,
         evidence,
         {
@@ -94,10 +94,10 @@ def audit_logprobs(
         },
     )
     # The only communication, and nothing above raises because of what was given: no rank is left waiting.
-    return report_of(gather_objects(part, group))
+    return make_report(gather_objects(part, group))
 
 
-def _of_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) -> Part:
+def _examine_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) -> Part:
     # Another rank must be able to unpickle what this one found.
     provenance = provenance if isinstance(provenance, str) else repr(provenance)
     problems, lists = [], {}
@@ -133,7 +133,7 @@ def _length(column: Any) -> int:
     return len(column) if isinstance(column, (Sequence, Tensor)) else 0
 
 
-def report_of(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
+def make_report(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
     """The audit's report of what all ranks found, joined.
 
     Raises:
@@ -172,8 +172,8 @@ def report_of(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditRepo
         first_divergence=divergences[0] if divergences else None,
         deciles=tuple(_decile_row(facts, number) for number in range(NUM_DECILES)),
         equal_after_bf16_rounding=different and not any(found.num_nonzero_in_bf16 for found in facts),
-        train_dtype=_one_of({found.train_dtype for found in facts}),
-        rollout_dtype=_one_of({found.rollout_dtype for found in facts}),
+        train_dtype=", ".join(sorted({found.train_dtype for found in facts})) or None,
+        rollout_dtype=", ".join(sorted({found.rollout_dtype for found in facts})) or None,
         provenance=whole.provenance,
         train_weight_versions=_sorted_versions(found.train_versions for found in facts),
         rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
@@ -207,10 +207,6 @@ def _decile_row(facts: list[Facts], number: int) -> DecileRow:
         mean_abs_diff=math.fsum(row.sum_abs_diff for row in rows) / num_tokens if num_tokens else None,
         max_abs_diff=max(row.max_abs_diff for row in rows) if num_tokens else None,
     )
-
-
-def _one_of(dtypes: set[str]) -> str | None:
-    return ", ".join(sorted(dtypes)) or None
 
 
 def _sorted_versions(versions: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them."""
 
 from mis_ext.onpolicy.batch_invariant.attention import attention
-from mis_ext.onpolicy.batch_invariant.kernels import rms_norm
+from mis_ext.onpolicy.batch_invariant.devices import rms_norm
 from mis_ext.onpolicy.batch_invariant.mode import (
     batch_invariant_forward,
     batch_invariant_mode,

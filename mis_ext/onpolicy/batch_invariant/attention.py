@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from mis_ext.onpolicy.batch_invariant import kernels
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant import devices
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 
 def attention(
@@ -105,7 +105,7 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor]:
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, key_slots)
     with torch.autocast(query.device.type, enabled=False):
-        return kernels.of(query).attention_forward(query, key, value, packing)
+        return devices.kernels_for(query).attention_forward(query, key, value, packing)
 
 
 @_attention_forward.register_fake
@@ -135,7 +135,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
     with torch.autocast(query.device.type, enabled=False):
-        return kernels.of(query).attention_backward(grad_output, query, key, value, output, lse, packing)
+        return devices.kernels_for(query).attention_backward(grad_output, query, key, value, output, lse, packing)
 
 
 @_attention_backward.register_fake
@@ -224,7 +224,7 @@ def scaled_dot_product_attention(
     if dropout_p > 0.0:
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
     if attn_mask is not None and type(attn_mask) is not Tensor:
-        attn_mask = _mask_of_bias(attn_mask).to(query.device)
+        attn_mask = _bias_mask(attn_mask).to(query.device)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise NotImplementedError(f"batch-invariant attention takes boolean masks, got {attn_mask.dtype}")
     if attn_mask is not None and is_causal:
@@ -254,7 +254,7 @@ def scaled_dot_product_attention(
     return output.reshape(*batch_shape, *head_shape, num_q, value.shape[-1])
 
 
-def _mask_of_bias(mask: Tensor) -> Tensor:
+def _bias_mask(mask: Tensor) -> Tensor:
     # It brings the compiler of torch along.
     from torch.nn.attention.bias import CausalBias, CausalVariant
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import row_reductions
-from mis_ext.onpolicy.batch_invariant.packing import Packing, Runs, gather_keys, runs_of
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, Runs, gather_keys, split_runs
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128
@@ -149,10 +149,10 @@ def attention_forward(
     """
     key, value, packing = gather_keys(key, value, packing)
     num_heads, dtype = query.shape[1], _compute_dtype(query)
-    runs = runs_of(packing)
+    runs = split_runs(packing)
     tiles = _make_tiles(runs, is_causal=packing.is_causal)
     num_tiles, group = len(tiles.run_N), num_heads // max(key.shape[1], 1)
-    query_NHQD = _tiles_of(_by_head(query, dtype), tiles.query_NQ)
+    query_NHQD = _gathered(_by_head(query, dtype), tiles.query_NQ)
     maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
     total = torch.zeros_like(maximum)
     # A BLAS has other functions for the columns that are left over, and takes them for one matrix, not for many.
@@ -162,8 +162,8 @@ def attention_forward(
     for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
         live = int((tiles.num_blocks_N > block).sum())
         key_position_J = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
-        key_NJ, seen = _keys_of(tiles, slice(live), key_position_J, runs, packing)
-        keys, values = (_tiles_of(x, key_NJ, group) for x in (key, value))
+        key_NJ, seen = _tile_keys(tiles, slice(live), key_position_J, runs, packing)
+        keys, values = (_gathered(x, key_NJ, group) for x in (key, value))
         scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * packing.scale
         scores = torch.where(seen, scores, -torch.inf)
         new_maximum = torch.maximum(maximum[:live], scores.amax(-1, keepdim=True))
@@ -195,12 +195,12 @@ def attention_backward(
     gradient, and queries without one add exact zeros. So no bit depends on padding, on either side.
     """
     (num_heads, head_dim), dtype, group = query.shape[1:], _compute_dtype(query), query.shape[1] // max(key.shape[1], 1)
-    runs = runs_of(packing)
+    runs = split_runs(packing)
     tiles = _make_tiles(runs, is_causal=packing.is_causal, skipped_R=_num_without_gradient(grad_output, runs))
     # All are columns of a product, as the values are in the forward.
     keys, values = (_by_head(x, dtype, VALUE_COLUMNS) for x in (key, value))
     queries, grad, out, lse_NHQ1 = (
-        _tiles_of(_by_head(x, dtype, VALUE_COLUMNS), tiles.query_NQ)
+        _gathered(_by_head(x, dtype, VALUE_COLUMNS), tiles.query_NQ)
         for x in (query, grad_output, output, lse.t().unsqueeze(-1))
     )
     inner_NHQ1, lse_NHQ1 = (grad * out).sum(-1, keepdim=True), lse_NHQ1[..., :1]
@@ -209,9 +209,9 @@ def attention_backward(
     firsts, num_keys, num_blocks = (x.tolist() for x in (tiles.first_key_N, tiles.num_keys_N, tiles.num_blocks_N))
     for tile in tiles.query_NQ.amax(1).argsort().tolist():
         part, blocks = slice(tile, tile + 1), (num_blocks[tile], KEY_BLOCK)
-        key_NJ, seen = _keys_of(tiles, part, torch.arange(num_blocks[tile] * KEY_BLOCK), runs, packing)
+        key_NJ, seen = _tile_keys(tiles, part, torch.arange(num_blocks[tile] * KEY_BLOCK), runs, packing)
         seen = seen[0].view(*seen.shape[1:3], *blocks).transpose(1, 2)
-        k, v = (_tiles_of(x, key_NJ, group).view(num_heads, *blocks, x.shape[2]) for x in (keys, values))
+        k, v = (_gathered(x, key_NJ, group).view(num_heads, *blocks, x.shape[2]) for x in (keys, values))
         # The product of the forward: the weights are the exact ones.
         q, k_transposed = queries[tile, :, None, :, :head_dim], k[..., :head_dim].transpose(-1, -2)
         scores = torch.matmul(q.contiguous(), k_transposed.contiguous())
@@ -281,7 +281,7 @@ def _by_head(x: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
     return F.pad(x.to(dtype).transpose(0, 1), (0, -x.shape[2] % multiple, 0, 1)).contiguous()
 
 
-def _tiles_of(x: Tensor, row_NJ: Tensor, group: int = 1) -> Tensor:
+def _gathered(x: Tensor, row_NJ: Tensor, group: int = 1) -> Tensor:
     """``[N, H, J, D]``: rows of ``x [G, U + 1, D]``, -1 for that of zeros; each head ``group`` times."""
     num_heads, num_rows, dim = x.shape
     first_H = torch.arange(num_heads).repeat_interleave(group) * num_rows
@@ -296,7 +296,9 @@ def _packed(x_NHQD: Tensor, tiles: _Tiles, into: Tensor) -> Tensor:
     return into
 
 
-def _keys_of(tiles: _Tiles, part: slice, key_position_J: Tensor, runs: Runs, packing: Packing) -> tuple[Tensor, Tensor]:
+def _tile_keys(
+    tiles: _Tiles, part: slice, key_position_J: Tensor, runs: Runs, packing: Packing
+) -> tuple[Tensor, Tensor]:
     """Of some tiles, ``[N, J]`` which keys stand there, -1 for none, and ``[N, 1 or H, Q, J]`` which a query sees."""
     is_key_NJ = key_position_J < tiles.num_keys_N[part, None]
     seen = is_key_NJ[:, None, None, :]

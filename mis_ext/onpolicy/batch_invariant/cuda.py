@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mis_ext.onpolicy.batch_invariant import triton_attention
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 from mis_ext.onpolicy.batch_invariant.triton_matmul import addmm, bmm, mm
 from mis_ext.onpolicy.batch_invariant.triton_mixtures import add_rows_, grouped_rows, grouped_sums
 from mis_ext.onpolicy.batch_invariant.triton_reductions import (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant import kernels
+from mis_ext.onpolicy.batch_invariant import devices
 
 aten = torch.ops.aten
 
@@ -48,11 +48,12 @@ def grouped_mm(
     if bias is not None or out_dtype not in (None, a.dtype):
         raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
     _check_groups(a, b, offs)
+    kernels = devices.kernels_for(a)
     if offs is None:
-        return kernels.of(a).bmm(a, b)
+        return kernels.bmm(a, b)
     if a.dim() == 3 and b.dim() == 2:
-        return kernels.of(a).grouped_rows(b.t(), a.transpose(1, 2), offs).t()
-    return kernels.of(a).grouped_rows(a, b, offs) if b.dim() == 3 else kernels.of(a).grouped_sums(a, b, offs)
+        return kernels.grouped_rows(b.t(), a.transpose(1, 2), offs).t()
+    return kernels.grouped_rows(a, b, offs) if b.dim() == 3 else kernels.grouped_sums(a, b, offs)
 
 
 def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
@@ -193,7 +194,7 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
         index = index * length + place
     num_dims, packed = index.dim(), out.contiguous()
     rows = source.reshape(index.numel(), math.prod(source.shape[num_dims:]))
-    kernels.of(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
+    devices.kernels_for(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
     if packed is not out:
         out.copy_(packed)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mis_ext.onpolicy.batch_invariant import kernels
+from mis_ext.onpolicy.batch_invariant import devices
 from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
 __all__ = ["batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"]
@@ -116,7 +116,7 @@ def _check_environment() -> None:
             f"call torch.set_num_threads({limit})"
         )
     if torch.cuda.is_available():
-        kernels.check_device_type("cuda")
+        devices.check_device_type("cuda")
     megatron = sys.modules.get(_MEGATRON_KERNELS)
     if megatron is not None and megatron.is_batch_invariant_mode_enabled():
         raise RuntimeError(
@@ -182,7 +182,7 @@ def _refuse_among(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         kind: Any = type(module)
-        if _is_of_transformer_engine(kind):
+        if _is_transformer_engine(kind):
             raise NotImplementedError(_refusal(kind, path))
 
 
@@ -197,12 +197,12 @@ def _refuse_calls() -> AbstractContextManager[Any]:
 def _refuse_in_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
     # The hook is the process's, the mode is its thread's.
     kind: Any = type(module)
-    if _is_of_transformer_engine(kind) and OperatorOverrides.is_on():
+    if _is_transformer_engine(kind) and OperatorOverrides.is_on():
         raise NotImplementedError(_refusal(kind))
 
 
 @cache
-def _is_of_transformer_engine(kind: Any) -> bool:
+def _is_transformer_engine(kind: Any) -> bool:
     """By a base too: the modules of Megatron-Core's specification derive from Transformer Engine's."""
     return any(base.__module__.split(".")[0] == _TRANSFORMER_ENGINE for base in kind.__mro__)
 

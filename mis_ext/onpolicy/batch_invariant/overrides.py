@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mis_ext.onpolicy.batch_invariant import elementwise, kernels, mixtures, row_reductions
+from mis_ext.onpolicy.batch_invariant import devices, elementwise, mixtures, row_reductions
 from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attention
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
 
@@ -92,7 +92,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if x is not None:
             override = _override_of(func)
             if override is not None:
-                kernels.check_dtype(x)
+                devices.check_dtype(x)
                 return override(func, *args, **kwargs)
         # Without autograd (inference mode) operators arrive here before they are taken apart: by the kernel of other
         # modes, because func.decompose prefers one in Python, which computes in another way.
@@ -222,15 +222,15 @@ def _override_of(func: Any) -> Callable[..., Any] | None:
 
 def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=2)
-    return kernels.of(a).mm(a, b)
+    return devices.kernels_for(a).mm(a, b)
 
 
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
     if b.shape[2] == 1 < a.shape[1] and a.shape[2] > 1:
         # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
-        return kernels.of(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-    return kernels.of(a).bmm(a, b)
+        return devices.kernels_for(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
+    return devices.kernels_for(a).bmm(a, b)
 
 
 def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
@@ -240,7 +240,7 @@ def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
 def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if alpha == beta == 1:
         _check_factors(a, b, num_dims=2)
-        return kernels.of(a).addmm(_expanded(bias, a, b), a, b)
+        return devices.kernels_for(a).addmm(_expanded(bias, a, b), a, b)
     return _sum(_mm(func, a, b), _expanded(bias, a, b), beta, alpha)
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from mis_ext.correction.triton.launch import launching_on
 from mis_ext.correction.triton.launcher import IS_HIP, Launcher
-from mis_ext.onpolicy.batch_invariant.packing import Packing, runs_of, seen_keys
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, seen_keys, split_runs
 from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
     BLOCK_N,
     forward_kernel,
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     gradient: Tile
 
 
-def tiles_of(dtype: torch.dtype, head_dim: int) -> Tiles:
+def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     """The tiles for a dtype and a head dimension; nothing else may choose them."""
     is_wide = head_dim > _WIDE
     if dtype == torch.float32:
@@ -82,10 +82,10 @@ def attention_forward(
         sum of its exponentials, ``[H, T]`` float32.
     """
     query, packing = _with_positive_scale(query, packing)
-    call = _Call.of(query, key, value, packing, in_runs=True)
+    call = _Call.prepare(query, key, value, packing, in_runs=True)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
-    tile = tiles_of(query.dtype, query.shape[2]).forward
+    tile = choose_tiles(query.dtype, query.shape[2]).forward
     slots = packing.key_slots
     call.launch(
         _launch_forward,
@@ -123,7 +123,7 @@ def attention_backward(
     nothing is added up by atomic operations. They are contiguous, in the dtype of the query; ``output`` and ``lse`` are
     what the forward returned.
     """
-    call = _Call.of(query, key, value, packing)
+    call = _Call.prepare(query, key, value, packing)
     check_tensors({"query": query, "grad_output": grad_output, "output": output})
     shapes = [*grad_output.shape], [*output.shape], [*lse.shape]
     if shapes != ([*query.shape], [*query.shape], [query.shape[1], query.shape[0]]) or lse.dtype != torch.float32:
@@ -136,7 +136,7 @@ def attention_backward(
     grad_query, grad_key, grad_value = (
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
-    tile = tiles_of(query.dtype, query.shape[2]).gradient
+    tile = choose_tiles(query.dtype, query.shape[2]).gradient
     num_sequences = call.bounds[0].numel() - 1
     grid = Grid(num_sequences, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1])
     call.launch(_launch_query_gradient, tile, grid, (output, lse, grad_output, delta, grad_query))
@@ -166,7 +166,7 @@ class _Call(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False) -> _Call:
+    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False) -> _Call:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, _ = packing
         check_tensors({"query": query, "key": key, "value": value})
         check_products(query.dtype, query.device)
@@ -179,8 +179,8 @@ class _Call(NamedTuple):
             # Nothing is computed, for which a decode would wait.
             bounds = cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q
         else:
-            runs = runs_of(packing if in_runs else packing._replace(mask=None))
-            words = _words_of(_from_first_key(mask) if in_runs and mask.numel() else mask)
+            runs = split_runs(packing if in_runs else packing._replace(mask=None))
+            words = _packed_words(_from_first_key(mask) if in_runs and mask.numel() else mask)
             mask = words.expand(-1, query.shape[1], -1, -1)
             bounds = *runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)
         constants = {
@@ -237,7 +237,7 @@ def _from_first_key(mask: Tensor) -> Tensor:
     return mask.gather(-1, index) & (key_SQJ < num_keys)[:, None]
 
 
-def _words_of(mask: Tensor) -> Tensor:
+def _packed_words(mask: Tensor) -> Tensor:
     """A bit per key, the first the lowest, 64 to a word: ``[..., blocks]`` int64."""
     padded = pad(mask, (0, -mask.shape[-1] % BLOCK_N.value))
     bits = padded.view(*padded.shape[:-1], padded.shape[-1] // 8, 8)

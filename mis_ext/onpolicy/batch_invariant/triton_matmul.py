@@ -172,7 +172,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and not IS_HIP and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def tile_of(a: Tensor, num_columns: int) -> Tile:
+def choose_tile(a: Tensor, num_columns: int) -> Tile:
     """The tile for a product with ``a [..., M, K]``; ``num_columns`` is ``N`` of all batches together."""
     tile, (M, K) = TILES[a.dtype], a.shape[-2:]
     if M > _FEW_ROWS or not _is_hopper(a.device):
@@ -230,7 +230,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, is_outer: bool
         # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
         product = (a * b).contiguous()
         return product if bias is None else product + bias
-    tile = tile_of(a, num_batches * N)
+    tile = choose_tile(a, num_batches * N)
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
     num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
     if num_programs == 0:

@@ -172,38 +172,38 @@ _log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Logarithm of the softmax over one dimension, contiguous; ``half_to_float``: in float32, whatever the dtype."""
-    return _softmax_of(functools.partial(_launch, _log_softmax), x, dim, half_to_float)
+    return _any_softmax(functools.partial(_launch, _log_softmax), x, dim, half_to_float)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Softmax over one dimension of at most 2**20 numbers, contiguous."""
     if x.dim() and x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-    return _softmax_of(_launch_softmax, x, dim, half_to_float)
+    return _any_softmax(_launch_softmax, x, dim, half_to_float)
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     """The gradient of :func:`log_softmax` by its input, from its output; in ``input_dtype``, contiguous."""
-    return _softmax_backward_of(_log_softmax_backward, grad, output, dim, input_dtype)
+    return _any_softmax_backward(_log_softmax_backward, grad, output, dim, input_dtype)
 
 
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     """The gradient of :func:`softmax` by its input, likewise."""
-    return _softmax_backward_of(_softmax_backward, grad, output, dim, input_dtype)
+    return _any_softmax_backward(_softmax_backward, grad, output, dim, input_dtype)
 
 
 def mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """What ``torch.mean`` returns, rounded once from a sum in float32; one program adds up all of a row."""
-    return _sum_of(x, dim, keepdim, dtype, is_mean=True)
+    return _any_sum(x, dim, keepdim, dtype, is_mean=True)
 
 
 def sum(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """What ``torch.sum`` returns, likewise."""
-    return _sum_of(x, dim, keepdim, dtype, is_mean=False)
+    return _any_sum(x, dim, keepdim, dtype, is_mean=False)
 
 
 def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
@@ -252,17 +252,17 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _softmax_of(launch: Callable[[Tensor, Tensor], None], x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def _any_softmax(launch: Callable[[Tensor, Tensor], None], x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     check_tensors({"x": x})
     if x.dim() == 0:
-        return _softmax_of(launch, x.unsqueeze(0), dim, half_to_float).squeeze(0)
+        return _any_softmax(launch, x.unsqueeze(0), dim, half_to_float).squeeze(0)
     rows = x.movedim(dim, -1).contiguous()
     out = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype)
     launch(rows, out)
     return out.movedim(-1, dim).contiguous()
 
 
-def _softmax_backward_of(
+def _any_softmax_backward(
     kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
     check_tensors({"grad": grad, "output": output})
@@ -276,13 +276,13 @@ def _softmax_backward_of(
     return grad_input.movedim(-1, dim).contiguous()
 
 
-def _sum_of(
+def _any_sum(
     x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     check_tensors({"x": x})
     if x.dim() == 0:
-        return _sum_of(x.unsqueeze(0), dim, False, None, is_mean=is_mean)
+        return _any_sum(x.unsqueeze(0), dim, False, None, is_mean=is_mean)
     dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
     rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).contiguous()
     out = torch.empty(rows.shape[:-1], dtype=x.dtype, device=x.device)

@@ -203,7 +203,7 @@ def _fits(tensor: Tensor, rows: Rows, table_layout: Layout | None) -> list[_Fit]
             flat.append(_Fit(reading.layout, 1, reading.tokens))
         elif (
             reading.holds_all
-            and tensor.shape[:2] == _of_one_sequence(reading)
+            and tensor.shape[:2] == _table_shape(reading)
             and table_layout in (None, reading.layout)
             and not is_mask
         ):
@@ -211,7 +211,7 @@ def _fits(tensor: Tensor, rows: Rows, table_layout: Layout | None) -> list[_Fit]
     return grids or flat or tables
 
 
-def _of_one_sequence(reading: _Reading) -> torch.Size:
+def _table_shape(reading: _Reading) -> torch.Size:
     batch = 0 if reading.layout == "bsh" else 1
     return torch.Size(1 if dimension == batch else size for dimension, size in enumerate(reading.shape))
 

@@ -48,7 +48,7 @@ class Routers(NamedTuple):
     layers: list[Layer]
 
     @classmethod
-    def of(cls, model: Module | Sequence[Module]) -> Routers:
+    def find(cls, model: Module | Sequence[Module]) -> Routers:
         """The routers of a model or of this rank's model chunks, without those of multi-token prediction.
 
         What wraps a chunk, such as Megatron-Core's ``DistributedDataParallel`` and ``Float16Module``, is left aside.

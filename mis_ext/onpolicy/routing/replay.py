@@ -45,7 +45,7 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, a layer did
             not consume exactly its rows, or it is recomputed for no forward pass of the block or twice for one.
     """
-    routers = Routers.of(model)
+    routers = Routers.find(model)
     for routing in micro_batches:
         _check_fit(routing, routers)
     columns = [layer.column for layer in routers.layers]
@@ -71,7 +71,7 @@ def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
         TypeError: The model has no Megatron-Core configuration.
         ValueError: The model has no mixture-of-experts layers, or routes in a way that cannot be recorded.
     """
-    routers = Routers.of(model)
+    routers = Routers.find(model)
     recorders = [_Recorder(layer.router.router_replay) for layer in routers.layers]
     with routers.occupied_by(recorders):
         yield RoutingRecord(routers, recorders)
@@ -141,7 +141,7 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._micro_batches)
 
-    def of(self, micro_batch: int, device: torch.device) -> Tensor:
+    def on(self, device: torch.device, micro_batch: int) -> Tensor:
         """``[T, layers of this rank, K]``; all layers share one copy to the device."""
         if self._held is None or self._held[:2] != (micro_batch, device):
             experts_TLK = self._micro_batches[micro_batch][:, self._columns].to(device)
@@ -166,7 +166,7 @@ class _Replay:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
         micro_batch = self._recomputed_micro_batch() if is_in_backward() else self._next_micro_batch()
-        rows_TK = self._rows.of(micro_batch, scores.device)[:, self._index].long()
+        rows_TK = self._rows.on(scores.device, micro_batch)[:, self._index].long()
         if rows_TK.shape != (len(scores), topk):
             raise ValueError(
                 f"{self._name} routes {len(scores)} tokens to {topk} experts each, and the routing of micro-batch "

@@ -22,7 +22,7 @@ from triton_support import (
     rows_of_a_dot_do_not_meet,  # noqa: F401
 )
 
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 pytest.importorskip("triton")
 attention = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_attention")
@@ -215,7 +215,7 @@ def test_what_is_not_finite_reaches_no_tile_that_cannot_see_it(where, dtype) -> 
     # The block of this key is read by tiles before its own, where these have fewer queries than a block has keys.
     kv[where][100] = float("nan")
     spoiled, _ = attention.attention_forward(q, *kv, settings)
-    rows = attention.tiles_of(dtype, HEAD_DIM).forward.BLOCK_M
+    rows = attention.choose_tiles(dtype, HEAD_DIM).forward.BLOCK_M
     first = 100 if where == 0 else 100 // rows * rows
     assert_same_bits(spoiled[:first], output[:first])
     assert spoiled[100:].isnan().all()

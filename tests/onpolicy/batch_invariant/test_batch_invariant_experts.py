@@ -426,7 +426,7 @@ def test_on_cuda_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(
     cuda = pytest.importorskip("mis_ext.onpolicy.batch_invariant.cuda")
     seen = []
     monkeypatch.setattr(cuda, "sum", lambda x, *_: seen.append(x) or x)
-    monkeypatch.setattr(overrides.kernels, "check_device_type", lambda _: None)
+    monkeypatch.setattr(overrides.devices, "check_device_type", lambda _: None)
     with FakeTensorMode():
         x = torch.empty(2, 3, 4, device="cuda")
     with batch_invariant_mode():

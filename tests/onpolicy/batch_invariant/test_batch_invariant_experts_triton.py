@@ -16,7 +16,7 @@ from triton_support import (
 )
 
 from mis_ext.onpolicy.batch_invariant import cpu
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 from mis_ext.onpolicy.bits import same_bits
 
 pytest.importorskip("triton")

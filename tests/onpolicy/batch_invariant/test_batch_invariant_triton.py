@@ -64,7 +64,7 @@ def test_the_tiles_of_a_decode_have_the_bits_of_the_others(dtype, seed) -> None:
     bias = random(N, dtype=dtype, seed=seed + 2)
     start = draw(0, 200 - few)
     rows = a[start : start + few]
-    assert matmul.tile_of(rows, N) != matmul.tile_of(a, N) or torch.cuda.get_device_capability() != (9, 0)
+    assert matmul.choose_tile(rows, N) != matmul.choose_tile(a, N) or torch.cuda.get_device_capability() != (9, 0)
     assert_same_bits(matmul.mm(rows, b), matmul.mm(a, b)[start : start + few])
     assert_same_bits(matmul.addmm(bias, rows, b), matmul.addmm(bias, a, b)[start : start + few])
 
@@ -107,7 +107,7 @@ def test_the_tiles_of_few_rows_fit_into_shared_memory_and_k(dtype, num_columns, 
     monkeypatch.setattr(matmul, "_is_hopper", lambda device: True)
     for rows in (1, 15, 16, 17, 64, 65):
         for K in (1, 64, 256, 320, 4096):
-            tile = matmul.tile_of(torch.empty(rows, K, dtype=dtype), num_columns)
+            tile = matmul.choose_tile(torch.empty(rows, K, dtype=dtype), num_columns)
             block_bytes = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * dtype.itemsize
             # What a program on Hopper may have.
             assert tile.num_stages * block_bytes <= 227 * 1024

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mis_ext.correction.backend import triton_obstacle
 from mis_ext.onpolicy.batch_invariant import cpu
-from mis_ext.onpolicy.batch_invariant.packing import Packing
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 
 class _Kernels(Protocol):
@@ -44,7 +44,7 @@ class _Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def of(x: Tensor) -> _Kernels:
+def kernels_for(x: Tensor) -> _Kernels:
     """The module of kernels, for a CPU or for CUDA, that the device of ``x`` needs.
 
     Raises:

@@ -55,7 +55,7 @@ class Runs(NamedTuple):
     origin_R: Tensor
 
 
-def runs_of(packing: Packing) -> Runs:
+def split_runs(packing: Packing) -> Runs:
     """The runs of queries that see the same first key; without a mask every sequence is one."""
     cu_seqlens_q, cu_seqlens_k, _, _, _, is_causal, mask, _ = packing
     starts_S, ends_S = cu_seqlens_k[:-1], cu_seqlens_k[1:]
