@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -339,3 +340,45 @@ def test_a_recurrent_layer_that_is_not_refused_gives_a_sequence_the_same_bits_in
         for num in (1, 5):
             for ours, theirs in zip(output_and_gradient(x[..., 3 : 3 + num, :]), whole, strict=True):
                 assert equal_bits(ours, theirs[..., 3 : 3 + num, :])
+
+
+def dynamically_quantized(x):
+    with warnings.catch_warnings():
+        # Of torch's, that it will be moved to another package.
+        warnings.simplefilter("ignore")
+        return torch.ao.nn.quantized.dynamic.Linear(8, 4)(x)
+
+
+SQUARE, ONE_BAG = torch.eye(4) + 3, torch.tensor([[0, 1]])
+REFUSED = {
+    "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).t(),
+    "quantized.linear_dynamic": dynamically_quantized,
+    "mkldnn._linear_pointwise": lambda x: torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], ""),
+    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(SQUARE, x, upper=True),
+    "cholesky_solve": lambda x: torch.cholesky_solve(x, SQUARE),
+    "linalg_inv_ex": lambda x: torch.linalg.inv(SQUARE),
+    "linalg_lu_factor_ex": lambda x: torch.linalg.lu_factor(SQUARE),
+    "_fft_r2c": torch.fft.fft,
+    "embedding_renorm_.* leave max_norm out": lambda x: F.embedding(ONE_BAG, x, max_norm=1.0),
+    "embedding_renorm_.* and scale the table before": lambda x: F.embedding_bag(ONE_BAG, x, max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_multiplies_in_a_way_of_its_own_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=name), torch.no_grad(), batch_invariant_mode():
+        REFUSED[name](randn(4, 8))
+
+
+def test_what_nobody_has_reviewed_is_refused():
+    message = r"aten\.grid_sampler_2d\.default has no .*: compute it outside"
+    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
+        F.grid_sample(randn(1, 1, 3, 3), torch.zeros(1, 2, 2, 2), align_corners=False)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_what_writes_several_numbers_to_one_place_in_any_order_is_refused(dims):
+    x = randn(2, 3, *[4] * dims)
+    unpool = F.max_unpool2d if dims == 2 else F.max_unpool3d
+    with pytest.raises(NotImplementedError, match=f"max_unpool{dims}d"), batch_invariant_mode():
+        unpool(x, torch.zeros_like(x, dtype=torch.int64), 1)

@@ -186,3 +186,13 @@ def test_products_of_any_shape_do_not_depend_on_where_the_batch_is_cut(rows, col
     assert equal_bits(cut_there, whole)
     assert equal_bits(one_by_one, whole)
     assert (whole - (a.double() @ b.double())).abs().max() <= tolerance(torch.float32, length) * math.sqrt(length)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (16, 128, 128), (1, 1, 1), (20, 300, 129)])
+def test_a_product_has_memory_of_its_own_and_can_be_viewed(shape):
+    M, K, N = shape
+    with batch_invariant_mode():
+        for product in (randn(M, K) @ randn(K, N), randn(2, M, K) @ randn(2, K, N), F.linear(randn(M, K), randn(N, K))):
+            assert product.is_contiguous()
+            assert product.untyped_storage().nbytes() == 4 * product.numel()
+            product.view(-1)

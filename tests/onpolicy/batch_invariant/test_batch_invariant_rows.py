@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.batch_invariant.elementwise import filled
-from mis_ext.onpolicy.batch_invariant.row_reductions import refuse_masked_beginning
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 aten = torch.ops.aten
@@ -493,58 +490,6 @@ def test_a_softmax_of_equal_columns_is_exact():
             torch.zeros(1, (1 << 20) + 1).softmax(-1)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 7), (16, 128, 128), (1, 1, 1), (20, 300, 129)])
-def test_a_product_has_memory_of_its_own_and_can_be_viewed(shape):
-    M, K, N = shape
-    with batch_invariant_mode():
-        for product in (randn(M, K) @ randn(K, N), randn(2, M, K) @ randn(2, K, N), F.linear(randn(M, K), randn(N, K))):
-            assert product.is_contiguous()
-            assert product.untyped_storage().nbytes() == 4 * product.numel()
-            product.view(-1)
-
-
-def dynamically_quantized(x):
-    with warnings.catch_warnings():
-        # Of torch's, that it will be moved to another package.
-        warnings.simplefilter("ignore")
-        return torch.ao.nn.quantized.dynamic.Linear(8, 4)(x)
-
-
-SQUARE, ONE_BAG = torch.eye(4) + 3, torch.tensor([[0, 1]])
-REFUSED = {
-    "a product of complex numbers": lambda x: torch.complex(x, x) @ torch.complex(x, x).t(),
-    "quantized.linear_dynamic": dynamically_quantized,
-    "mkldnn._linear_pointwise": lambda x: torch.ops.mkldnn._linear_pointwise(x, x, None, "none", [], ""),
-    "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(SQUARE, x, upper=True),
-    "cholesky_solve": lambda x: torch.cholesky_solve(x, SQUARE),
-    "linalg_inv_ex": lambda x: torch.linalg.inv(SQUARE),
-    "linalg_lu_factor_ex": lambda x: torch.linalg.lu_factor(SQUARE),
-    "_fft_r2c": torch.fft.fft,
-    "embedding_renorm_.* leave max_norm out": lambda x: F.embedding(ONE_BAG, x, max_norm=1.0),
-    "embedding_renorm_.* and scale the table before": lambda x: F.embedding_bag(ONE_BAG, x, max_norm=1.0),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_multiplies_in_a_way_of_its_own_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=name), torch.no_grad(), batch_invariant_mode():
-        REFUSED[name](randn(4, 8))
-
-
-def test_what_nobody_has_reviewed_is_refused():
-    message = r"aten\.grid_sampler_2d\.default has no .*: compute it outside"
-    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
-        F.grid_sample(randn(1, 1, 3, 3), torch.zeros(1, 2, 2, 2), align_corners=False)
-
-
-@pytest.mark.parametrize("dims", [2, 3])
-def test_what_writes_several_numbers_to_one_place_in_any_order_is_refused(dims):
-    x = randn(2, 3, *[4] * dims)
-    unpool = F.max_unpool2d if dims == 2 else F.max_unpool3d
-    with pytest.raises(NotImplementedError, match=f"max_unpool{dims}d"), batch_invariant_mode():
-        unpool(x, torch.zeros_like(x, dtype=torch.int64), 1)
-
-
 def test_a_row_has_the_same_members_alone_and_in_a_batch_where_dtypes_differ():
     generator = torch.Generator().manual_seed(0)
     members = torch.randint(-3000, 3000, (34, 300), dtype=torch.int32, generator=generator)
@@ -554,166 +499,3 @@ def test_a_row_has_the_same_members_alone_and_in_a_batch_where_dtypes_differ():
     with batch_invariant_mode():
         assert torch.equal(torch.isin(members, tests), expected)
         assert all(torch.equal(torch.isin(row, tests), of_row) for row, of_row in zip(members, expected, strict=True))
-
-
-def attend(query, key, value, **how):
-    return F.scaled_dot_product_attention(query, key, value, **how)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_and_padded_sequences_have_the_bits_that_they_have_alone(seed, dtype):
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 150) for _ in range(3)]
-    total, padding = sum(lengths), rng.randint(1, 70)
-    query, key, value = (randn(1, 4, total, 16, dtype=dtype, seed=seed) for seed in range(3))
-    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    causal = torch.ones(total, total, dtype=torch.bool).tril()
-    with batch_invariant_mode():
-        packed = attend(query, key, value, attn_mask=causal & (sequence[:, None] == sequence))
-        starts = [0, lengths[0], lengths[0] + lengths[1]]
-        for start, length in zip(starts, lengths, strict=True):
-            own = [x[:, :, start : start + length] for x in (query, key, value)]
-            alone = attend(*own, is_causal=True)
-            assert equal_bits(packed[:, :, start : start + length], alone)
-            on_left = [torch.cat([x[:, :, :1].expand(-1, -1, padding, -1) + 1, x], 2) for x in own]
-            num_keys = length + padding
-            mask = torch.ones(num_keys, num_keys, dtype=torch.bool).tril() & (torch.arange(num_keys) >= padding)
-            assert equal_bits(attend(*on_left, attn_mask=mask)[:, :, padding:], alone)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_window_whose_cache_drops_keys_has_the_bits_of_a_prefill(seed):
-    rng = random.Random(seed)
-    window, length = rng.randint(2, 100), 160
-    query, key, value = (randn(1, 4, length, 16, seed=seed) for seed in range(3))
-    position = torch.arange(length)
-    mask = (position <= position[:, None]) & (position > position[:, None] - window)
-    with batch_invariant_mode():
-        whole = attend(query, key, value, attn_mask=mask)
-        for last in rng.sample(range(length), 20):
-            seen = slice(max(0, last - window + 1), last + 1)
-            step = attend(query[:, :, last : last + 1], key[:, :, seen], value[:, :, seen])
-            assert equal_bits(step, whole[:, :, last : last + 1])
-        kept = slice(60 - window + 1 if window <= 60 else 0, 100)
-        chunk = attend(query[:, :, 60:100], key[:, :, kept], value[:, :, kept], attn_mask=mask[60:100, kept])
-        assert equal_bits(chunk, whole[:, :, 60:100])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_keys_and_values_of_any_width_with_a_mask_and_groups_of_heads(seed):
-    rng = random.Random(seed)
-    dim, value_dim = rng.randint(1, 80), 1 if seed == 0 else rng.randint(1, 80)
-    for groups, heads in ((1, 1), (2, 4)):
-        length = rng.randint(2, 70)
-        query = randn(3, heads, length, dim)
-        key, value = randn(3, groups, length, dim, seed=1), randn(3, groups, length, value_dim, seed=2)
-        mask = torch.rand(3, 1, length, length, generator=torch.Generator().manual_seed(3)) > 0.3
-        with batch_invariant_mode():
-            whole = attend(query, key, value, attn_mask=mask, enable_gqa=True)
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                for row in rng.sample(range(length), min(length, 12)):
-                    index = rng.randrange(3)
-                    one, of_one = slice(index, index + 1), slice(row, row + 1)
-                    step = attend(
-                        query[one, :, of_one], key[one], value[one], attn_mask=mask[one, :, of_one], enable_gqa=True
-                    )
-                    assert equal_bits(step, whole[one, :, of_one]), (index, row, heads)
-
-
-def second_derivative(x):
-    (slope,) = torch.autograd.grad(attend(x, x, x).square().sum(), x, create_graph=True)
-    torch.autograd.grad(slope.sum(), x)
-
-
-def flexible(x):
-    # Takes seconds to import.
-    from torch.nn.attention.flex_attention import flex_attention
-
-    flex_attention(x.detach(), x.detach(), x.detach())
-
-
-UNTOUCHED = {
-    "flex_attention hides operators .* take scaled_dot_product_attention": flexible,
-    "no derivative by torch.func: take torch.autograd.grad": torch.func.grad(lambda x: attend(x, x, x).sum()),
-    "no second derivative: leave the mode": second_derivative,
-}
-
-
-@pytest.mark.parametrize("message", UNTOUCHED)
-# Of torch, that flex attention is slow where it is not compiled, and of its own use of a module.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_ways_around_the_attention_of_the_mode_are_errors_that_say_what_to_do(message):
-    x = randn(1, 2, 8, 16).requires_grad_()
-    with pytest.raises(NotImplementedError, match=message), batch_invariant_mode():
-        UNTOUCHED[message](x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_of_groups_of_heads_are_those_of_repeated_heads_with_a_mask(groups, dtype):
-    """Models of transformers take groups of heads without padding, and repeat heads with it."""
-    query, *of_groups = (randn(1, n, 90, 16, dtype=dtype, seed=n).requires_grad_() for n in (4, groups))
-    of_groups.append(randn(1, groups, 90, 16, dtype=dtype, seed=9).requires_grad_())
-    slope, padding = randn(1, 4, 90, 16, dtype=dtype, seed=5), 7
-    mask = torch.ones(90 + padding, 90 + padding, dtype=torch.bool).tril()
-    with batch_invariant_mode():
-        output = attend(query, *of_groups, is_causal=True, enable_gqa=True)
-        expected = torch.autograd.grad(output, [query, *of_groups], slope)
-        each = [x[:, :, None].expand(-1, -1, 4 // x.shape[1], -1, -1).flatten(1, 2) for x in of_groups]
-        padded = [F.pad(x, (0, 0, 0, padding)) for x in (query, *each)]
-        output = attend(*padded, attn_mask=mask)[:, :, :90]
-        found = torch.autograd.grad(output, [query, *of_groups], slope)
-    assert all(map(equal_bits, found, expected))
-
-
-@pytest.mark.parametrize(("kind", "shift"), [(causal_upper_left, 0), (causal_lower_right, 5)])
-def test_causal_bias_objects_are_their_masks(kind, shift):
-    query, key = randn(1, 2, 3, 16), randn(1, 2, 8, 16, seed=1)
-    bias = kind(3, 8)
-    with batch_invariant_mode():
-        ours = attend(query, key, key, attn_mask=bias)
-        assert equal_bits(ours, attend(query, key, key, attn_mask=torch.ones(3, 8, dtype=torch.bool).tril(shift)))
-
-
-@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -65504.0])
-def test_eager_attention_on_cuda_whose_first_keys_are_masked_is_refused(masked):
-    scores = randn(2, 4, 6, 9)
-    scores[1, :, :, 5:] = masked
-    refuse_masked_beginning(scores)
-    # A query of padding, which sees nothing.
-    scores[0, :, 0] = masked
-    refuse_masked_beginning(scores)
-    scores[0, 1, 3, :2] = masked
-    with pytest.raises(NotImplementedError, match=r'take attn_implementation="sdpa"; .*no longer than its w'):
-        refuse_masked_beginning(scores)
-
-
-def eager_attention(query, key, value, mask, sink):
-    """With an attention sink after the keys, as in GPT-OSS."""
-    scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, torch.finfo(query.dtype).min)
-    scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
-    shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return shares[..., :-1] @ value
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(2))
-def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(seed, dtype):
-    rng, length = random.Random(seed), 150
-    query, key, value = (randn(1, 4, length, 16, dtype=dtype, seed=seed) for seed in range(3))
-    window, sink, position = rng.randint(2, 140), randn(4, 1, 1, dtype=dtype, seed=3), torch.arange(length)
-    mask = (position <= position[:, None]) & (position > position[:, None] - window)
-    with batch_invariant_mode():
-        whole = eager_attention(query, key, value, mask, sink)
-        for last in rng.sample(range(length), 12):
-            torch.set_num_threads(rng.randint(1, 3))
-            seen = slice(max(0, last - window + 1), last + 1)
-            for own in (seen, slice(0, last + 1), slice(rng.randint(0, seen.start), rng.randint(last + 1, length))):
-                row = slice(last, last + 1)
-                step = eager_attention(query[:, :, row], key[:, :, own], value[:, :, own], mask[row, own], sink)
-                assert equal_bits(step, whole[:, :, row]), (last, own, window)
-    torch.set_num_threads(1)
-    plain = eager_attention(*(x.double() for x in (query, key, value)), mask, sink.double())
-    assert (whole.double() - plain).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)
