@@ -1,1 +1,1 @@
-"""Are the log-probs of both engines the same bits?"""
+"""Are the log-probs of both engines the same bits? Read ``audit_report``, ``examination``, ``log_probs``, ``dumps``."""

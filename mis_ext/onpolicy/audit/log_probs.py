@@ -179,7 +179,7 @@ def make_report(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditRe
         rollout_weight_versions=_sorted_versions(found.rollout_versions for found in facts),
         problems=tuple(whole.problems),
         diagnoses=tuple(_diagnoses(whole, verdict)),
-        cautions=tuple(cautions(facts, whole.provenance, whole.evidence)),
+        cautions=tuple(_cautions(facts, whole.provenance, whole.evidence)),
         evidence=whole.evidence,
         skipped=tuple(str(one) for one in skipped),
     )
@@ -214,7 +214,7 @@ def _sorted_versions(versions: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted({name for names in versions for name in names}, key=lambda name: (len(name), name)))
 
 
-def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidence) -> list[str]:
+def _cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidence) -> list[str]:
     """What a reader of the verdict must know besides."""
     found: list[str] = []
     if not samples:
@@ -226,7 +226,7 @@ def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidenc
         )
     if any(sample.num_nonzero for sample in samples):
         return found + filled_in(samples)
-    found += _unshown(provenance, evidence)
+    found += _not_shown(provenance, evidence)
     measured = Measuring.joined(sample.shown for sample in samples).measured()
     if measured.signals is not None and all(of == rounded for of, rounded, _ in measured.signals.rounded.tolist()):
         found.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
@@ -238,7 +238,7 @@ def cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Evidenc
     return found
 
 
-def _unshown(provenance: Provenance, evidence: Evidence) -> list[str]:
+def _not_shown(provenance: Provenance, evidence: Evidence) -> list[str]:
     """What equal streams do not show by themselves: a copy is equal too."""
     found = []
     if evidence.rollout is None:
