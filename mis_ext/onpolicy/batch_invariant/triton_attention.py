@@ -87,15 +87,11 @@ def attention_forward(
     lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     tile = choose_tiles(query.dtype, query.shape[2]).forward
     slots = packing.key_slots
-    call.launch(
-        _launch_forward,
-        tile,
-        # What is after the last sequence is one more.
-        Grid(call.bounds[0].numel(), max(packing.max_seqlen_q, 1), tile.BLOCK_M, query.shape[1]),
-        (output, lse, query if slots is None else slots),
-        (0 if slots is None else slots.stride(0),),
-        HAS_SLOTS=slots is not None,
-    )
+    num_tiles = -(-max(packing.max_seqlen_q, 1) // tile.BLOCK_M)
+    # What is after the last sequence is one more.
+    num_programs = num_tiles * query.shape[1] * call.bounds[0].numel()
+    tensors, numbers = (output, lse, query if slots is None else slots), (0 if slots is None else slots.stride(0),)
+    call.launch(_launch_forward, tile, num_tiles, num_programs, tensors, numbers, HAS_SLOTS=slots is not None)
     return output, lse
 
 
@@ -138,20 +134,13 @@ def attention_backward(
     )
     tile = choose_tiles(query.dtype, query.shape[2]).gradient
     num_sequences = call.bounds[0].numel() - 1
-    grid = Grid(num_sequences, packing.max_seqlen_q, tile.BLOCK_M, query.shape[1])
-    call.launch(_launch_query_gradient, tile, grid, (output, lse, grad_output, delta, grad_query))
-    grid = Grid(num_sequences, packing.max_seqlen_k, BLOCK_N.value, key.shape[1])
-    call.launch(_launch_key_gradient, tile, grid, (lse, grad_output, delta, grad_key, grad_value))
+    num_tiles = -(-packing.max_seqlen_q // tile.BLOCK_M)
+    tensors: tuple[Tensor, ...] = output, lse, grad_output, delta, grad_query
+    call.launch(_launch_query_gradient, tile, num_tiles, num_tiles * query.shape[1] * num_sequences, tensors)
+    num_tiles = -(-packing.max_seqlen_k // BLOCK_N.value)
+    tensors = lse, grad_output, delta, grad_key, grad_value
+    call.launch(_launch_key_gradient, tile, num_tiles, num_tiles * key.shape[1] * num_sequences, tensors)
     return grad_query, grad_key, grad_value
-
-
-class Grid(NamedTuple):
-    """How many programs there are; ``num_rows`` are those of the longest sequence."""
-
-    num_sequences: int
-    num_rows: int
-    num_rows_of_block: int
-    num_heads: int
 
 
 class _Call(NamedTuple):
@@ -172,13 +161,11 @@ class _Call(NamedTuple):
         check_products(query.dtype, query.device)
         _check_shapes(query, key, value)
         _check_lengths(query, cu_seqlens_q, cu_seqlens_k)
-        num_sequences = cu_seqlens_q.numel() - 1
-        if mask is not None:
-            _check_mask(mask, query, (num_sequences, query.shape[1], max_seqlen_q, max_seqlen_k))
         if mask is None:
             # Nothing is computed, for which a decode would wait.
             bounds = cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q
         else:
+            _check_mask(mask, query, (cu_seqlens_q.numel() - 1, query.shape[1], max_seqlen_q, max_seqlen_k))
             runs = split_runs(packing if in_runs else packing._replace(mask=None))
             words = _packed_words(_from_first_key(mask) if in_runs and mask.numel() else mask)
             mask = words.expand(-1, query.shape[1], -1, -1)
@@ -203,15 +190,14 @@ class _Call(NamedTuple):
         self,
         launcher: Launcher,
         tile: Tile,
-        grid: Grid,
+        num_tiles: int,
+        num_programs: int,
         tensors: tuple[Tensor, ...],
         numbers: tuple[int, ...] = (),
         **constants: bool,
     ) -> None:
-        """A program per sequence, head and block of rows."""
+        """A program per sequence, head and tile of rows; ``num_tiles`` are those of the longest sequence."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
-        num_tiles = -(-grid.num_rows // grid.num_rows_of_block)
-        num_programs = num_tiles * grid.num_heads * grid.num_sequences
         if num_programs == 0 or len(query) == 0:
             return
         with launching_on(query):
