@@ -61,20 +61,18 @@ def row_difference(a: Entry, b: Entry) -> RowDifference:
         raise ValueError(f"rows of {row_size(a)} and {row_size(b)} elements cannot be compared")
     index_a, index_b = _common(a, b)
     size = max(1, _CHUNK // max(1, row_size(a)))
-    chunks = [
-        _compare_rows(a.values[chunk_a], b.values[chunk_b])
-        for chunk_a, chunk_b in zip(torch.split(index_a, size), torch.split(index_b, size), strict=True)
-    ]
+    chunks = zip(torch.split(index_a, size), torch.split(index_b, size), strict=True)
+    differs, max_abs, max_ulp, num_nan = zip(*(_compare_rows(a.values[i], b.values[j]) for i, j in chunks), strict=True)
     return RowDifference(
         sequence_N=a.sequence_N[index_a],
         position_N=a.position_N[index_a],
-        differs_N=torch.cat([chunk.differs_N for chunk in chunks]),
+        differs_N=torch.cat(differs),
         num_only_a=len(a.values) - len(index_a),
         num_only_b=len(b.values) - len(index_b),
         # Of a tensor, unlike the built-in one, it keeps NaN.
-        max_abs=torch.tensor([chunk.max_abs for chunk in chunks], dtype=torch.float64).max().item(),
-        max_ulp=max(chunk.max_ulp for chunk in chunks),
-        num_nan=sum(chunk.num_nan for chunk in chunks),
+        max_abs=torch.tensor(max_abs, dtype=torch.float64).max().item(),
+        max_ulp=max(max_ulp),
+        num_nan=sum(num_nan),
     )
 
 
@@ -83,14 +81,8 @@ def row_size(entry: Entry) -> int:
     return entry.values.shape[1:].numel()
 
 
-class _Chunk(NamedTuple):
-    differs_N: Tensor
-    max_abs: float
-    max_ulp: int
-    num_nan: int
-
-
-def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> _Chunk:
+def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> tuple[Tensor, float, int, int]:
+    """Which rows differ, the largest difference, the same in ULPs, and how many elements are NaN."""
     dtype = _common_dtype(rows_a.dtype, rows_b.dtype)
     # Parts of complex numbers last; sizes written out: -1 is ambiguous without rows.
     rows_a, rows_b = (as_real(rows.to(dtype)) for rows in (rows_a, rows_b))
@@ -98,13 +90,10 @@ def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> _Chunk:
     differs_NE = ~same_bits(rows_a, rows_b)
     element_a, element_b = rows_a[differs_NE], rows_b[differs_NE]
     is_nan = element_a.isnan() | element_b.isnan()
+    max_abs = _largest((element_a.double() - element_b.double()).abs())
     has_ulp = rows_a.dtype in FLOAT_DTYPES
-    return _Chunk(
-        differs_N=differs_NE.any(1),
-        max_abs=_largest((element_a.double() - element_b.double()).abs()),
-        max_ulp=int(_largest(ulp_distance(element_a, element_b)[~is_nan])) if has_ulp else 0,
-        num_nan=int((rows_a.isnan() | rows_b.isnan()).sum()),
-    )
+    max_ulp = int(_largest(ulp_distance(element_a, element_b)[~is_nan])) if has_ulp else 0
+    return differs_NE.any(1), max_abs, max_ulp, int((rows_a.isnan() | rows_b.isnan()).sum())
 
 
 def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
