@@ -3,8 +3,10 @@
 And the fixtures that several files share.
 """
 
+import contextlib
 import gc
 import os
+import random
 import sys
 from types import ModuleType
 
@@ -14,6 +16,27 @@ from interpreted import quicken
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# The environment of SGLang has no Hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    # In place of its own, which draws the same each time.
+    settings.register_profile("ci", settings.get_profile("default"), max_examples=400)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Properties draw other examples in each run, all from one seed."""
+    if config.pluginmanager.hasplugin("hypothesispytest") and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.getrandbits(32))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if terminalreporter.stats.get("failed") and (seed := getattr(config.option, "hypothesis_seed", None)):
+        profile = f" --hypothesis-profile={name}" if (name := config.option.hypothesis_profile) else ""
+        terminalreporter.line(f"The same examples: --hypothesis-seed={seed}{profile}")
 
 
 def pytest_report_header():

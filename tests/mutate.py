@@ -150,7 +150,9 @@ class Copy:
         os.environ["PYTHONPATH"] = str(self._folder)
         # The same examples each time, and a failing one as it is found.
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("changes", phases=phases, derandomize=True, database=None)
+        hypothesis.settings.register_profile(
+            "changes", phases=phases, max_examples=300, derandomize=True, database=None
+        )
         hypothesis.settings.load_profile("changes")
         options = ["-x", "-m", "not whole_run", "-p", "no:cacheprovider", f"--timeout={self._limit}"]
         # What is imported already cannot be rewritten by pytest: it need not be.

@@ -8,7 +8,8 @@ import pytest
 import torch
 from cases import assert_close, assert_hook_metrics, assert_values, drawn_samples, flat
 from drawn_configs import LEVELS, Balanced, Point, broken_batch, correct_point, draw_point
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
+from property_cases import searching
 from reference import Samples, correct
 from triton_support import DEVICE, HAS_GPU, OBSTACLE
 
@@ -35,7 +36,7 @@ def assert_judged(point: Point, samples: Samples) -> None:
     assert_values({name: metric.value() for name, metric in correction.metrics.items()}, expected)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@searching(60)
 @given(point=drawn_points(), samples=drawn_samples())
 def test_any_gates_and_any_weight_are_those_of_the_judge(point, samples) -> None:
     assert_judged(point, samples)

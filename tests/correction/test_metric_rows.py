@@ -25,7 +25,8 @@ from cases import (
     sprinkle,
 )
 from host_loop import sum_of_sample_mean, sum_of_token
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
+from property_cases import searching
 from reference import Samples, correct
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,7 @@ from triton_support import HAS_GPU, OBSTACLE
 import mis_ext
 from mis_ext.correction.passes import Streams
 
-FUZZ = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = searching(15)
 # Weights are applied as they are: a normaliser belongs to the batch.
 KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))

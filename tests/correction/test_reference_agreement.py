@@ -22,7 +22,8 @@ from cases import (
     random_samples,
     sprinkle,
 )
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
+from property_cases import searching
 from reference import Corrected, Samples, correct
 
 import mis_ext
@@ -30,7 +31,7 @@ import mis_ext
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 # A float32 statistic cannot tell which side of a bound it lies on when it is closer than this.
 MARGIN = 1e-5
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = searching(25)
 
 
 def plain_batch(seed: int) -> Samples:

@@ -8,7 +8,21 @@ from reference import Samples
 
 import mis_ext
 
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+def searching(percent: int) -> settings:
+    """Other examples in every run: a part of what the profile draws, 100 in the test command and 400 in CI.
+
+    A failure prints its example, and pytest at its end the seed that draws it again (``conftest.py``).
+    """
+    return settings(
+        max_examples=settings.default.max_examples * percent // 100,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+FUZZ = searching(25)
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 LEVELS = ["token", "sequence", "geometric"]
 ALL = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from cases import drawn_samples
 from drawn_configs import Point, draw_point
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from property_cases import searching
 
 import mis_ext
 from mis_ext.diagnosis import Measuring
@@ -209,7 +210,7 @@ def drawn_points(draw) -> Point:
 
 
 @pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@searching(12)
 @given(point=drawn_points(), samples=drawn_samples())
 def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
     streams = {"train_log_probs": samples.train, "rollout_log_probs": samples.rollout, "loss_masks": samples.masks}
