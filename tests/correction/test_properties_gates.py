@@ -90,12 +90,10 @@ def test_rejection_on_or_off_leaves_every_mismatch_metric_bit_equal(weight):
     samples = sprinkle(random_samples(LENGTHS, seed=39), seed=2, share=0.03)
     only = call_hook(ALL | {"use_tis": False, "get_mismatch_metrics": True}, samples)[2]
     assert len(only) > 20
-    for gate in GATES:
-        for veto in VETOES:
-            for normalizer in ["no normaliser", "kept"]:
-                keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer)
-                metrics = call_hook(keys, samples)[2]
-                assert_same(only, {name: metrics[name] for name in only})
+    for turn, (gate, veto) in enumerate(itertools.product(GATES, VETOES)):
+        keys = correction_keys(weight, gate=gate, veto=veto, normalizer=["no normaliser", "kept"][turn % 2])
+        metrics = call_hook(keys, samples)[2]
+        assert_same(only, {name: metrics[name] for name in only})
 
 
 def test_a_veto_on_one_token_responses_is_a_one_sided_token_gate():

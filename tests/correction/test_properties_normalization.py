@@ -91,25 +91,25 @@ def test_with_the_kept_denominator_the_host_mean_is_the_mean_over_survivors(weig
 @pytest.mark.parametrize("denominator", ["fixed", "kept"])
 @weights_of_grid
 def test_under_rollout_scope_any_split_into_micro_batches_gives_the_same_weights(weight, denominator, over):
-    for gate in ["token gate", "sequence gate"]:
-        keys = correction_keys(weight, gate=gate, mis_denominator=denominator, tis_normalize_scope="rollout")
-        if weight[0] != "none":
-            keys |= {"tis_batch_normalize": True, "tis_normalize_over": over}
-        elif denominator == "fixed":
-            continue
-        samples = sprinkle(random_samples(LENGTHS, seed=34), seed=1)
-        for per_token_loss in [False, True] if denominator == "kept" else [False]:
-            args = args_of(keys, per_token_loss=per_token_loss)
-            prepare_rollout(args, 0, rollout_data(samples))
-            whole, _, _ = call_hook(keys, samples, args=args)
-            parts = [[0, 1], [2], [3, 4, 5, 6]]
-            split = [subset(samples, part) for part in parts]
-            outputs = [call_hook(keys, part, args=args) for part in split]
-            assert torch.equal(torch.cat([loss for loss, _, _ in outputs]), whole)
-            expected = correct(split, keys, per_token_loss=per_token_loss, rollout=[samples])
-            for (loss, masks, _), judge in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(loss.double(), flat(judge.weights), rtol=RTOL, atol=0)
-                assert torch.equal(flat(masks), flat(judge.masks))
+    gate = {"kept": "token gate", "valid": "sequence gate"}[over]
+    keys = correction_keys(weight, gate=gate, mis_denominator=denominator, tis_normalize_scope="rollout")
+    if weight[0] != "none":
+        keys |= {"tis_batch_normalize": True, "tis_normalize_over": over}
+    elif denominator == "fixed":
+        return
+    samples = sprinkle(random_samples(LENGTHS, seed=34), seed=1)
+    for per_token_loss in [False, True] if denominator == "kept" else [False]:
+        args = args_of(keys, per_token_loss=per_token_loss)
+        prepare_rollout(args, 0, rollout_data(samples))
+        whole, _, _ = call_hook(keys, samples, args=args)
+        parts = [[0, 1], [2], [3, 4, 5, 6]]
+        split = [subset(samples, part) for part in parts]
+        outputs = [call_hook(keys, part, args=args) for part in split]
+        assert torch.equal(torch.cat([loss for loss, _, _ in outputs]), whole)
+        expected = correct(split, keys, per_token_loss=per_token_loss, rollout=[samples])
+        for (loss, masks, _), judge in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(loss.double(), flat(judge.weights), rtol=RTOL, atol=0)
+            assert torch.equal(flat(masks), flat(judge.masks))
 
 
 def rollout_data(samples: Samples) -> dict:

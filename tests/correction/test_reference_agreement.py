@@ -76,7 +76,7 @@ def test_the_hook_agrees_for_every_veto_normaliser_and_denominator(weight, gate)
 def test_the_standalone_function_and_the_pipeline_agree(weight, gate):
     for veto, normalizer in [("no veto", "kept"), ("high veto", "valid"), ("probability veto", "no normaliser")]:
         keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer)
-        for samples in BATCHES.values():
+        for samples in BATCHES.values() if veto == "no veto" else [BATCHES["broken"]]:
             (expected,) = correct([samples], keys)
             assert expected.margin > MARGIN
             assert_standalone_agrees(keys, samples, expected)

@@ -184,22 +184,19 @@ def test_metric_names_and_their_order_depend_on_the_settings_alone(weight):
         broken,
         sprinkle(random_samples([2, 30], seed=69), seed=3),
     ]
-    for gate in GATES:
-        for veto in ["no veto", "all vetoes"]:
-            keys = correction_keys(weight, gate=gate, veto=veto, normalizer="kept", mis_denominator="kept")
-            names = []
-            for samples in batches:
-                pg_loss = torch.ones(sum(m.numel() for m in samples.masks))
-                args = args_of(keys)
-                _, _, metrics = mis_ext.compute_mis_weights_with_cp(
-                    args=args, pg_loss=pg_loss, **slime_keywords(samples)
-                )
-                names.append(list(metrics))
-                response = flat(samples.masks) != 0
-                assert all(value[~response].isfinite().all() for value in metrics.values())
-            assert all(other == names[0] for other in names)
-            assert all(name.startswith("mis_") for name in names[0])
-            assert len(set(names[0])) == len(names[0])
+    for gate, veto in zip(GATES, ["no veto", "all vetoes"] * 2, strict=True):
+        keys = correction_keys(weight, gate=gate, veto=veto, normalizer="kept", mis_denominator="kept")
+        names = []
+        for samples in batches:
+            pg_loss = torch.ones(sum(m.numel() for m in samples.masks))
+            args = args_of(keys)
+            _, _, metrics = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **slime_keywords(samples))
+            names.append(list(metrics))
+            response = flat(samples.masks) != 0
+            assert all(value[~response].isfinite().all() for value in metrics.values())
+        assert all(other == names[0] for other in names)
+        assert all(name.startswith("mis_") for name in names[0])
+        assert len(set(names[0])) == len(names[0])
 
 
 def test_chosen_metrics_are_the_same_numbers_as_among_all():

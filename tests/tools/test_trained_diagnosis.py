@@ -61,12 +61,14 @@ def test_bf16_log_probs_are_a_small_part_of_what_kernels_give() -> None:
     assert shares["bf16_log_probs"] < MIN_SHARE < 0.5 < shares[KERNELS]
 
 
+@pytest.mark.whole_run
 def test_weights_that_are_never_synced_are_told_by_steps_and_stale_ones_by_versions() -> None:
     ((by_step,), by_version) = named("never synced, 6 steps"), named("half an update behind")[0]
     assert "k3 rises from" in by_step.evidence
     assert "k3 by version: fresh" in by_version.evidence
 
 
+@pytest.mark.whole_run
 def test_padding_looks_like_a_cut_and_like_no_temperature() -> None:
     assert {each.cause for each in named("padded vocabulary")} - {KERNELS} == {"top_p_or_top_k"}
 
@@ -79,11 +81,13 @@ def test_a_temperature_is_given_in_numbers(factor) -> None:
     assert (near, found.confidence) == (pytest.approx(float(factor), rel=0.01), "likely")
 
 
+@pytest.mark.whole_run
 def test_logarithms_to_base_2_are_no_temperature() -> None:
     (found,) = named("base 2")
     assert "the engine's are logarithms to the base 2" in found.evidence
 
 
+@pytest.mark.whole_run
 def test_many_tokens_do_not_make_a_cut_of_another_prompt() -> None:
     """Heavy tails, which a sample misses, leave a mean ratio of 0.986."""
     trainer, engine, *_ = sides_of("another prompt")
@@ -93,6 +97,7 @@ def test_many_tokens_do_not_make_a_cut_of_another_prompt() -> None:
     assert {each.cause for each in collector.diagnoses()} == {"stale_prefix_cache"}
 
 
+@pytest.mark.whole_run
 def test_zeros_in_most_samples_are_placeholders_however_far_apart_these_are() -> None:
     trainer, engine, *_ = sides_of("4 placeholders")
     engine = [each - 0.5 * (number > 9) for number, each in enumerate(engine)]

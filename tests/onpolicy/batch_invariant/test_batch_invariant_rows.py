@@ -374,7 +374,7 @@ def test_the_gradient_of_a_row_has_its_bits_in_any_batch(name, dtype):
         for batch in (x, strided(x)):
             with batch_invariant_mode():
                 expected = gradient_of_rows(GRADIENTS[name], batch, slice(None))
-                for start in (*rng.sample(range(29), 6), 0):
+                for start in (*rng.sample(range(1, 29), 2), 0):
                     rows = slice(start, start + rng.choice([1, 1, 10]) if start else 17)
                     torch.set_num_threads(rng.randint(1, 3))
                     assert equal_bits(gradient_of_rows(GRADIENTS[name], batch, rows), expected[rows]), (width, rows)
