@@ -16,10 +16,17 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 
 ruff check .
 ruff format --check .
-mypy
+# Beside the tests: the first time it takes most of a minute, of one core.
+types="$(mktemp)"
+mypy > "$types" 2>&1 &
+typing=$!
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file at a time per process: some files start processes of their own, once for all their tests. A process that died is
 # not started again: pytest-xdist then waits for ever for the rest of its file.
+tests=0
 python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-    --timeout 300 -m "not whole_run" "$@"
+    --timeout 300 -m "not whole_run" "$@" || tests=$?
+wait "$typing" || failed=$?
+cat "$types"
+exit "${failed:-$tests}"

@@ -11,6 +11,13 @@ FOLDERS = ("lab/studies", "lab/benchmarks", "lab/hosts", "examples", "examples/q
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 
+def pytest_collection_modifyitems(items):
+    """Whole runs, all of them: .ci/run asks for these here and in tests/ at once."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "lab"):
+            item.add_marker("whole_run")
+
+
 @pytest.fixture
 def workplace(tiny_model, tmp_path):
     """Where runs of the evidence's pretrained model take place: on the CPU, with that checkpoint."""

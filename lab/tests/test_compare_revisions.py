@@ -103,6 +103,7 @@ def cells(printed: str) -> list[list[str]]:
 
 
 @pytest.mark.whole_run
+@pytest.mark.slow
 def test_a_slower_revision_is_seen_and_equals_itself_on_two_ranks(tmp_path: Path) -> None:
     copy = tmp_path / "mis_ext"
     copy.mkdir()

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("runs", [60, pytest.param(2500, marks=pytest.mark.whole_run)])
+@pytest.mark.parametrize("runs", [60, pytest.param(1500, marks=pytest.mark.slow)])
 def test_no_operator_that_is_drawn_differs_silently(runs):
     for _ in range(3):
         options = ["--runs", str(runs), "--seed", str(random.randrange(10**6))]

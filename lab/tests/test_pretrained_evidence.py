@@ -38,9 +38,9 @@ from transformers import LlamaForCausalLM  # noqa: E402
 from mis_ext.onpolicy import RoutedExperts  # noqa: E402
 
 
-@pytest.mark.whole_run
+@pytest.mark.usefixtures("graded")
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(workplace: Workplace) -> None:
-    group = dataclasses.replace(GROUP, staleness=1, num_prompts=8, samples_per_prompt=32, response_length=2)
+    group = dataclasses.replace(GROUP, staleness=1)
     whole, first = PretrainedTraining(group, workplace), PretrainedTraining(group, workplace)
     expected = steps(whole, 4)
     assert any(row["grad_norm"] > 0 for row in expected[:2])
@@ -66,7 +66,6 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
     assert [round(float(weights["model.norm.weight"].float().mean())) for weights in loaded] == [1, 1, 1, 2, 3]
 
 
-@pytest.mark.whole_run
 @pytest.mark.parametrize(
     "method",
     [
@@ -85,7 +84,6 @@ def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
         assert rows[-1]["kept_sequences"] < 1
 
 
-@pytest.mark.whole_run
 def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +100,6 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
     assert rows[0]["k3"] < 1e-8 < 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
 
 
-@pytest.mark.whole_run
 def test_the_learning_rate_follows_k3_also_after_an_interruption(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +195,6 @@ def test_answers_are_cut_behind_their_first_end() -> None:
     assert answers.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
 
 
-@pytest.mark.whole_run
 def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     group = dataclasses.replace(GROUP, trained_steps=2, num_prompts=8, samples_per_prompt=32, response_length=2)
     first = PretrainedTraining(group, workplace)._trainer.weights()
@@ -211,7 +207,6 @@ def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monk
     assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
 
 
-@pytest.mark.whole_run
 def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_training(
     workplace: Workplace, tmp_path: Path
 ) -> None:
@@ -233,7 +228,6 @@ def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_traini
         assert (words in page) == (words in ("How far?", "## The mismatch")), words
 
 
-@pytest.mark.whole_run
 def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: Workplace, tmp_path: Path) -> None:
     group = dataclasses.replace(GROUP, num_steps=3, seeds=(1, 2), dtype="float32")
     study = Study(name="stopped", question="How far?", groups=runs_of([group]))
@@ -277,7 +271,6 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
     return call
 
 
-@pytest.mark.whole_run
 @pytest.mark.slow
 def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, tmp_path: Path, monkeypatch) -> None:
     results = Results(tmp_path / "results")
@@ -323,7 +316,6 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
     json.dumps(head)
 
 
-@pytest.mark.whole_run
 @pytest.mark.usefixtures("graded")
 def test_a_mixture_trains_and_goes_on_and_measures_no_routing_that_its_engine_does_not_tell(
     workplace: Workplace,
@@ -458,7 +450,6 @@ def test_experts_that_are_not_there_cannot_be_replayed(workplace: Workplace) -> 
         steps(training, 1)
 
 
-@pytest.mark.whole_run
 def test_a_page_tells_replayed_experts_from_the_routers_own(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,7 +474,6 @@ def test_a_page_tells_replayed_experts_from_the_routers_own(
     assert "k3 over all steps: none " in page
 
 
-@pytest.mark.whole_run
 @pytest.mark.parametrize("group", [GROUP, MIXTURE], ids=["dense", "mixture"])
 def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, group: PretrainedGroup) -> None:
     held = []

@@ -38,6 +38,7 @@ def work(tmp_path_factory):
 
 
 @pytest.mark.whole_run
+@pytest.mark.slow
 def test_megatrons_decoder_scores_as_transformers_does_padded_and_packed(work):
     reference = torch.cat(torch.load(work / "scores transformers, float32.pt"))
     assert reference.isfinite().all()

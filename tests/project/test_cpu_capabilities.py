@@ -34,13 +34,14 @@ TESTS += [
 
 
 @pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES[:-1])
 def test_numbers_agree_with_the_kernels_of_lesser_cpus_too(capability) -> None:
     own = torch.backends.cpu.get_cpu_capability()
     if own not in CAPABILITIES[CAPABILITIES.index(capability) + 1 :]:
         pytest.skip(f"this CPU has the kernels {own}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not whole_run", *TESTS],
+        [sys.executable, "-m", "pytest", *TESTS],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability.lower()},
         capture_output=True,
