@@ -258,7 +258,9 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
     name = "pretrained_floor"
     study = module.STUDIES[name]
     groups = tuple(
-        dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,)) for group in study.groups
+        dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,))
+        for group in study.groups
+        if group.seeds in ((1,), (2,))
     )
     monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(study, groups=groups))
 
@@ -301,7 +303,7 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
     assert [results.is_done(group) for group in program.groups] == [True] * (len(program.groups) - 1) + [False]
     program("report", "--output", str(tmp_path / "pages"))
     page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
-    assert "1 of 24 runs are missing" in page
+    assert "1 of 12 runs are missing" in page
     program("run", *program.run)
     # Every step of every run once, and the one that was interrupted again.
     assert seen == 2 * len(program.groups) + 1

@@ -9,8 +9,8 @@ import torch
 from cases import assert_close, assert_hook_metrics, assert_values, drawn_samples, flat
 from drawn_configs import LEVELS, Balanced, Point, broken_batch, correct_point, draw_point
 from hypothesis import assume, given
-from property_cases import searching
 from reference import Samples, correct
+from searching import searching
 from triton_support import DEVICE, HAS_GPU, OBSTACLE
 
 import mis_ext

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching
 from zigzag import local_tokens, owner
 
 from mis_ext import PackedLayout
@@ -14,7 +15,7 @@ from mis_ext.correction.zigzag import owned_chunks
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@searching(50)
 @given(LENGTHS, st.integers(2, 7), st.sampled_from(["zigzag", "contiguous"]), st.integers(0, 9) | st.none())
 def test_every_rank_gets_the_tokens_that_the_contract_says_and_together_all_of_them(samples, cp_size, partition, extra):
     responses = [response for response, _ in samples]
@@ -51,6 +52,7 @@ def test_every_rank_gets_the_tokens_that_the_contract_says_and_together_all_of_t
     assert sorted(seen) == list(range(sum(responses)))
 
 
+@searching(50)
 @given(st.integers(0, 90), st.integers(1, 7), st.sampled_from(["zigzag", "contiguous"]))
 def test_every_position_lies_in_a_range_of_its_owner_up_to_the_least_padding(length, cp_size, partition) -> None:
     num_chunks = cp_size if partition == "contiguous" or cp_size == 1 else 2 * cp_size

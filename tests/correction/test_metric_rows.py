@@ -26,8 +26,8 @@ from cases import (
 )
 from host_loop import sum_of_sample_mean, sum_of_token
 from hypothesis import assume, given
-from property_cases import searching
 from reference import Samples, correct
+from searching import searching
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_support import HAS_GPU, OBSTACLE

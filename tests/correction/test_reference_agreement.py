@@ -23,8 +23,8 @@ from cases import (
     sprinkle,
 )
 from hypothesis import assume, given
-from property_cases import searching
 from reference import Corrected, Samples, correct
+from searching import searching
 
 import mis_ext
 

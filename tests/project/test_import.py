@@ -140,6 +140,7 @@ def test_the_documentation_names_no_function_outside_of_the_package() -> None:
     assert {"mis_ext.log_mismatch", "mis_ext.prepare_rollout", "mis_ext.policy_loss"} <= {*documented_paths()}
 
 
+@pytest.mark.whole_run
 def test_hosts_find_each_function_by_its_path_in_any_folder(tmp_path) -> None:
     code = f"""
 import importlib

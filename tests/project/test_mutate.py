@@ -257,6 +257,7 @@ def test_each_equivalent_change_is_one_of_its_file() -> None:
         assert row["why"]
 
 
+@pytest.mark.whole_run
 def test_the_near_tests_of_a_file_are_printed_to_be_run() -> None:
     command = [sys.executable, str(ROOT / "tests" / "near_tests.py")]
     shown = subprocess.run([*command, "mis_ext/scoring/eager.py"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -3,24 +3,10 @@
 import pytest
 import torch
 from cases import GATES, WEIGHTS
-from hypothesis import HealthCheck, settings
 from reference import Samples
+from searching import searching
 
 import mis_ext
-
-
-def searching(percent: int) -> settings:
-    """Other examples in every run: a part of what the profile draws, 100 in the test command and 400 in CI.
-
-    A failure prints its example, and pytest at its end the seed that draws it again (``conftest.py``).
-    """
-    return settings(
-        max_examples=settings.default.max_examples * percent // 100,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
-
 
 FUZZ = searching(25)
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]

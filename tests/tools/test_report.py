@@ -11,7 +11,7 @@ import torch
 from cases import drawn_samples
 from drawn_configs import Point, draw_point
 from hypothesis import given
-from property_cases import searching
+from searching import searching
 
 import mis_ext
 from mis_ext.diagnosis import Measuring

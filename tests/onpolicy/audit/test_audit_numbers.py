@@ -6,15 +6,16 @@ import math
 import pytest
 import torch
 from audit_lists import INTEGER, NAN, audit_logprobs, copies, log_probs, next_number, tensors, tied_to
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching
 
 from mis_ext.onpolicy.audit.audit_report import Verdict
 
 # --- bits
 
 
-@settings(max_examples=60, deadline=None)
+@searching(20)
 @given(
     data=st.data(), dtype=st.sampled_from(list(INTEGER)), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4)
 )
@@ -135,7 +136,7 @@ def test_the_mean_comes_from_the_exact_sum_in_any_order(in_one_sample) -> None:
         assert report.deciles[3].mean_abs_diff == report.mean_abs_diff
 
 
-@settings(max_examples=20, deadline=None)
+@searching(8)
 @given(seed=st.integers(0, 1000), offset=st.sampled_from([0.0, 1e-3, 1.0, 1e4]))
 def test_the_decile_table_sums_to_the_totals(seed, offset) -> None:
     train = log_probs(17, 1, 30, seed=seed)

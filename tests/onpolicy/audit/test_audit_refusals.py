@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from audit_lists import GOOD, INF, NAN, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching
 
 from mis_ext.onpolicy.audit import log_probs as module
 from mis_ext.onpolicy.audit.audit_report import Evidence, Verdict
@@ -199,7 +200,7 @@ def test_log_probs_that_require_a_gradient_and_strided_ones_can_be_audited() -> 
     assert audit_logprobs([pairs[:, 0].clone().requires_grad_()], [pairs[:, 1]]).verdict is Verdict.EXACT
 
 
-@settings(max_examples=40, deadline=None)
+@searching(15)
 @given(data=st.data(), length=st.integers(1, 9), fraction=st.floats(2**-8, 1 - 2**-8))
 def test_ids_that_are_whole_numbers_in_another_type_are_equal_and_fractions_never(data, length, fraction) -> None:
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 2**15), min_size=length, max_size=length)))

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_invariant_support import randn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode, overrides
@@ -45,7 +46,7 @@ def ends_of(sizes, device="cpu"):
 
 @needs_grouped_mm
 @each_device
-@settings(max_examples=20, deadline=None)
+@searching(10)
 @given(
     sizes=st.lists(st.sampled_from([0, 0, 1, 2, 3, 16, 17, 40]), min_size=1, max_size=6),
     length=st.sampled_from([8, 64, 136, 200]),
@@ -374,7 +375,7 @@ def test_a_sum_or_a_choice_without_a_fixed_order_is_an_error(name):
 
 
 @each_device
-@settings(max_examples=25, deadline=None)
+@searching(10)
 @given(
     columns=st.sampled_from([2, 8, 60, 64, 128, 300]),
     topk=st.integers(0, 9),

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -249,7 +250,7 @@ def test_functions_that_write_are_those_that_return():
         assert F.silu(torch.empty(0, 4)).shape == (0, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@searching(20)
 @given(numel=st.integers(0, 3_000_000), num_threads=st.integers(1, 96), is_gelu=st.booleans())
 def test_every_thread_gets_whole_vectors_and_little_is_added(numel, num_threads, is_gelu):
     with pytest.MonkeyPatch.context() as patch:

@@ -12,8 +12,9 @@ pytest.importorskip("transformers", reason="real tokenizers: pip install transfo
 pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
 
 from conversations import call
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from searching import searching
 from tiny_tokenizers import encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
@@ -104,7 +105,7 @@ PARTS = ["def", "x", "Action:", "天気", '"', "}", "<b>", "it's"]
 SPACES = ["", " ", "\n", "\n    ", "\t"]
 
 
-@settings(max_examples=100, deadline=None)
+@searching(30)
 @given(data=st.data())
 def test_of_a_turn_that_goes_on_every_white_space_counts(data) -> None:
     """The words of two turns, the second of which goes on in the same turn; one of the spaces is another."""

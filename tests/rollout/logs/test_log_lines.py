@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("msgspec", reason="logs are read with msgspec: pip install mis_ext[cli]")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from responses import recorded, vllm_chat, vllm_completions
+from searching import searching
 
 from mis_ext.rollout.logs import rollout_log
 from mis_ext.rollout.logs.rollout_log import LogLineError, parse_line
@@ -49,7 +50,7 @@ def refuse(content: bytes) -> None:
     raise rollout_log.msgspec.DecodeError("by the test")
 
 
-@settings(max_examples=150, deadline=None)
+@searching(40)
 @given(rows, st.booleans(), st.data())
 def test_a_line_is_read_as_by_the_standard_library(row, ascii_only, data) -> None:
     content = json.dumps(row, ensure_ascii=ascii_only).encode(errors="surrogatepass")
