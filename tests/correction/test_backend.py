@@ -88,13 +88,14 @@ METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "
 
 
 @pytest.mark.parametrize(
-    ("keys", "cp_rank"),
+    ("keys", "cp_rank", "backend"),
     [
-        pytest.param(CORRECTION, 1, id="part of sequences"),
-        pytest.param(METRICS_ONLY, None, id="metrics only", marks=pytest.mark.whole_run),
+        pytest.param(CORRECTION, 1, "eager", id="part of sequences"),
+        pytest.param(CORRECTION, 1, "aot_eager", id="part of sequences, traced", marks=pytest.mark.whole_run),
+        pytest.param(METRICS_ONLY, None, "aot_eager", id="metrics only, traced", marks=pytest.mark.whole_run),
     ],
 )
-def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeypatch) -> None:
+def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, backend, monkeypatch) -> None:
     samples = random_samples([5, 40, 3], seed=4)
     totals, lengths = [9, 44, 7], [5, 40, 3]
     if cp_rank is None:
@@ -120,7 +121,7 @@ def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, monkeyp
 
     local = layout.index.local_part
     inputs = local(torch.cat(samples.train)), local(torch.cat(samples.rollout)), torch.cat(samples.masks)
-    compiled = torch.compile(correct, fullgraph=True, backend="aot_eager")(*inputs)
+    compiled = torch.compile(correct, fullgraph=True, backend=backend)(*inputs)
     for ours, theirs in zip(compiled, correct(*inputs), strict=True):
         assert torch.equal(ours, theirs)
 
