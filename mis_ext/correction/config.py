@@ -133,6 +133,12 @@ class CorrectionConfig:
         return self.needs_whole_sequences or any(gate.is_veto and gate.action == "reject" for gate in self.gates)
 
     @property
+    def multiplies_ratios(self) -> bool:
+        """Whether a weight or a gate is of the product of a response's ratios."""
+        is_product = self.weight is not None and self.weight.level == "sequence"
+        return is_product or any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in self.all_gates)
+
+    @property
     def rejects_single_tokens(self) -> bool:
         """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
         gates_tokens = any(gate.is_of_tokens and gate.action == "reject" for gate in self.all_gates)

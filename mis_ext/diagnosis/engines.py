@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mis_ext.checks.limits import MAX_CHANCE, MIN_TOKENS
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import MAX_CHANCE, MIN_TOKENS
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import PER_OCTAVE, Signals, first_position
 from mis_ext.diagnosis.size import stale_words

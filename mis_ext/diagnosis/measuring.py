@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from mis_ext.checks.limits import CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SHIFT_FACTOR
+from mis_ext.checks.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SHIFT_FACTOR
 from mis_ext.diagnosis.signals import Signals
-from mis_ext.diagnosis.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.diagnosis.turns import Turns, turns_of
 
 COLUMNS = (

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO
-from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import (
+from mis_ext.checks.limits import (
     IMPROBABLE,
     MAX_MEAN_ABS_DIFF,
     MIN_CONSTANT_TOKENS,
@@ -18,9 +16,11 @@ from mis_ext.diagnosis.limits import (
     PLACEHOLDER,
     SHIFT_FACTOR,
 )
+from mis_ext.checks.token_sums import TokenSums, vary
+from mis_ext.correction.formula import MAX_LOG_RATIO
+from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.measuring import Measured, Samples
 from mis_ext.diagnosis.size import stale_words
-from mis_ext.diagnosis.token_sums import TokenSums, vary
 
 MAX_ZERO_GAP = 0.01
 """Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mis_ext.checks.limits import CERTAIN
+from mis_ext.checks.token_sums import Sorted, TokenSums, added, line_sums, sums_of_sorted
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import CERTAIN
-from mis_ext.diagnosis.token_sums import Sorted, TokenSums, added, line_sums, sums_of_sorted
 from mis_ext.diagnosis.turns import Turns
 
 PLACES = {"first": 0, "early": 8, "between": 32, "late": 64, "far": 256}
@@ -46,7 +46,7 @@ class Signals:
     """Evidence of causes, of the tokens that have a log-prob of the engine.
 
     Attributes:
-        sums: Of :class:`~mis_ext.diagnosis.token_sums.TokenSums`.
+        sums: Of :class:`~mis_ext.checks.token_sums.TokenSums`.
         shifts: ``[2, 2, NUM_SHIFTS]`` of uncertain tokens by ``|d| / (1 - p)``, for ``d`` below and above 0: how many,
             and their k3.
         places: ``[2, len(PLACES), 6]`` of uncertain tokens of the first turn and of later ones, by their place in the

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
+from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
 from mis_ext.diagnosis.measuring import Measured
 
 MAX_EXPLAINED = 0.87

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.checks.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.cause import Finding
-from mis_ext.diagnosis.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured, Samples
 from mis_ext.diagnosis.size import OTHER_PRECISION, unfit_words
 

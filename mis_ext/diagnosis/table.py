@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.correction.tables import Table
 from mis_ext.diagnosis.cause import Cause, Diagnosis, percent
 from mis_ext.diagnosis.engines import bf16, decoding, experts, few_tokens, formula, late, prefix
-from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.missing import (
     broken_engine,

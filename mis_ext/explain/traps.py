@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from mis_ext.checks.limits import FEW_SEQUENCES_ESS
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
     from mis_ext.methods.method import Method
 
 MIN_LEARNING_RATE = 0.9
-FEW_SEQUENCES_ESS = 0.2
-"""Effective share of products of ratios below which a few responses decide.
-
-By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of a product, and the heaviest Phi(-s) of
-the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
-"""
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
 EVIDENCE = "lab/evidence/README.md"
 PUBLISHED = "lab/evidence/published.md"
@@ -97,12 +92,10 @@ def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) ->
     """That products of ratios of responses this long have lost almost all of their effective sample size."""
     product = GaussianLaw(k3, length).product
     share = math.exp(-product.variance)
-    weight = config.weight
-    is_product = weight is not None and weight.level == "sequence"
-    gates_products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates)
-    if share >= FEW_SEQUENCES_ESS or not (is_product or gates_products):
+    if share >= FEW_SEQUENCES_ESS or not config.multiplies_ratios:
         return
-    cap = weight.high if weight is not None and is_product else None
+    weight = config.weight
+    cap = weight.high if weight is not None and weight.level == "sequence" else None
     cap = DEFAULT_UPPER_BOUND if cap is None else cap
     log_cap = math.log(cap)
     mean = product.moment(lambda log_ratio: bounded_exp(log_ratio.clamp_max(log_cap)), 1, kinks=(log_cap,))

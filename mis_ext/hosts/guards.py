@@ -6,20 +6,20 @@ for the device; later ones read what has arrived meanwhile, and find a mistake a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from mis_ext.checks.limits import FEW_SEQUENCES_ESS, MAX_MEAN_ABS_DIFF, MIN_TOKENS
+from mis_ext.checks.token_sums import TokenSums, added, are_suspicious, token_sums
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.diagnosis.limits import MAX_MEAN_ABS_DIFF, MIN_TOKENS
-from mis_ext.diagnosis.measuring import Measured
-from mis_ext.diagnosis.table import CAUSES, diagnose
-from mis_ext.diagnosis.token_sums import TokenSums, added, token_sums
-from mis_ext.explain.traps import hopeless_sequences, single_sequence
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.readback import RunningReadback, is_capturing
+
+if TYPE_CHECKING:
+    from mis_ext.diagnosis.cause import Diagnosis
 
 ENOUGH_TOKENS = MIN_TOKENS
 """A check that has seen so many tokens, or pairs of them, has judged and is done."""
@@ -67,12 +67,12 @@ class DataGuards:
     def _judge(self, tokens: TokenSums, streams: PackedStreams, groups: Groups) -> Iterator[Finding]:
         in_scope = streams.layout.num_sequences * (groups.dp_size if self._config.scope == "data_parallel" else 1)
         has_tokens, has_pairs = tokens.num_valid >= ENOUGH_TOKENS, tokens.num_pairs >= ENOUGH_TOKENS
-        diagnoses = diagnose(Measured(tokens=tokens))
+        causes = _causes(tokens)
         checks: tuple[tuple[str, bool, Iterator[Finding]], ...] = (
-            ("shifted_log_probs", has_pairs, _mistakes("shifted_log_probs", diagnoses, has_pairs)),
-            ("degenerate_behavior", has_tokens, _mistakes("degenerate_behavior", diagnoses, has_tokens)),
-            ("single_sequence", has_tokens, map(_doubt, single_sequence(self._config, in_scope))),
-            ("size", has_tokens, _size(self._config, tokens, diagnoses) if has_tokens else iter(())),
+            ("shifted_log_probs", has_pairs, _mistakes("shifted_log_probs", causes, has_pairs)),
+            ("degenerate_behavior", has_tokens, _mistakes("degenerate_behavior", causes, has_tokens)),
+            ("single_sequence", has_tokens, _single_sequence(self._config, in_scope)),
+            ("size", has_tokens, _size(self._config, tokens, causes) if has_tokens else iter(())),
         )
         for name, has_seen_enough, findings in checks:
             if name not in self._armed:
@@ -86,10 +86,25 @@ class DataGuards:
             yield from found
 
 
-def _mistakes(guard: GuardName, diagnoses: Iterable[Diagnosis], has_seen_enough: bool) -> Iterator[Finding]:
+# Rules, texts and advice load where something is found: most runs never need them.
+
+
+def _causes(tokens: TokenSums) -> list[tuple[Diagnosis, GuardName | None]]:
+    """The causes that sums over tokens show, each with the guard that stops on it."""
+    if not are_suspicious(tokens):
+        return []
+    from mis_ext.diagnosis.measuring import Measured
+    from mis_ext.diagnosis.table import CAUSES, diagnose
+
+    return [(found, CAUSES[found.cause].guard) for found in diagnose(Measured(tokens=tokens))]
+
+
+def _mistakes(
+    guard: GuardName, causes: Iterable[tuple[Diagnosis, GuardName | None]], has_seen_enough: bool
+) -> Iterator[Finding]:
     """The causes that a guard stops on; of a few tokens a doubt, which must not end the watch too early."""
-    for found in diagnoses:
-        if CAUSES[found.cause].guard == guard and (found.is_pattern or has_seen_enough):
+    for found, its_guard in causes:
+        if its_guard == guard and (found.is_pattern or has_seen_enough):
             yield Finding(guard if found.is_pattern else None, _in_words(found), found.cause)
 
 
@@ -97,22 +112,36 @@ def _in_words(found: Diagnosis) -> str:
     return f"{found.in_words}. {found.advice} ({found.cause}, {found.confidence})"
 
 
-def _doubt(message: str) -> Finding:
-    return Finding(None, message)
+def _single_sequence(config: CorrectionConfig, num_sequences: int) -> Iterator[Finding]:
+    if num_sequences == 1 and config.normalize_over is not None:
+        from mis_ext.explain.traps import single_sequence
+
+        for message in single_sequence(config, num_sequences):
+            yield Finding(None, message)
 
 
-def _size(config: CorrectionConfig, tokens: TokenSums, diagnoses: Iterable[Diagnosis]) -> Iterator[Finding]:
+def _size(
+    config: CorrectionConfig, tokens: TokenSums, causes: Iterable[tuple[Diagnosis, GuardName | None]]
+) -> Iterator[Finding]:
     """Doubts about what the log-probs are of, and about how large the mismatch is."""
-    named = [found for found in diagnoses if CAUSES[found.cause].guard is None]
+    named = [found for found, guard in causes if guard is None]
     for found in named:
         yield Finding(None, _in_words(found), found.cause)
     gap = tokens.gap_rest / tokens.num_rest if tokens.num_rest else 0.0
     if not named and gap > MAX_MEAN_ABS_DIFF:
+        from mis_ext.diagnosis.table import CAUSES
+
         suspects = "; ".join(CAUSES[name].title for name in SUSPECTS)
-        yield _doubt(
+        yield Finding(
+            None,
             f"behavior and proximal log-probs differ by {gap:.3g} nats per token on average, more than "
             f"{MAX_MEAN_ABS_DIFF:g}. The first calls cannot tell which of these is the cause: {suspects}. Run "
-            "mis-ext report on a dump of the rollout: it measures more"
+            "mis-ext report on a dump of the rollout: it measures more",
         )
     k3, length = tokens.k3 / tokens.num_valid, tokens.num_response / tokens.num_sequences
-    yield from map(_doubt, hopeless_sequences(config, k3=k3, length=length))
+    # Kish's effective share of products of ratios, by the Gaussian law of a token's log-ratio, N(-k3, 2 k3).
+    if config.multiplies_ratios and math.exp(-2.0 * k3 * length) < FEW_SEQUENCES_ESS:
+        from mis_ext.explain.traps import hopeless_sequences
+
+        for message in hopeless_sequences(config, k3=k3, length=length):
+            yield Finding(None, message)

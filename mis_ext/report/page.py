@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
+from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.diagnosis.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
 from mis_ext.report.comparison import Compared, ComparedCause, Comparison, Found
 from mis_ext.report.noise import MIN_PROMPTS, digits

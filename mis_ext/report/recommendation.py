@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mis_ext.checks.limits import FEW_SEQUENCES_ESS, PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.diagnosis.limits import PRETRAINED_K3
 from mis_ext.explain.method_effect import method_notes
 from mis_ext.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
-    FEW_SEQUENCES_ESS,
     HARMLESS_K3,
     PUBLISHED,
     Circumstances,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from mis_ext.checks.limits import PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis, percent
-from mis_ext.diagnosis.limits import PRETRAINED_K3
 from mis_ext.diagnosis.measuring import Measured, Measuring
 from mis_ext.diagnosis.table import search
 from mis_ext.dumps import Dumps

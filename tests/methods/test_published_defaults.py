@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from mis_ext.diagnosis import limits
+from mis_ext.checks import limits
 from mis_ext.keys.flat import config_from_mapping
 from mis_ext.loss.naive import naive_policy_loss
 from mis_ext.loss.settings import LossSettings

@@ -53,3 +53,13 @@ BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 1
 
 MAX_CHANCE = 1e-3
 """What has a smaller chance is no coincidence."""
+
+FEW_SEQUENCES_ESS = 0.2
+"""Effective share of products of ratios below which a few responses decide.
+
+By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of a product, and the heaviest Phi(-s) of
+the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
+"""
+
+SUSPICIOUS_LINE = 0.05
+"""Share of the variance of differences that a line in one side's log-probs explains: below, no rule looks at it."""

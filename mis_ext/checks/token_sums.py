@@ -13,11 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.limits import (
+from mis_ext.checks.limits import (
     BASES,
     CERTAIN,
     IMPROBABLE,
@@ -29,9 +25,14 @@ from mis_ext.diagnosis.limits import (
     MIN_TOKENS,
     PLACEHOLDER,
     SHIFT_FACTOR,
+    SUSPICIOUS_LINE,
     ZEROS_OF_A_CUT,
 )
-from mis_ext.diagnosis.line import LINE_SUMS, Line, Moments, Power
+from mis_ext.checks.line import LINE_SUMS, Line, Moments, Power
+from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.statistics import TOKEN_FORMULAS
 
 _Number = TypeVar("_Number", float, Tensor)
 
@@ -43,7 +44,7 @@ class TokenSums(NamedTuple):
     absurd log-prob must not outweigh all others. ``first`` and ``second`` are those of the two tokens of a pair,
     ``earlier`` and ``later`` the same with a shifted stream, ``negated`` of all tokens with one sign flipped. What ends
     in ``_rest`` is of the tokens that are not taken out; ``line`` are the sums of
-    :class:`~mis_ext.diagnosis.line.Line` over those of them that are uncertain. Names that end in ``_other`` are of
+    :class:`~mis_ext.checks.line.Line` over those of them that are uncertain. Names that end in ``_other`` are of
     tokens whose two log-probs differ. ``moments`` are those of ``_moments``, ``in_base`` those of ``_in_base``.
     """
 
@@ -250,7 +251,7 @@ def sums_of_sorted(
 
 
 def _moments(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
-    """The sums of :class:`~mis_ext.diagnosis.line.Moments`, for the weights 1, and w, w^2 and abs(w) of either side."""
+    """The sums of :class:`~mis_ext.checks.line.Moments`, for the weights 1, and w, w^2 and abs(w) of either side."""
     d, b, p = (torch.where(chosen_T, each, 0.0).double() for each in (difference_T, behavior_T, proximal_T))
     products = torch.stack([chosen_T.double(), b, p, b * b, b * p, p * p])
     of_engine, of_trainer = torch.expm1(d), torch.expm1(-d)
@@ -291,7 +292,7 @@ def _line_sums(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proxi
 
 
 def line_sums(difference: Tensor, behavior: Tensor, proximal: Tensor, chosen: Tensor) -> Tensor:
-    """The sums of :class:`~mis_ext.diagnosis.line.Line`; what is not chosen must be 0."""
+    """The sums of :class:`~mis_ext.checks.line.Line`; what is not chosen must be 0."""
     d, b, p = _bounded(difference).double(), behavior.double(), proximal.double()
     return torch.stack([chosen.sum(), d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
 
@@ -315,6 +316,41 @@ def _bounded(difference: Tensor) -> Tensor:
 def added(before: Tensor, now: Tensor) -> Tensor:
     """The sums of all calls until now, from those before and those of this call: sums are added, minima compared."""
     return torch.cat([before[:NUM_SUMS] + now[:NUM_SUMS], torch.minimum(before[NUM_SUMS:], now[NUM_SUMS:])])
+
+
+def are_suspicious(sums: TokenSums) -> bool:
+    """Whether a rule of the diagnosis may name a cause by these sums alone: where this says no, none does.
+
+    So a run whose log-probs are healthy never loads the rules. Each condition is what one of them needs at least.
+    """
+    taken_out = sums.num_placeholders + sums.num_zeros + sums.num_constant + sums.num_shifted
+    num_positive = sums.num_positive + sums.num_proximal_positive
+    # A side says one number: for all tokens, or for those on which the two differ.
+    is_one_number = sums.num_valid >= MIN_CONSTANT_TOKENS and (
+        sums.lowest == -sums.negated_highest or sums.lowest_proximal == -sums.negated_highest_proximal
+    )
+    is_one_other = sums.num_different >= MIN_CONSTANT_TOKENS and (
+        sums.lowest_other == -sums.negated_highest_other
+        or sums.lowest_proximal_other == -sums.negated_highest_proximal_other
+    )
+    is_shifted = sums.num_pairs >= MIN_TOKENS and (
+        min(sums.earlier, sums.later) < SHIFT_FACTOR * min(sums.first, sums.second)
+    )
+    is_negated = sums.negated < SHIFT_FACTOR * sums.gap
+    # A broken side, another text, old weights.
+    gap = max(sums.gap_rest, abs(sums.proximal_rest - sums.behavior_rest))
+    # A temperature, or another base of logarithms: the best line explains at least what one through 0 does.
+    explained = max(sums.line.on(side).explained for side in ("behavior", "proximal"))
+    is_line = sums.line_num_tokens >= MIN_TOKENS and explained > SUSPICIOUS_LINE
+    return (
+        taken_out + num_positive > 0.0
+        or is_one_number
+        or is_one_other
+        or is_shifted
+        or is_negated
+        or gap > MAX_MEAN_ABS_DIFF * sums.num_rest
+        or is_line
+    )
 
 
 def vary(count: _Number, difference: _Number, gap: _Number, squared: _Number) -> _Number:
