@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mis_ext.explain.effect import Effect, effect_of, effect_of_method
     from mis_ext.explain.explanation import Explanation, explain_config
-    from mis_ext.explain.law import Effect, GaussianLaw, effect_of
-    from mis_ext.explain.method_effect import effect_of_method
+    from mis_ext.explain.law import GaussianLaw
     from mis_ext.explain.traps import Circumstances, Trap, traps_of
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "explanation": ("Explanation", "explain_config"),
-            "law": ("Effect", "GaussianLaw", "effect_of"),
-            "method_effect": ("effect_of_method",),
+            "effect": ("Effect", "effect_of", "effect_of_method"),
+            "law": ("GaussianLaw",),
             "traps": ("Circumstances", "Trap", "traps_of"),
         },
     )

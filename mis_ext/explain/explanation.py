@@ -9,8 +9,7 @@ from typing import Any
 
 from mis_ext.checks import check_number
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.explain.law import Effect, effect_of
-from mis_ext.explain.method_effect import effect_of_method, method_notes
+from mis_ext.explain.effect import Effect, effect_of, effect_of_method, method_notes
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
 from mis_ext.explain.words import SYMBOLS, Step, denominator_of, gradient_of, steps_of
 from mis_ext.jsonable import to_jsonable

@@ -23,11 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import STATISTICS
-from mis_ext.correction.weights import Weight
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
@@ -175,148 +173,6 @@ class GaussianLaw:
         variance = share @ (values - mean).square()
         shape = self.length * mean.square() / variance
         return float(torch.special.gammainc(shape, value * mean / variance))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effect:
-    """What is expected; NaN where the law does not say.
-
-    Attributes:
-        k3: Per token, in nats.
-        length: Tokens of a response.
-        ess_token: Kish's effective share of token ratios; of products over responses and of their geometric means.
-        accepted: Share of tokens, or of responses, that each gate keeps or weighs.
-        kept_tokens: Share of tokens that stay in the mask. Gates on other things than the ratio of a token or of a
-            response count as independent of each other.
-        live_tokens: Share of tokens that also have a policy gradient.
-        kept_sequences: The same as ``kept_tokens`` of responses.
-        above_high: Share of ratios at the level of the weight that its high bound acts on; then the low bound.
-        weight_mean: Of the weight, before normalisation, gates apart.
-        learning_rate: Mean of what multiplies the loss of a response token: 1 without correction.
-        ess: Kish's effective share of that factor.
-    """
-
-    k3: float
-    length: float
-    ess_token: float
-    ess_sequence: float
-    ess_geometric: float
-    accepted: dict[str, float]
-    kept_tokens: float
-    live_tokens: float
-    kept_sequences: float
-    above_high: float
-    below_low: float
-    weight_mean: float
-    learning_rate: float
-    ess: float
-
-
-def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
-    """What ``config`` does to responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
-    law, weight = GaussianLaw(k3, length), config.weight
-    gates = described_gates(config)
-    kept = _Passed.of(law, [gate for gate in gates.values() if gate.action == "reject"])
-    live = _Passed.of(law, [*gates.values()])
-    first, second = (_factor_moment(law, weight, live, power) for power in (1, 2))
-    weight_mean = _factor_moment(law, weight, _Passed.of(law, []), 1)
-    live_share = live.of_tokens(law)
-    # As in the correction: the mean over kept weights, and the survivors over all.
-    means = {"valid": weight_mean, "kept": _ratio_or_one(first, live_share), None: 1.0}
-    factor = _ratio_or_one(1.0, live_share) if config.denominator == "kept" else 1.0
-    log_ratio = GaussianLaw(0.0, 1.0).token if weight is None else law.of_level(weight.level)
-    low, high = EVERYTHING if weight is None else (weight.log_low, weight.log_high)
-    return Effect(
-        k3=k3,
-        length=length,
-        ess_token=law.ess("token"),
-        ess_sequence=law.ess("sequence"),
-        ess_geometric=law.ess("geometric"),
-        accepted={name: law.acceptance(gate) for name, gate in gates.items()},
-        kept_tokens=kept.of_tokens(law),
-        live_tokens=live_share,
-        kept_sequences=kept.of_responses(law),
-        above_high=log_ratio.between(high, math.inf) if high < math.inf else 0.0,
-        below_low=log_ratio.between(-math.inf, low) if low > -math.inf else 0.0,
-        weight_mean=weight_mean,
-        learning_rate=first * factor / means[config.normalize_over],
-        ess=first**2 / second if second else math.nan,
-    )
-
-
-def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
-    """Every gate of a configuration by its name and what it compares; the one that the weight implies is ``weight``."""
-    implied = config.weight.gate if config.weight is not None else None
-    named = {} if implied is None else {"weight": implied}
-    return {gate_label(name, gate): gate for name, gate in (named | config.labelled_gates).items()}
-
-
-def gate_label(name: str, gate: Gate) -> str:
-    """A gate in a few words: its name, what it looks at, and its band."""
-    low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
-
-
-@dataclass(frozen=True)
-class _Passed:
-    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown."""
-
-    token: list[Interval]
-    product: list[Interval]
-    others: float
-
-    @classmethod
-    def of(cls, law: GaussianLaw, gates: list[Gate]) -> _Passed:
-        """What passes all of them."""
-        token, product, others = [EVERYTHING], [EVERYTHING], 1.0
-        for gate in gates:
-            accepted = law.acceptance(gate)
-            if gate.statistic == "ratio" and gate.reduce in ("sum", "mean") and gate.after is None:
-                scale = law.length if gate.reduce == "mean" else 1.0
-                product = intersected(product, [(gate.log_low * scale, gate.log_high * scale)])
-            elif not math.isnan(accepted) and gate.reduce == "token":
-                token = intersected(token, passing(gate))
-            else:
-                others *= accepted
-        return cls(token, product, others)
-
-    def of_tokens(self, law: GaussianLaw) -> float:
-        """Share of all tokens that is left, in [0, 1]."""
-        return _share(law.token.between, self.token) * _share(law.product.between, self.product) * self.others
-
-    def of_responses(self, law: GaussianLaw) -> float:
-        """Share of the responses of which a token is left, in [0, 1]."""
-        lost = min(max(1.0 - _share(law.token.between, self.token), 0.0), 1.0)
-        return float(1.0 - lost**law.length) * _share(law.product.between, self.product) * self.others
-
-
-def _factor_moment(law: GaussianLaw, weight: Weight | None, passed: _Passed, power: int) -> float:
-    """``E[weight^power; passed]`` by the law: the moment of a token's weight, over tokens that pass."""
-    if weight is None:
-        return passed.of_tokens(law)
-    if weight.only_outside is not None:
-        return math.nan
-    of_token, of_product = (
-        _share(normal.between, intervals)
-        for normal, intervals in ((law.token, passed.token), (law.product, passed.product))
-    )
-    log_ratio = law.of_level(weight.level)
-    if weight.level == "token":
-        intervals, rest = passed.token, of_product
-    else:
-        scale = law.length if weight.level == "geometric" else 1.0
-        intervals, rest = [(first / scale, last / scale) for first, last in passed.product], of_token
-    kinks = (weight.log_low, weight.log_high)
-    moment = sum(log_ratio.moment(weight.bounded, power, each, kinks=kinks) for each in intervals)
-    return moment * rest * passed.others
-
-
-def _share(between: Callable[[float, float], float], intervals: list[Interval]) -> float:
-    return sum(between(*each) for each in intervals)
-
-
-def _ratio_or_one(numerator: float, denominator: float) -> float:
-    return numerator / denominator if numerator > 0.0 and denominator > 0.0 else 1.0
 
 
 def _on_policy(statistic: str) -> float:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mis_ext.checks.limits import FEW_SEQUENCES_ESS
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
-from mis_ext.explain.law import Effect, GaussianLaw, described_gates
-
-if TYPE_CHECKING:
-    from mis_ext.methods.method import Method
+from mis_ext.explain.effect import Effect, described_gates
+from mis_ext.explain.law import GaussianLaw
+from mis_ext.methods.method import Method
 
 MIN_LEARNING_RATE = 0.9
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0

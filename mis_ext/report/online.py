@@ -17,9 +17,8 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.packing import PackedStreams, pack_rollout
 from mis_ext.report.part import Origin, Part
-from mis_ext.report.sequences import COLUMNS, Sequences
 from mis_ext.report.summary import OF_PROMPTS, Mismatch, mismatch_of
-from mis_ext.report.tally import TokenTally
+from mis_ext.report.tally import COLUMNS, Sequences, TokenTally
 
 PREFIX = "mismatch/"
 STEP = f"{PREFIX}rollout_id"

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.noise import Estimate, interval_of
 from mis_ext.report.run import Run
-from mis_ext.report.sequences import BANDS
 from mis_ext.report.summary import Group, Mismatch, Summary
-from mis_ext.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
+from mis_ext.report.tally import BANDS, LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.whole_report import Report
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"

@@ -11,7 +11,7 @@ from pathlib import Path
 from mis_ext.checks.limits import FEW_SEQUENCES_ESS, PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.explain.method_effect import method_notes
+from mis_ext.explain.effect import method_notes
 from mis_ext.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,

@@ -20,9 +20,8 @@ from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
 from mis_ext.methods.method import Method
 from mis_ext.report.part import Part, Parts
-from mis_ext.report.sequences import Sequences
 from mis_ext.report.summary import Summary, WorstToken, summary_of, worst_tokens
-from mis_ext.report.tally import TokenTally
+from mis_ext.report.tally import Sequences, TokenTally
 from mis_ext.report.what_if import Outcome, WhatIf
 
 NUM_WORST = 30

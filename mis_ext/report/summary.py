@@ -12,8 +12,19 @@ from torch import Tensor
 
 from mis_ext.report.noise import standard_error
 from mis_ext.report.part import Part
-from mis_ext.report.sequences import Acceptance, Sequences, acceptance_by_length, effective_share, k_hat
-from mis_ext.report.tally import NUM_OCTAVES, NUM_PROBABILITIES, SUMS, TokenTally, octave_range, quantile
+from mis_ext.report.tally import (
+    NUM_OCTAVES,
+    NUM_PROBABILITIES,
+    SUMS,
+    Acceptance,
+    Sequences,
+    TokenTally,
+    acceptance_by_length,
+    effective_share,
+    k_hat,
+    octave_range,
+    quantile,
+)
 
 NUM_CONTEXT = 12
 """Tokens before and behind a bad one that are shown."""

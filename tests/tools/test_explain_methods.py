@@ -11,7 +11,7 @@ from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.explain import Circumstances, GaussianLaw, effect_of, effect_of_method, explain_config, traps_of
-from mis_ext.explain.method_effect import NUM_RESPONSES, NUM_TOKENS
+from mis_ext.explain.effect import NUM_RESPONSES, NUM_TOKENS
 from mis_ext.keys.presets import NO_CORRECTION, method_yaml
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS

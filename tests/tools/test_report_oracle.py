@@ -11,8 +11,8 @@ import torch
 
 import mis_ext
 from mis_ext.report import Collector, Origin, Part
-from mis_ext.report.sequences import k_hat
 from mis_ext.report.summary import Group, Mismatch
+from mis_ext.report.tally import k_hat
 from mis_ext.report.what_if import Outcome
 
 QUANTILE = 0.012

@@ -11,8 +11,8 @@ from mis_ext.explain.law import GaussianLaw
 from mis_ext.report import Collector, Part
 from mis_ext.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
 from mis_ext.report.run import Unexplained
-from mis_ext.report.sequences import BANDS
 from mis_ext.report.summary import Summary
+from mis_ext.report.tally import BANDS
 from mis_ext.report.whole_report import Report
 
 pytest.importorskip("matplotlib")
