@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from mis_ext import __version__
-from mis_ext.cli import audit, check_rollouts, configurations, diff, report
+from mis_ext.cli import check_rollouts, configurations, equality, report
 from mis_ext.cli.command import Result, require
 from mis_ext.files import printable
 from mis_ext.jsonable import to_jsonable
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for add in (
-        audit.add_command,
+        equality.add_audit,
         report.add_command,
         configurations.add_explain,
-        diff.add_command,
+        equality.add_diff,
         check_rollouts.add_command,
         configurations.add_presets,
         configurations.add_methods,
