@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.packing import PackedStreams, pack_rollout
 from mis_ext.report.part import Origin, Part
-from mis_ext.report.summary import OF_PROMPTS, Mismatch, mismatch_of
+from mis_ext.report.summary import OF_PROMPTS, mismatch_of
 from mis_ext.report.tally import COLUMNS, Sequences, TokenTally
 
 PREFIX = "mismatch/"
@@ -30,12 +32,6 @@ _REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave thi
 _logger = logging.getLogger(__name__)
 SUMS = slice(COLUMNS.index("num_response"), COLUMNS.index("behavior") + 1)
 """The columns of sequences that are sums over tokens; the others are known of no rollout."""
-
-
-class _Failure(NamedTuple):
-    """In the place of a share: the rank that has none. Its own error says why."""
-
-    rank: int
 
 
 def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -84,8 +80,9 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     found = _over_ranks(share, groups)
     if isinstance(found, _Failure):
         raise RuntimeError(f"{_HOOK} failed on rank {found.rank}; its own error says why")
-    numbers = vars(mismatch_of_share(found))
-    return {f"{PREFIX}{name}": float(value) for name, value in numbers.items() if name not in _LEFT_OUT}
+    count = len(found.columns)
+    mismatch = mismatch_of(found.tally, Sequences(found.columns, [Origin()] * count, [""] * count))
+    return {f"{PREFIX}{name}": float(value) for name, value in vars(mismatch).items() if name not in _LEFT_OUT}
 
 
 def _over_ranks(share: Share | _Failure, groups: Groups) -> Share | _Failure:
@@ -118,6 +115,12 @@ def _write(numbers: dict[str, float], rollout_id: int) -> None:
             writer.add_scalar(name, value, rollout_id)
 
 
+class _Failure(NamedTuple):
+    """In the place of a share: the rank that has none. Its own error says why."""
+
+    rank: int
+
+
 @dataclass(frozen=True, eq=False)
 class Share:
     """Sums of some tokens of ``S`` sequences.
@@ -141,9 +144,8 @@ class Share:
             (layout.local_part(streams.response_mask_R) != 0).cpu(),
             PackedLayout.whole(layout.local_lengths),
         )
-        without_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
-        origins = [Origin()] * layout.num_sequences
-        part = Part(step="", streams=local, advantages_T=without_advantage_T, origins=origins)
+        no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
+        part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
         return cls(TokenTally.of(part), Sequences.of(part).columns)
 
 
@@ -151,22 +153,10 @@ def of_same_sequences(shares: Sequence[Share]) -> Share:
     """The share of context-parallel ranks: each has some tokens of every sequence."""
     columns = shares[0].columns.clone()
     columns[:, SUMS] = torch.stack([share.columns[:, SUMS] for share in shares]).sum(0)
-    return Share(_added(shares), columns)
+    return Share(reduce(operator.add, (share.tally for share in shares)), columns)
 
 
 def of_other_sequences(shares: Sequence[Share]) -> Share:
     """The share of data-parallel ranks: each has sequences of its own."""
-    return Share(_added(shares), torch.cat([share.columns for share in shares]))
-
-
-def mismatch_of_share(share: Share) -> Mismatch:
-    """The numbers of the report's summary; the reward is NaN."""
-    count = len(share.columns)
-    return mismatch_of(share.tally, Sequences(share.columns, [Origin()] * count, [""] * count))
-
-
-def _added(shares: Sequence[Share]) -> TokenTally:
-    first, *rest = (share.tally for share in shares)
-    for tally in rest:
-        first = first + tally
-    return first
+    tally = reduce(operator.add, (share.tally for share in shares))
+    return Share(tally, torch.cat([share.columns for share in shares]))

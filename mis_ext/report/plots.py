@@ -8,13 +8,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mis_ext.explain.law import GaussianLaw
 from mis_ext.report.noise import Estimate, interval_of
 from mis_ext.report.run import Run
-from mis_ext.report.summary import Group, Mismatch, Summary
+from mis_ext.report.summary import Group, Mismatch
 from mis_ext.report.tally import BANDS, LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.report.whole_report import Report
 
@@ -43,50 +44,42 @@ class Picture(NamedTuple):
 
 def pictures(report: Report) -> list[Picture]:
     """The pictures of a report, without those for which it has too few data."""
-    summary = report.summary
-    found = [
-        Picture(
+    rows = [
+        (
             "log_ratio",
             "Size of the difference",
             "Tokens by |log ratio|, both axes logarithmic. A straight tail to the right is a heavy tail.",
-            lambda axes: _histogram(axes, report),
+            _histogram,
         ),
-        Picture(
+        (
             "density",
             "Behavior against proximal probability",
             "Tokens by both probabilities. On the diagonal trainer and engine agree.",
-            lambda axes: _density(axes, report),
+            _density,
         ),
-        Picture(
+        (
             "probability",
             "By probability",
             "Mean |log ratio| by decile of the engine's probability, and the share of k3 that the decile carries.",
-            lambda axes: _probability(axes, report),
+            _probability,
         ),
-        Picture(
-            "position",
-            "By position in the response",
-            "Mean |log ratio| and k3 by position.",
-            lambda axes: _position(axes, report),
-        ),
-        Picture(
+        ("position", "By position in the response", "Mean |log ratio| and k3 by position.", _position),
+        (
             "acceptance",
             "The length trap",
             "Share of sequences that a band accepts, by length. Dashed line: independent Gaussian differences.",
-            lambda axes: _acceptance(axes, report),
+            _acceptance,
         ),
-        Picture(
+        (
             "what_if",
             "What each configuration would do",
             "Tokens kept, effective sample size and effective learning rate; 1 is no correction.",
-            lambda axes: _what_if(axes, report),
+            _what_if,
         ),
     ]
-    if len(summary.steps) >= FEWEST_STEPS:
-        found.append(
-            Picture("steps", "Over steps", "k3 and mean |log ratio| of each step.", lambda axes: _steps(axes, report))
-        )
-    return found
+    if len(report.summary.steps) >= FEWEST_STEPS:
+        rows.append(("steps", "Over steps", "k3 and mean |log ratio| of each step.", _steps))
+    return [Picture(name, title, text, partial(draw, report=report)) for name, title, text, draw in rows]
 
 
 def comparison_pictures(report: Report) -> list[Picture]:
@@ -96,9 +89,9 @@ def comparison_pictures(report: Report) -> list[Picture]:
     runs: tuple[Run, Run] = (report, report.against.other)
     if all(len(run.summary.steps) >= FEWEST_STEPS for run in runs):
         text = "k3 of each step, of A and of B. Bars are 95 % intervals over the prompts of the step."
-        return [Picture("against", "A and B over steps", text, lambda axes: _steps_of_two(axes, runs))]
+        return [Picture("against", "A and B over steps", text, partial(_steps_of_two, runs=runs))]
     text = "k3 by position in the response, of A and of B, without an interval: the table says what is noise."
-    return [Picture("against", "A and B by position", text, lambda axes: _positions_of_two(axes, runs))]
+    return [Picture("against", "A and B by position", text, partial(_positions_of_two, runs=runs))]
 
 
 def write_pictures(report: Report, folder: Path) -> list[Path]:
@@ -212,24 +205,18 @@ def _steps(axes: Any, report: Report) -> None:
 
 
 def _steps_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
-    names = _in_order({step for run in runs for step in run.summary.steps})
+    # Numbers in their order, then names in theirs.
+    names = sorted(
+        {step for run in runs for step in run.summary.steps},
+        key=lambda step: (0, int(step), step) if step.isdecimal() else (1, 0, step),
+    )
     for (name, color, marker, line), run, shift in zip(_STYLES, runs, (-_APART, _APART), strict=True):
         steps = run.summary.steps
         places = [place + shift for place, step in enumerate(names) if step in steps]
         rows = [_bar(steps[step]) for step in names if step in steps]
         values, below, above = ([row[part] for row in rows] for part in range(3))
-        axes.errorbar(
-            places,
-            values,
-            [below, above],
-            color=color,
-            marker=marker,
-            linestyle=line,
-            ms=4,
-            capsize=3,
-            lw=1.2,
-            label=name,
-        )
+        shape = {"color": color, "marker": marker, "linestyle": line, "ms": 4, "capsize": 3, "lw": 1.2}
+        axes.errorbar(places, values, [below, above], label=name, **shape)
     stride = max(1, len(names) // 10)
     axes.set_xticks([*range(len(names))][::stride], names[::stride])
     axes.set(xlabel="step", ylabel="k3 (nats per token)")
@@ -245,18 +232,13 @@ def _bar(step: Mismatch) -> tuple[float, float, float]:
     return (step.k3, step.k3 - interval.low, interval.high - step.k3) if interval.is_known else (step.k3, 0.0, 0.0)
 
 
-def _in_order(steps: set[str]) -> list[str]:
-    return sorted(steps, key=lambda step: (0, int(step), step) if step.isdecimal() else (1, 0, step))
-
-
 def _positions_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
-    summaries: list[Summary] = [run.summary for run in runs]
-    for (name, color, marker, line), summary in zip(_STYLES, summaries, strict=True):
-        rows = summary.by_position
+    for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
+        rows = run.summary.by_position
         places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
         axes.plot(places, [row.k3 or math.nan for row in rows], color=color, marker=marker, linestyle=line, label=name)
     axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
-    logarithmic(axes, [row for summary in summaries for row in summary.by_position])
+    logarithmic(axes, [row for run in runs for row in run.summary.by_position])
     axes.legend(frameon=False)
 
 

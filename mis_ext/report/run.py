@@ -76,21 +76,14 @@ class Collector:
             for running in self._running.popleft():
                 running.result()
 
-    def _count(self, part: Part) -> None:
-        self._count_tokens(part)
-        self._count_signals(part)
-
     @torch.no_grad()
-    def _count_tokens(self, part: Part) -> None:
+    def _count(self, part: Part) -> None:
         tally = TokenTally.of(part)
         known = self._tallies.get(part.step)
         self._tallies[part.step] = tally if known is None else known + tally
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
         worst = self._worst + worst_tokens(part, self._num_worst)
         self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
-
-    @torch.no_grad()
-    def _count_signals(self, part: Part) -> None:
         self._measuring.add(
             part.tokens,
             part.streams.layout,

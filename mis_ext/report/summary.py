@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -245,9 +247,7 @@ def summary_of(
     """
     if not steps:
         raise ValueError("no sample: nothing to report")
-    whole, *rest = (tally for tally, _ in steps.values())
-    for tally in rest:
-        whole = whole + tally
+    whole = reduce(operator.add, (tally for tally, _ in steps.values()))
     sequences = Sequences.joined([each for _, each in steps.values()])
     overall = mismatch_of(whole, sequences)
     deciles = [(index / NUM_PROBABILITIES, (index + 1) / NUM_PROBABILITIES) for index in range(NUM_PROBABILITIES)]
