@@ -57,7 +57,7 @@ class Mismatch:
         k_hat: Of the products of ratios of sequences: above 0.7 an average over them says little.
         zero_share: Tokens with ``d`` exactly 0.
         num_prompts: Prompts of the responses with a valid token; a response of unknown prompt has one of its own.
-        k1_error: The standard error over prompts (:func:`~mis_ext.report.noise.standard_error`), as of what follows.
+        k1_error: Standard error over prompts (:func:`~mis_ext.report.noise.standard_error`), as of what follows.
     """
 
     num_sequences: int
