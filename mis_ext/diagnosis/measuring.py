@@ -17,8 +17,7 @@ from mis_ext.checks.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.diagnosis.signals import Signals
-from mis_ext.diagnosis.turns import Turns, turns_of
+from mis_ext.diagnosis.signals import Signals, Turns, turns_of
 
 COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),

@@ -7,7 +7,7 @@ import math
 import torch
 
 from mis_ext.checks.limits import BASES, MIN_TOKENS, SAMPLED_ERRORS
-from mis_ext.checks.line import Power
+from mis_ext.checks.token_sums import Power
 from mis_ext.diagnosis.cause import Finding
 from mis_ext.diagnosis.measuring import Measured
 from mis_ext.diagnosis.signals import Signals
@@ -26,7 +26,7 @@ CUT_EXPLAINED = 0.45
 """What a cut (top-p, top-k or min-p) or padding leaves looks like a line that rises, too: up to 0.42 of the variance in
 the same logits, and they say by their mean ratio that they are there."""
 ONE_SIDED, FITS = 0.9, 0.5
-"""Of :attr:`~mis_ext.checks.line.Power.fit`: a cut alone has -0.94 to -1, where noise is small; temperatures from
+"""Of :attr:`~mis_ext.checks.token_sums.Power.fit`: a cut alone has -0.94 to -1, where noise is small; temperatures from
 0.5 to 2 had less than 0.5, and most soft caps on logits more."""
 SAMPLED_FACTOR = 0.5
 """Where the tokens were not sampled from the engine's, they were from the trainer's if its mean ratio is nearer to 1 by

@@ -15,7 +15,7 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.diagnosis.measuring import versions_behind
-from mis_ext.diagnosis.turns import Turns, turns_of
+from mis_ext.diagnosis.signals import Turns, turns_of
 from mis_ext.dumps import DumpedSample
 from mis_ext.dumps.stream import fingerprint
 from mis_ext.hosts.packing import PackedStreams, check_mask
