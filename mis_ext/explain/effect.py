@@ -217,8 +217,10 @@ def method_notes(method: Method) -> Iterator[str]:
 @functools.lru_cache(maxsize=64)
 def _expected(config: CorrectionConfig, method: Method, k3: float, length: float) -> DrawnEffect:
     whole = max(1, round(length))
+    has_token_weight = config.weight is None or config.weight.level == "token"
+    is_of_tokens = method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
     # Tokens of their own are the same in shorter responses.
-    drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if _is_of_tokens(config, method) else whole
+    drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if is_of_tokens else whole
     num_responses = min(NUM_TOKENS // drawn_length, NUM_RESPONSES)
     if num_responses < MIN_RESPONSES or not _is_of_the_law(config, method):
         return DrawnEffect(*[math.nan] * len(DrawnEffect._fields))
@@ -226,7 +228,12 @@ def _expected(config: CorrectionConfig, method: Method, k3: float, length: float
         measured(config, method, draw(GaussianLaw(k3, drawn_length), num_responses, behavior=behavior, half=half))
         for half, behavior in enumerate(BEHAVIOR)
     ]
-    found = DrawnEffect(*(_agreed(*pair) for pair in zip(*halves, strict=True)))
+    found = DrawnEffect(
+        *(
+            0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
+            for one, other in zip(*halves, strict=True)
+        )
+    )
     if drawn_length < whole:
         found = found._replace(kept_sequences=1.0 - (1.0 - found.kept_tokens) ** length)
     return found
@@ -238,15 +245,6 @@ def _is_of_the_law(config: CorrectionConfig, method: Method) -> bool:
     reduces = [*method.reduces, *(gate.reduce for gate in gates)]
     has_segments = any(reduce.startswith("segment") for reduce in reduces)
     return not has_segments and all(gate.row.unit != "probability" for gate in gates)
-
-
-def _is_of_tokens(config: CorrectionConfig, method: Method) -> bool:
-    has_token_weight = config.weight is None or config.weight.level == "token"
-    return method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
-
-
-def _agreed(one: float, other: float) -> float:
-    return 0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
 
 
 def draw(law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int) -> Drawn:

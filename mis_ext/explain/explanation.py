@@ -16,7 +16,6 @@ from mis_ext.jsonable import to_jsonable
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.first_update import equivalent_correction
-from mis_ext.methods.method import Method
 from mis_ext.methods.published import SYMBOLS as METHOD_SYMBOLS
 
 FORMAT = 1
@@ -112,7 +111,9 @@ def explain_config(
     if num_sequences is not None:
         check_number("num_sequences", num_sequences, low=1.0, high=math.inf, open_high=True)
     method = None if loss is None or loss.method is None else objective_of(loss).method
-    judged, drawn = (config, method) if method is None else _as_judged(config, method)
+    # The numbers of a method that the hook could do too are those of its configuration, at the first update.
+    equivalent = None if method is None else equivalent_correction(config, method)
+    judged, drawn = (config, method) if equivalent is None else (equivalent, None)
 
     def expected(length: float) -> Effect:
         if drawn is None:
@@ -139,12 +140,6 @@ def explain_config(
         notes=tuple(notes),
         limits=LIMITS if method is None else f"{LIMITS} {METHOD_LIMITS}",
     )
-
-
-def _as_judged(config: CorrectionConfig, method: Method) -> tuple[CorrectionConfig, Method | None]:
-    """What the numbers are of: a method that the hook could do is its configuration at the first update."""
-    equivalent = equivalent_correction(config, method)
-    return (config, method) if equivalent is None else (equivalent, None)
 
 
 def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:

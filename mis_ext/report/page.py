@@ -109,7 +109,7 @@ def page_of(report: Report) -> str:
         ("what-to-do", "What to do", _recommendation(report.recommendation)),
         *comparison_section(report),
         ("why", "Why the engines disagree", _diagnoses(report)),
-        ("numbers", "The numbers", _numbers(overall) + _references()),
+        ("numbers", "The numbers", _numbers(overall)),
         ("pictures", "Pictures", "".join(f'<div class="pictures">{"".join(map(figure, pictures(report)))}</div>')),
         ("what-if", "What each configuration would have done", _what_if(report.recommendation)),
         ("groups", "Where the mismatch is", _groups(report)),
@@ -163,12 +163,10 @@ def _extra(found: Diagnosis) -> str:
 
 def _numbers(overall: Mismatch) -> str:
     rows = [(name, number(getattr(overall, name)), text) for name, text in MEANING.items()]
-    return table("The numbers of all steps", ("number", "value", "meaning, and when to worry"), rows)
-
-
-def _references() -> str:
-    rows = [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES]
-    return table("What k3 is normal", ("k3", "with", "source"), rows)
+    normal = [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES]
+    return table("The numbers of all steps", ("number", "value", "meaning, and when to worry"), rows) + table(
+        "What k3 is normal", ("k3", "with", "source"), normal
+    )
 
 
 def _what_if(found: Recommendation) -> str:
@@ -319,12 +317,14 @@ def comparison_section(report: Report) -> list[tuple[str, str, str]]:
     if report.against is None:
         return []
     found = report.against
+    rows = ((*number_cells(each), _VERDICTS[each.verdict]) for each in found.numbers)
+    numbers = table("Numbers of A and of B", (*NUMBERS, "more than noise?"), rows)
     content = (
         f'<p class="headline">{escape(found.headline)}</p>'
         f"<dl>{_run('A', report)}{_run('B', found.other)}</dl>"
         f"{_list(found.notes)}"
         f'<div class="pictures">{"".join(map(figure, comparison_pictures(report)))}</div>'
-        f"{_compared_numbers(found)}{_list(_REMARKS)}<h3>Causes</h3>{_causes(found)}"
+        f"{numbers}{_list(_REMARKS)}<h3>Causes</h3>{_causes(found)}"
         "<p>All other sections, the ranking of configurations too, are of A alone.</p>"
     )
     return [("against", "Two runs side by side", content)]
@@ -349,11 +349,6 @@ def number_cells(found: Compared) -> tuple[str, ...]:
     sign = "x " if found.kind == "ratio" else "+" if found.change > 0.0 else ""
     change = f"{sign}{digits(found.change)}"
     return (found.name, number(found.first), number(found.second), change, str(found.interval))
-
-
-def _compared_numbers(found: Comparison) -> str:
-    rows = ((*number_cells(each), _VERDICTS[each.verdict]) for each in found.numbers)
-    return table("Numbers of A and of B", (*NUMBERS, "more than noise?"), rows)
 
 
 def cause_cells(found: ComparedCause) -> tuple[str, ...]:

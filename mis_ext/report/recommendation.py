@@ -148,7 +148,8 @@ def recommend(
     candidates = [*candidates]
     faults = [diagnosis for diagnosis in diagnoses if diagnosis.is_fault]
     is_stale = any(diagnosis.cause == "stale_weights" for diagnosis in diagnoses)
-    is_needed = bool(faults) or is_stale or not _is_harmless(summary)
+    is_harmless = summary.overall.k3 < HARMLESS_K3 and summary.overall.ess_token > HARMLESS_ESS
+    is_needed = bool(faults) or is_stale or not is_harmless
     ranked = []
     for candidate in candidates:
         outcome = outcomes[candidate.name]
@@ -161,9 +162,9 @@ def recommend(
             notes=(*candidate.said, *_notes(config, method, outcome)),
             traps=tuple(trap.name for trap in traps),
         )
-        ranked.append((_place(config, method, is_needed=is_needed), each))
-    ranked.sort(key=lambda each: (len(each[1].warnings), each[0], _or_infinity(each[1].outcome.residual)))
-    ranking = tuple(each for _, each in ranked)
+        left = math.inf if math.isnan(outcome.residual) else outcome.residual
+        ranked.append(((len(each.warnings), _place(config, method, is_needed=is_needed), left), each))
+    ranking = tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))
     best = ranking[0].name if ranking else NONE
     yaml = next((candidate.yaml for candidate in candidates if candidate.name == best and not faults), "")
     headline, reasons = _in_words(best, summary, faults, is_stale=is_stale, is_needed=is_needed)
@@ -264,11 +265,3 @@ def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) 
     if has_other_weight or (method is not None and not method.is_of_tokens):
         return 3
     return 1 if config.all_gates or method is not None else 0
-
-
-def _is_harmless(summary: Summary) -> bool:
-    return summary.overall.k3 < HARMLESS_K3 and summary.overall.ess_token > HARMLESS_ESS
-
-
-def _or_infinity(value: float) -> float:
-    return math.inf if math.isnan(value) else value

@@ -330,7 +330,12 @@ def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
     length = measured["num_valid"]
     index = octave(length - 1)
     counts, lengths, divergences = (summed(index, NUM_OCTAVES, values) for values in (None, length, measured["k3"]))
-    accepted = {name: summed(index, NUM_OCTAVES, _accepted(measured, band)) for name, band in BANDS.items()}
+    # The log of the product of ratios, or of their geometric mean.
+    log_of = {"sum": measured["difference"], "mean": measured.log_ratio_mean}
+    accepted = {
+        name: summed(index, NUM_OCTAVES, inside(log_of[band.reduce], band.log_low, band.log_high))
+        for name, band in BANDS.items()
+    }
     rows = []
     for number in counts.nonzero().flatten().tolist():
         count, mean_length = float(counts[number]), float(lengths[number] / counts[number])
@@ -347,11 +352,6 @@ def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
             )
         )
     return rows
-
-
-def _accepted(sequences: Sequences, band: Gate) -> Tensor:
-    value = sequences["difference"] if band.reduce == "sum" else sequences.log_ratio_mean
-    return inside(value, band.log_low, band.log_high)
 
 
 def effective_share(log_weights: Tensor) -> float:
