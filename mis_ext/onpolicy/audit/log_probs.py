@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.checks import check_choice
+from mis_ext.checks.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.checks.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
 from mis_ext.diagnosis.measuring import Measuring
 from mis_ext.diagnosis.table import diagnose
 from mis_ext.onpolicy.audit.audit_report import (
