@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mis_ext.keys.preset_files import list_presets
     from mis_ext.keys.presets import load_config, preset
     from mis_ext.report.online import log_mismatch
-    from mis_ext.scoring.kept import KeptColumns
+    from mis_ext.scoring.passes import KeptColumns
     from mis_ext.scoring.scores import score_tokens
 else:
     __getattr__, __dir__ = lazy_names(
@@ -68,7 +68,7 @@ else:
             "keys.preset_files": ("list_presets",),
             "keys.presets": ("load_config", "preset"),
             "report.online": ("log_mismatch",),
-            "scoring.kept": ("KeptColumns",),
+            "scoring.passes": ("KeptColumns",),
             "scoring.scores": ("score_tokens",),
         },
     )

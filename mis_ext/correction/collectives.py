@@ -3,10 +3,15 @@
 Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.
 A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
 called through its own methods; objects are gathered over the former only. None is a group of one.
+
+A rank with a local error takes part in every collective, says so there, and raises then: its status rides in the last
+row of the statistics, and in the last of the totals: infinity, or minus the number of the failed rank minus 1. Minima
+travel through every merge, so that the highest failed rank arrives everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,3 +81,14 @@ def _gather_function(group: Group) -> Callable[..., Any]:
 
 def _is_wrapped(group: Group) -> bool:
     return hasattr(group, "_replica_id")
+
+
+def mark_failed(rows: Tensor, rank: int) -> Tensor:
+    """``rows`` with a last row that says that ``rank`` failed; changed in place."""
+    rows[-1:].clamp_(max=-(rank + 1.0))
+    return rows
+
+
+def failed_rank(status: float) -> int | None:
+    """Which rank a status names, or None: no rank failed."""
+    return None if math.isinf(status) else round(-status) - 1

@@ -36,7 +36,7 @@ class Sequences(Protocol):
 
     @property
     def totals_A(self) -> Tensor:
-        """Totals of this call, in the order of the plan; behind them the status (:mod:`mis_ext.correction.status`)."""
+        """Totals of this call, in the order of the plan; behind them the status of the ranks."""
 
     @property
     def values(self) -> NamedValues:

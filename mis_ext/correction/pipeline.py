@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.backend import choose_backend
-from mis_ext.correction.collectives import Group, gather_rows, group_size, merge_bits
+from mis_ext.correction.collectives import Group, gather_rows, group_size, mark_failed, merge_bits
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
@@ -26,7 +26,6 @@ from mis_ext.correction.passes import (
 )
 from mis_ext.correction.plan import Plan, plan_of
 from mis_ext.correction.segments import segment_values
-from mis_ext.correction.status import mark_failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +126,7 @@ class Correction:
 
     @property
     def status(self) -> Tensor:
-        """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.status`."""
+        """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.collectives`."""
         return self._over_group_A[-1]
 
     def weigh(self, loss_T: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metric_row import PREFIX, MetricRow
 from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
-from mis_ext.correction.operations import check_operations
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
+from mis_ext.correction.triton.symbols import check_operations
 
 Operation = Literal["sum", "scatter", "min", "max"]
 

@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.status import failed_rank
 from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.packing import check_mask, mask_extremes, refuse_extremes
 from mis_ext.hosts.readback import AsyncReadback, is_capturing

@@ -20,9 +20,9 @@ from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
 from mis_ext.loss.denominators import num_tokens
+from mis_ext.loss.evaluation import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
 from mis_ext.loss.settings import LossSettings
-from mis_ext.loss.tokens import LossTokens
 
 
 class TotalLoss(NamedTuple):

@@ -9,7 +9,7 @@ from mis_ext.checks import check_bool, check_choice, check_number
 from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
 
 if TYPE_CHECKING:
-    from mis_ext.methods.chosen import ChosenMethod
+    from mis_ext.methods.catalogue import ChosenMethod
 
 HOST_KEYS = (
     "advantage_estimator",
@@ -92,7 +92,7 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
 def _method(given: dict[str, Any]) -> ChosenMethod | None:
     if "mis_loss_method" not in given:
         return None
-    from mis_ext.methods.chosen import choose_method  # All methods: a loss without one needs none.
+    from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
 
     return choose_method("mis_loss_method", given["mis_loss_method"])
 

@@ -20,8 +20,7 @@ from mis_ext.keys.preset_files import preset_path
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
 from mis_ext.methods.as_correction import HookMethod, as_correction
-from mis_ext.methods.catalogue import find_method
-from mis_ext.methods.chosen import ChosenMethod
+from mis_ext.methods.catalogue import ChosenMethod, find_method
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
 

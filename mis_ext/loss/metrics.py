@@ -12,10 +12,9 @@ from mis_ext.correction.collectives import sum_over_ranks
 from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues, bounded_exp
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.loss.evaluation import Evaluation
+from mis_ext.loss.evaluation import Evaluation, LossTokens
 from mis_ext.loss.objective import LOW_VAR_CAP, pair_of
 from mis_ext.loss.settings import LossSettings
-from mis_ext.loss.tokens import LossTokens
 
 ORDER = (
     "loss",

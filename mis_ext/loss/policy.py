@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.pipeline import Correction
 from mis_ext.loss.denominators import divisor_of
-from mis_ext.loss.evaluation import Corrected, Evaluation, evaluate
+from mis_ext.loss.evaluation import Corrected, Evaluation, LossTokens, evaluate
 from mis_ext.loss.metrics import (
     LAST,
     ORDER,
@@ -33,8 +33,7 @@ from mis_ext.loss.metrics import (
 )
 from mis_ext.loss.objective import Objective, objective_of
 from mis_ext.loss.settings import LossSettings
-from mis_ext.loss.tokens import LossTokens
-from mis_ext.methods.graphs import graph_of
+from mis_ext.methods.method import graph_of
 from mis_ext.methods.reductions import Reductions
 
 Reducer = Callable[[Tensor], Tensor]

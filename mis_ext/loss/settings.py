@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from mis_ext.checks import check_bool, check_choice, check_instance, check_number
 
 if TYPE_CHECKING:
-    from mis_ext.methods.chosen import ChosenMethod
+    from mis_ext.methods.catalogue import ChosenMethod
 
 Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
@@ -131,7 +131,7 @@ class LossSettings:
         if self.method is None:
             self._check_modes()
         else:
-            from mis_ext.methods.chosen import ChosenMethod  # All methods: a loss without one needs none.
+            from mis_ext.methods.catalogue import ChosenMethod  # All methods: a loss without one needs none.
 
             check_instance("mis_loss_method", self.method, ChosenMethod)
             self._check_method(self.method)

@@ -1,10 +1,12 @@
-"""All published methods by name."""
+"""All published methods by name, and the one that a configuration file chooses."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
-from mis_ext.checks import did_you_mean
+from mis_ext.checks import check_mapping, did_you_mean
 from mis_ext.methods import (
     control_variates,
     covariance,
@@ -18,6 +20,7 @@ from mis_ext.methods import (
     smooth,
     trust_region,
 )
+from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
 
 _FAMILIES = (
@@ -49,3 +52,36 @@ def find_method(name: str) -> PublishedMethod:
     if name not in METHODS:
         raise ValueError(f"no method {name!r}{did_you_mean(name, METHODS)}; there are {', '.join(METHODS)}")
     return METHODS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenMethod:
+    """``name`` of a published method, the parameters that were given, and the method that they make."""
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...]
+    method: Method
+
+
+def choose_method(key: str, value: Any) -> ChosenMethod:
+    """The method that a name spells, or a mapping of ``name`` and parameters.
+
+    Args:
+        key: What the user wrote before it, for messages.
+        value: ``"icepop"``, or ``{"name": "icepop", "high": 2.0}``.
+
+    Raises:
+        ValueError: There is no such method, it has no such parameter, or a number is not legal.
+        TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
+    """
+    given = {"name": value} if isinstance(value, str) else check_mapping(key, value)
+    if not isinstance(given.get("name"), str):
+        raise TypeError(f"{key} must be the name of a method, or a mapping with the key name, got {value!r}")
+    name = given.pop("name")
+    try:
+        row = find_method(name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    where = f"{key}: {name}"
+    parameters = row.checked(where, given)
+    return ChosenMethod(row.name, tuple(parameters.items()), row.make(**parameters))

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple, get_args
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from mis_ext.correction.statistics import Policy, Reduce
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.factors import Factor, evaluate
-from mis_ext.methods.graphs import graph_of
 from mis_ext.methods.kl_terms import Term
 from mis_ext.methods.reductions import WHOLE_SEQUENCE, Over, Reductions, terms_of
 from mis_ext.methods.surrogates import Surrogate
@@ -304,3 +304,23 @@ def graph_of_method(method: Method) -> Callable[..., tuple[Tensor, MethodResult]
 def _detached(values_T: Tensor) -> Tensor:
     """In float32, or in float64 if it is that."""
     return values_T.detach().to(torch.promote_types(values_T.dtype, torch.float32))
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def graph_of(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, compiled for any sizes of its tensors; uncompiled where torch takes no further graph of it.
+
+    Args:
+        function: A Python function, which may be nested: what it closes over is part of its graph.
+    """
+    # torch counts the graphs of a code object, up to 8, and a nested function has one for all that it closes over.
+    nested = cast("FunctionType", function)
+    alone = FunctionType(
+        nested.__code__.replace(), nested.__globals__, nested.__name__, nested.__defaults__, nested.__closure__
+    )
+    alone.__kwdefaults__ = nested.__kwdefaults__
+    # Without fullgraph: beyond that number a call runs as it is written, where it would raise amid training.
+    return cast("Callable[_P, _R]", torch.compile(alone, dynamic=True))

@@ -3,7 +3,7 @@
 The arithmetic is written twice: in :mod:`mis_ext.scoring.eager`, and fused in :mod:`mis_ext.scoring.triton_kernels`.
 """
 
-from mis_ext.scoring.kept import KeptColumns
+from mis_ext.scoring.passes import KeptColumns
 from mis_ext.scoring.scores import EntropyUse, Scores, score_tokens
 
 __all__ = ["EntropyUse", "KeptColumns", "Scores", "score_tokens"]

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mis_ext.scoring.kept import unpacked
-from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets
+from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets, unpacked
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time."""

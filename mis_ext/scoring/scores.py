@@ -3,10 +3,12 @@
 A token's log-prob is ``x_t - log sum exp x`` and the entropy ``log sum exp x - sum p x``. Three sums over a row of
 logits ``x`` say both, and with them the gradient ``g (1[v = t] - p_v) - h p_v (log p_v + H)``. So the forward pass
 reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
+Triton kernels do it on a GPU where Triton imports, PyTorch operations elsewhere.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.checks import check_choice, check_number
+from mis_ext.correction.backend import wants_triton
 from mis_ext.correction.collectives import Group, gather_rows
-from mis_ext.scoring.backend import choose_backend
-from mis_ext.scoring.kept import KeptColumns
-from mis_ext.scoring.passes import Backend, Coefficients, Normalizer, RowSums, Targets
+from mis_ext.scoring.eager import EagerBackend
+from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets
 
 EntropyUse = Literal["gradient", "value", "none"]
 
@@ -169,3 +171,23 @@ def _of_all_ranks(sums: RowSums, group: Group | None) -> RowSums:
         return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
     gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), group).unbind(1))
     return RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
+
+
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose_backend(logits: Tensor) -> Backend:
+    """The backend for these logits; ``MIS_EXT_BACKEND`` decides as in the correction. float64 is eager.
+
+    Raises:
+        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
+    """
+    return _triton_backend() if logits.dtype in FUSED_DTYPES and wants_triton(logits.device) else EagerBackend()
+
+
+@functools.cache
+def _triton_backend() -> Backend:
+    # Imported when needed: importing mis_ext must not import Triton.
+    from mis_ext.scoring.triton_backend import TritonBackend
+
+    return TritonBackend()

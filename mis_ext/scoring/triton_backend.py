@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mis_ext.correction.triton.launch import launching_on
 from mis_ext.correction.triton.launcher import Launcher
-from mis_ext.scoring.kept import BITS
-from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets
+from mis_ext.scoring.passes import BITS, Coefficients, Finished, Normalizer, RowSums, Targets
 from mis_ext.scoring.triton_kernels import finish_kernel, gradient_kernel, row_sums_kernel
 
 _row_sums, _finish, _gradient = map(Launcher, (row_sums_kernel, finish_kernel, gradient_kernel))

@@ -30,7 +30,7 @@ from mis_ext.correction.plan import DECISIONS, plan_of
 
 MARGIN = 1e-5
 
-programs = pytest.importorskip("mis_ext.correction.triton.programs")
+programs = pytest.importorskip("mis_ext.correction.triton.generate")
 kernels = pytest.importorskip("mis_ext.correction.triton.backend")
 TILE = kernels.TILE
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}

@@ -13,10 +13,9 @@ import torch
 import mis_ext
 from mis_ext.correction.formula import Formula, where
 from mis_ext.correction.metric_row import row
-from mis_ext.correction.operations import METHODS, check_operations
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, HookReduce, Statistic
-from mis_ext.correction.triton.symbols import Symbol
+from mis_ext.correction.triton.symbols import METHODS, Symbol, check_operations
 from mis_ext.correction.weights import BOUNDS, Bound, HookLevel
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")

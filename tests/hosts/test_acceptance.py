@@ -409,7 +409,7 @@ def test_both_backends_take_the_scales_and_a_new_bound_compiles_nothing(monkeypa
     assert eager[3] == pytest.approx(triton[3], rel=1e-5)
     assert len(eager[3]) == 9
 
-    from mis_ext.correction.triton.programs import programs_of
+    from mis_ext.correction.triton.generate import programs_of
 
     compiled, before = programs_of.cache_info().misses, session.state_dict()
     session.adapt(second)

@@ -10,7 +10,7 @@ import torch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.correction.status import failed_rank, mark_failed
+from mis_ext.correction.collectives import failed_rank, mark_failed
 from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
 from mis_ext.hosts.readback import AsyncReadback, RunningReadback
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mis_ext.scoring import KeptColumns, eager, score_tokens
-from mis_ext.scoring.kept import unpacked
+from mis_ext.scoring.passes import unpacked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from mis_ext.explain.effect import NUM_RESPONSES, NUM_TOKENS
 from mis_ext.keys.presets import NO_CORRECTION, method_yaml
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS
-from mis_ext.methods.chosen import choose_method
+from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import equivalent_correction
 
 pytest.importorskip("rich")

@@ -13,9 +13,9 @@ from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.passes import Outputs, Sequences, Streams, named_band_scales
 from mis_ext.correction.plan import Plan
+from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.kernels import weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
-from mis_ext.correction.triton.programs import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.tiles import TILE, tiles_of
 
 _whole_mask_kernel = kernel(whole_mask_kernel)

@@ -1,12 +1,13 @@
-"""Device functions written from the formulas of a plan, and kernels that call them."""
+"""Device functions written from the formulas of a plan, and the kernels that call them, with their constants."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import linecache
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
@@ -14,7 +15,9 @@ from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
 from mis_ext.correction.triton import device, kernels
+from mis_ext.correction.triton.launch import BoundKernel, kernel
 from mis_ext.correction.triton.symbols import Program, Symbol
+from mis_ext.correction.triton.tiles import TILE
 
 _TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, segments, band_scales"
 _TOKEN_SYMBOLS = {
@@ -216,3 +219,77 @@ def _total_symbols(plan: Plan, pointer: str) -> dict[str, Symbol]:
         total.name: Symbol(f"({'-' * (total.operation == 'max')}tl.load({pointer} + {index}))", "float32")
         for index, total in enumerate(plan.totals)
     }
+
+
+SEQUENCES_PER_BLOCK = 256
+
+
+class Programs(NamedTuple):
+    """What the backend launches, and the sizes of the buffers between.
+
+    ``rows`` are the plan's columns and decisions, one number per sequence each; ``keep_row`` is the place of the
+    decision whether it stays in the mask.
+    """
+
+    token_statistics: BoundKernel
+    sequence_statistics: BoundKernel
+    keep_bits: BoundKernel
+    decisions: Callable[[int], BoundKernel]
+    merge_totals: BoundKernel
+    outputs: BoundKernel
+    rows: tuple[str, ...]
+    keep_row: int
+
+
+@functools.lru_cache(maxsize=32)
+def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
+    """The kernels of ``plan``, for whole responses or parts of them."""
+    namespace = generate_namespace(plan)
+    rows = row_names(plan)
+
+    def bound(function: Callable[..., None], **constants: object) -> BoundKernel:
+        return BoundKernel(kernel(specialised(function, namespace)), **constants)
+
+    def decisions(num_ranks: int) -> BoundKernel:
+        return bound(kernels.decisions_kernel, NUM_RANKS=num_ranks, BLOCK=SEQUENCES_PER_BLOCK)
+
+    num_columns, num_totals = len(plan.columns), len(plan.totals) + 1
+    sizes = {"SEGMENTS": len(plan.segment_names), "TILE": TILE}
+    ((scatter, count, total),) = plan.scatters or ((-1, -1, -1),)
+    return Programs(
+        token_statistics=bound(kernels.token_statistics_kernel, **sizes),
+        sequence_statistics=bound(
+            kernels.sequence_statistics_kernel,
+            NUM_SUMS=plan.num_sum_columns,
+            NUM_COLUMNS=num_columns,
+            ROWS=_power_of_two(num_columns + 1),
+            BLOCK=64,
+        ),
+        keep_bits=bound(kernels.keep_bits_kernel, **sizes),
+        decisions=functools.cache(decisions),
+        merge_totals=bound(
+            kernels.merge_totals_kernel,
+            NUM_SUMS=plan.num_sum_totals,
+            NUM_TOTALS=num_totals,
+            SCATTER=scatter,
+            COUNT=count,
+            TOTAL=total,
+            COLUMNS=_power_of_two(num_totals),
+            BLOCK=64,
+        ),
+        outputs=bound(
+            kernels.output_kernel,
+            WEIGHTED_ROW=rows.index("weighted_sequence"),
+            KEEP_ROW=rows.index("keep_sequence"),
+            WEIGHT_ROW=rows.index("sequence_weight"),
+            IS_CORRECTED=not plan.config.metrics_only,
+            IS_WHOLE=is_whole,
+            **sizes,
+        ),
+        rows=rows,
+        keep_row=rows.index("keep_sequence"),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

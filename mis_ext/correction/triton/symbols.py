@@ -2,6 +2,9 @@
 
 A symbol is an expression and its type. Exponentials, roots, quotients and absolute values are float64 (the absolute
 value of a float32 would flush subnormal numbers); all else has the type of its operands.
+
+The eager backend calls a formula with tensors, which have hundreds of operations more. So each formula is called once
+with symbols too, also where there is no GPU: :func:`check_operations`.
 """
 
 from __future__ import annotations
@@ -193,3 +196,29 @@ class Program:
         """The expression of a formula; lines for what it needs."""
         symbols = cast(list[Tensor], [self[name] for name in formula.needs])
         return cast(Symbol, formula.function(*symbols))
+
+
+OPERATORS = "+ - * / < <= > >= == != & | ~"
+METHODS = tuple(name for name, found in vars(Symbol).items() if callable(found) and name[0] != "_" and name != "choose")
+
+
+def check_operations(formulas: Mapping[str, Formula]) -> None:
+    """Refuse formulas that the Triton backend could not write down.
+
+    Args:
+        formulas: By the name under which a user knows them.
+
+    Raises:
+        ValueError: A formula uses another operation; the message names it, and the operations that there are.
+    """
+    for name, formula in formulas.items():
+        symbols = [Symbol(need, "float32") for need in formula.needs]
+        try:
+            found = formula.function(*cast(list[Tensor], symbols))
+            if not isinstance(found, Symbol):
+                raise TypeError(f"it gives a {type(found).__name__} whatever its arguments are")
+        except Exception as error:
+            raise ValueError(
+                f"the formula {name}({', '.join(formula.needs)}) cannot be written as a kernel: {error}. It may use "
+                f"{OPERATORS}, the methods {', '.join(METHODS)}, and where of mis_ext.correction.formula"
+            ) from error
