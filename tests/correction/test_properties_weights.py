@@ -39,8 +39,10 @@ def test_wide_bounds_are_raw_importance_sampling(level):
     samples = random_samples(LENGTHS, seed=36)
     raw, raw_masks = weights_masks({"use_tis": True, "tis_level": level, "tis_mode": "unbounded"}, samples)
     for mode, bound in mis_ext.BOUNDS.items():
+        if not bound.has_high:
+            continue
         keys = {"use_tis": True, "tis_level": level, "tis_mode": mode, "mis_guard": "warn"}
-        keys |= {"tis_upper_bound": 1e9} if bound.has_high else {}
+        keys |= {"tis_upper_bound": 1e9}
         keys |= {"tis_lower_bound": 1e-9} if bound.has_low else {}
         weights, masks = weights_masks(keys, samples)
         assert torch.equal(flat(weights), flat(raw))

@@ -191,6 +191,7 @@ def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) 
     assert apply(method, batch()).kept_T[:10].sum() == kept
 
 
+@pytest.mark.filterwarnings("ignore:a gate on ratio")
 @pytest.mark.parametrize("reduce", ["token", "mean", "min", "max"])
 @pytest.mark.parametrize(
     ("bounds", "kept"),
@@ -210,6 +211,7 @@ def test_a_gate_of_a_method_keeps_what_lies_on_its_bounds(reduce, bounds, kept) 
     assert apply(method, batch()).kept_T[10:].sum() == kept
 
 
+@pytest.mark.filterwarnings("ignore:a gate on ratio")
 @pytest.mark.parametrize(("of_tokens", "kept"), [("always", 0), ("positive", 0), ("negative", 4)])
 def test_a_veto_of_a_method_looks_at_the_tokens_that_it_counts(of_tokens, kept) -> None:
     """Of a response without a broken token: all ratios are 1, all advantages positive."""
