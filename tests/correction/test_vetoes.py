@@ -191,7 +191,7 @@ def test_of_the_gates_of_methods_only_one_sided_extremes_are_vetoes(gate, kept) 
     assert apply(method, batch()).kept_T[:10].sum() == kept
 
 
-@pytest.mark.filterwarnings("ignore:a gate on ratio")
+@pytest.mark.filterwarnings("ignore:a g")
 @pytest.mark.parametrize("reduce", ["token", "mean", "min", "max"])
 @pytest.mark.parametrize(
     ("bounds", "kept"),
