@@ -89,10 +89,10 @@ def run_explain(parsed: argparse.Namespace) -> Result:
 
 def _spelt(name: str) -> Spelt:
     """What a file spells, or what the preset or else the method of this name does."""
-    from mis_ext.checks import did_you_mean
     from mis_ext.keys.preset_files import list_presets, preset_path
     from mis_ext.keys.presets import read_file, read_method
     from mis_ext.methods import METHODS
+    from mis_ext.validation import did_you_mean
 
     if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
         return read_file(name)

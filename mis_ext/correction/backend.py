@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice
 from mis_ext.correction.eager import EagerBackend
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.passes import Backend, Streams
 from mis_ext.correction.plan import Plan
+from mis_ext.validation import check_choice
 
 VARIABLE = "MIS_EXT_BACKEND"
 BACKENDS = ("eager", "triton")

@@ -14,7 +14,6 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from mis_ext.checks import check_choice, check_number
 from mis_ext.correction.formula import Formula, inside
 from mis_ext.correction.statistics import (
     MISMATCH,
@@ -28,6 +27,7 @@ from mis_ext.correction.statistics import (
     When,
     reduced,
 )
+from mis_ext.validation import check_choice, check_number
 
 Action = Literal["reject", "zero"]
 

@@ -15,10 +15,10 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from mis_ext.checks import check_choice, check_instance, check_number
 from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, where
 from mis_ext.correction.gates import Gate, check_pair, warn_far_from_one
 from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When, reduced
+from mis_ext.validation import check_choice, check_instance, check_number
 
 HookLevel = Literal["token", "sequence", "geometric"]
 Level = HookLevel | Literal["prefix", "segment"]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mis_ext.checks import check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.explain.effect import Effect, effect_of, effect_of_method, method_notes
 from mis_ext.explain.traps import Circumstances, Trap, traps_of
@@ -17,6 +16,7 @@ from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.first_update import equivalent_correction
 from mis_ext.methods.published import SYMBOLS as METHOD_SYMBOLS
+from mis_ext.validation import check_number
 
 FORMAT = 1
 """Version of the format of the JSON."""

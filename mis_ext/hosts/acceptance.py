@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_known, check_mapping, check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.gates import Gate
@@ -32,6 +31,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import PackedStreams
+from mis_ext.validation import check_known, check_mapping, check_number
 
 SCALE_RANGE = (1e-3, 1e3)
 """A band is never made a thousand times narrower or wider than it is written."""

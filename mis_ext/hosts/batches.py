@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_number
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
@@ -23,6 +22,7 @@ from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.policy import PolicyLoss, Reducer
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_tokens
 from mis_ext.scoring.places import response_places
+from mis_ext.validation import check_number
 
 Batch = Mapping[str, Any]
 _MISSING = Missing(

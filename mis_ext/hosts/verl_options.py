@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mis_ext.checks import check_bool, check_choice, check_known
 from mis_ext.keys.flat import config_from_mapping
+from mis_ext.validation import check_bool, check_choice, check_known
 
 KNOWN = (
     "rollout_is",

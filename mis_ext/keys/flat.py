@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from mis_ext.checks import check_bool, check_choice, check_known, check_mapping, check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
@@ -29,6 +28,7 @@ from mis_ext.keys.stray import (
     refuse_strays,
 )
 from mis_ext.loss.settings import LOSS_KEYS
+from mis_ext.validation import check_bool, check_choice, check_known, check_mapping, check_number
 
 SWITCHES = ("use_tis", "use_rs")
 WEIGHT_KEYS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from mis_ext.checks import check_bool, check_choice, check_number
 from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
+from mis_ext.validation import check_bool, check_choice, check_number
 
 if TYPE_CHECKING:
     from mis_ext.methods.catalogue import ChosenMethod

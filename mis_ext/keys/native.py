@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
-from mis_ext.checks import check_choice, check_known, check_list, check_mapping, check_number
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import Reduce
 from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
+from mis_ext.validation import check_choice, check_known, check_list, check_mapping, check_number
 
 NATIVE_KEY = "mis"
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mis_ext.checks import did_you_mean
+from mis_ext.validation import did_you_mean
 
 _FOLDER = Path(__file__).parents[1] / "_presets"
 

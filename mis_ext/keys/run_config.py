@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mis_ext.checks import check_bool, check_choice, check_number
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.keys.flat import READ_KEYS, config_from_mapping
 from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
 from mis_ext.keys.stray import HOST_CLIPS
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+from mis_ext.validation import check_bool, check_choice, check_number
 
 Scoring = Literal["fused", "host"]
 

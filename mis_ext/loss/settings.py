@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from mis_ext.checks import check_bool, check_choice, check_instance, check_number
+from mis_ext.validation import check_bool, check_choice, check_instance, check_number
 
 if TYPE_CHECKING:
     from mis_ext.methods.catalogue import ChosenMethod

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from mis_ext.checks import check_mapping, did_you_mean
 from mis_ext.methods import (
     control_variates,
     covariance,
@@ -22,6 +21,7 @@ from mis_ext.methods import (
 )
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
+from mis_ext.validation import check_mapping, did_you_mean
 
 _FAMILIES = (
     ppo,

@@ -10,8 +10,8 @@ from itertools import chain
 from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from mis_ext.checks import check_choice, check_known, check_list, check_number
 from mis_ext.methods.method import Method
+from mis_ext.validation import check_choice, check_known, check_list, check_number
 
 SYMBOLS = (
     "A: advantage. rho = proximal / behavior, r = current / proximal, w = current / behavior, of a token. "

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mis_ext.checks import check_choice, check_number
 from mis_ext.correction.backend import wants_triton
 from mis_ext.correction.collectives import Group, gather_rows
 from mis_ext.scoring.eager import EagerBackend
 from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets
+from mis_ext.validation import check_choice, check_number
 
 EntropyUse = Literal["gradient", "value", "none"]
 

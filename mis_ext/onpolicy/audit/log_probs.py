@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_ext.checks import check_choice
 from mis_ext.checks.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.diagnosis.cause import Diagnosis
@@ -25,6 +24,7 @@ from mis_ext.onpolicy.audit.audit_report import (
     Verdict,
 )
 from mis_ext.onpolicy.audit.examination import NUM_DECILES, Facts, Part, Sample, examine_rows, join
+from mis_ext.validation import check_choice
 
 Version = str | int
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from mis_ext.checks import check_choice, did_you_mean
 from mis_ext.onpolicy.backward import is_in_backward
 from mis_ext.onpolicy.recording.recordings import (
     REPEATED,
@@ -29,6 +28,7 @@ from mis_ext.onpolicy.recording.recordings import (
     digest,
 )
 from mis_ext.onpolicy.recording.rows import LAYOUTS, Layout, Rows, place_rows
+from mis_ext.validation import check_choice, did_you_mean
 
 NotPlaced = Literal["none"]
 RowsOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Rows | None]

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice
 from mis_ext.files import regular_file
 from mis_ext.onpolicy.bits import same_bits
 from mis_ext.onpolicy.recording.rows import PlacedRows
+from mis_ext.validation import check_choice
 
 Kind = Literal["inputs", "outputs"]
 Repeated = Literal["error", "first", "last"]

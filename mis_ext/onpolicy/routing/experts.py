@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks import check_choice, check_integer, check_list, check_mapping
+from mis_ext.validation import check_choice, check_integer, check_list, check_mapping
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, cast
 
-from mis_ext.checks import check_known, check_number
 from mis_ext.rollout.definitions.definition import Speculation, define_log_probs
 from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.validation import check_known, check_number
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the hosts' ``--custom-config-path`` file."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mis_ext.checks import check_choice, check_number
 from mis_ext.rollout.definitions.sampling_parameters import SERVERS, SamplingParameters, Server
 from mis_ext.rollout.generation import MINUS_INFINITY
+from mis_ext.validation import check_choice, check_number
 
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mis_ext.checks import check_bool, check_choice, check_mapping, check_number
+from mis_ext.validation import check_bool, check_choice, check_mapping, check_number
 
 Server = Literal["sglang", "vllm"]
 SERVERS = ("sglang", "vllm")

@@ -1,0 +1,120 @@
+"""Checks of configuration values; every message names the key, the value and what is legal."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
+from typing import Any, TypeVar
+
+_Choice = TypeVar("_Choice", bound=str)
+
+
+def check_number(
+    key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
+) -> float:
+    """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
+    legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{key} must be in {legal}, got an integer beyond {sys.float_info.max:.1e}")
+    number = float(value)
+    is_above = low < number or (low == number and not open_low)
+    is_below = number < high or (high == number and not open_high)
+    if not (is_above and is_below):
+        raise ValueError(f"{key} must be in {legal}, got {value!r}")
+    return number
+
+
+def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
+    """``value`` as an int, of at least ``low`` where that is given; a truth value, a float or a string is none."""
+    legal = "an integer" if low is None else f"an integer of at least {low}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{key} must be {legal}, got {value!r}{_yaml_hint(value)}")
+    if low is not None and number < low:
+        raise ValueError(f"{key} must be {legal}, got {number}")
+    return number
+
+
+def check_bool(key: str, value: Any) -> bool:
+    """``value``, which must be ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        is_quoted = isinstance(value, str) and value.lower() in ("true", "false")
+        hint = " (remove the quotes)" if is_quoted else ""
+        raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
+    return value
+
+
+def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> None:
+    """Refuse a ``value`` of another type."""
+    if not isinstance(value, kinds):
+        names = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
+        raise TypeError(f"{key} must be a {' or '.join(names)}, got {value!r}")
+
+
+def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
+    """``value``, which must be one of ``choices``."""
+    for choice in choices:
+        if isinstance(value, str) and value == choice:
+            return choice
+    raise ValueError(f"{key} must be one of {' | '.join(choices)}, got {value!a}{did_you_mean(value, choices)}")
+
+
+def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keys outside ``known``; a misspelling gets the nearest known key."""
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        # In ASCII: a Cyrillic letter would look like the one that is meant.
+        hints = "; ".join(f"{key!a}{did_you_mean(key, known)}" for key in unknown)
+        raise ValueError(f"unknown {where}: {hints}. Known: {', '.join(sorted(known))}")
+
+
+def check_mapping(key: str, value: Any) -> dict[str, Any]:
+    """A copy of ``value``, which must be a mapping whose keys are strings."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{key} must be a mapping, got {value!r}")
+    for inner in value:
+        if not isinstance(inner, str):
+            hint = " (YAML reads yes, no, on and off as true and false: quote them)" if isinstance(inner, bool) else ""
+            raise TypeError(f"keys of {key} must be strings, got {inner!r}{hint}")
+    return dict(value)
+
+
+def check_list(key: str, value: Any) -> list[Any]:
+    """A copy of ``value``, which must be a list or a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{key} must be a list, got {value!r}")
+    return list(value)
+
+
+def did_you_mean(value: Any, choices: Collection[str]) -> str:
+    """A suggestion to append to an error message, or nothing."""
+    near = difflib.get_close_matches(str(value).casefold(), list(choices), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _yaml_hint(value: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if math.isnan(number):
+        return ""
+    if math.isinf(number):
+        return " (YAML writes infinity as .inf)"
+    mantissa, _, exponent = value.lower().partition("e")
+    if not exponent:
+        return " (remove the quotes)"
+    dotted = mantissa if "." in mantissa else f"{mantissa}.0"
+    signed = exponent if exponent[0] in "+-" else f"+{exponent}"
+    return f" (YAML reads this as a string; write {dotted}e{signed}, not {value})"
