@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from mis_ext.keys.flat import config_from_mapping
     from mis_ext.keys.preset_files import list_presets
     from mis_ext.keys.presets import load_config, preset
-    from mis_ext.report.online import log_mismatch
     from mis_ext.scoring.passes import KeptColumns
     from mis_ext.scoring.scores import score_tokens
+    from mis_ext.tools.report.online import log_mismatch
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -67,7 +67,7 @@ else:
             "hosts.runs": ("session_for",),
             "keys.preset_files": ("list_presets",),
             "keys.presets": ("load_config", "preset"),
-            "report.online": ("log_mismatch",),
+            "tools.report.online": ("log_mismatch",),
             "scoring.passes": ("KeptColumns",),
             "scoring.scores": ("score_tokens",),
         },

@@ -20,7 +20,7 @@ from trained_plants import OF_ALL, PLANTS, collected
 
 from mis_ext.correction.tables import Table
 from mis_ext.diagnosis import CAUSES, Diagnosis
-from mis_ext.diagnosis.size import MORE
+from mis_ext.tools.diagnosis.size import MORE
 
 FP16 = "fp16 kernels"
 """In the place of those in bfloat16."""

@@ -9,8 +9,8 @@ from trained_plants import sides_of
 
 from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Parts
-from mis_ext.report.recommendation import preset_candidates
-from mis_ext.report.whole_report import Report, report_of
+from mis_ext.tools.report.recommendation import preset_candidates
+from mis_ext.tools.report.whole_report import Report, report_of
 
 pytest.importorskip("numpy")
 from evidence.archives import Archives

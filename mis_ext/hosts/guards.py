@@ -19,7 +19,7 @@ from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.readback import RunningReadback, is_capturing
 
 if TYPE_CHECKING:
-    from mis_ext.diagnosis.cause import Diagnosis
+    from mis_ext.tools.diagnosis.cause import Diagnosis
 
 ENOUGH_TOKENS = MIN_TOKENS
 """A check that has seen so many tokens, or pairs of them, has judged and is done."""
@@ -93,8 +93,8 @@ def _causes(tokens: TokenSums) -> list[tuple[Diagnosis, GuardName | None]]:
     """The causes that sums over tokens show, each with the guard that stops on it."""
     if not are_suspicious(tokens):
         return []
-    from mis_ext.diagnosis.measuring import Measured
-    from mis_ext.diagnosis.table import CAUSES, diagnose
+    from mis_ext.tools.diagnosis.measuring import Measured
+    from mis_ext.tools.diagnosis.table import CAUSES, diagnose
 
     return [(found, CAUSES[found.cause].guard) for found in diagnose(Measured(tokens=tokens))]
 
@@ -114,7 +114,7 @@ def _in_words(found: Diagnosis) -> str:
 
 def _single_sequence(config: CorrectionConfig, num_sequences: int) -> Iterator[Finding]:
     if num_sequences == 1 and config.normalize_over is not None:
-        from mis_ext.explain.traps import single_sequence
+        from mis_ext.tools.explain.traps import single_sequence
 
         for message in single_sequence(config, num_sequences):
             yield Finding(None, message)
@@ -129,7 +129,7 @@ def _size(
         yield Finding(None, _in_words(found), found.cause)
     gap = tokens.gap_rest / tokens.num_rest if tokens.num_rest else 0.0
     if not named and gap > MAX_MEAN_ABS_DIFF:
-        from mis_ext.diagnosis.table import CAUSES
+        from mis_ext.tools.diagnosis.table import CAUSES
 
         suspects = "; ".join(CAUSES[name].title for name in SUSPECTS)
         yield Finding(
@@ -141,7 +141,7 @@ def _size(
     k3, length = tokens.k3 / tokens.num_valid, tokens.num_response / tokens.num_sequences
     # Kish's effective share of products of ratios, by the Gaussian law of a token's log-ratio, N(-k3, 2 k3).
     if config.multiplies_ratios and math.exp(-2.0 * k3 * length) < FEW_SEQUENCES_ESS:
-        from mis_ext.explain.traps import hopeless_sequences
+        from mis_ext.tools.explain.traps import hopeless_sequences
 
         for message in hopeless_sequences(config, k3=k3, length=length):
             yield Finding(None, message)

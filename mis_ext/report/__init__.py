@@ -1,13 +1,5 @@
-"""The mismatch report: where two engines disagree, and what each configuration would have done about it.
+"""The mismatch report: the public path of :mod:`mis_ext.tools.report`."""
 
-Parts of a run go in (:class:`Parts` makes them of dumps, :meth:`Part.of_lists` of tensors); a :class:`Collector` keeps
-sums of them, of which the typed :class:`Summary` is computed. It needs nothing but torch; the page and its pictures
-need ``mis_ext[report]``.
-"""
-
-from mis_ext.report.part import Origin, Part, Parts
-from mis_ext.report.run import Collector, summarize
-from mis_ext.report.summary import Mismatch, Summary
-from mis_ext.report.what_if import Outcome, WhatIf
+from mis_ext.tools.report import Collector, Mismatch, Origin, Outcome, Part, Parts, Summary, WhatIf, summarize
 
 __all__ = ["Collector", "Mismatch", "Origin", "Outcome", "Part", "Parts", "Summary", "WhatIf", "summarize"]

@@ -12,8 +12,8 @@ from plants import SINGLE, planted
 from mis_ext.checks.limits import SUSPICIOUS_LINE
 from mis_ext.checks.token_sums import TokenSums, are_suspicious, token_sums
 from mis_ext.diagnosis import CAUSES, Measured, diagnose
-from mis_ext.diagnosis.sampling import EXPLAINED, MIN_EXPLAINED
 from mis_ext.report import Part
+from mis_ext.tools.diagnosis.sampling import EXPLAINED, MIN_EXPLAINED
 
 
 def sums_of(proximal: list[torch.Tensor], behavior: list[torch.Tensor], masks=None) -> TokenSums:

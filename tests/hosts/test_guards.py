@@ -10,8 +10,8 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.explain.law import Normal
 from mis_ext.hosts.runs import session_for
+from mis_ext.tools.explain.law import Normal
 
 
 def zeros(batch: dict) -> None:

@@ -11,7 +11,7 @@ from hook_batches import call, make_batch
 import mis_ext
 from mis_ext.correction.collectives import gather_rows, merge_bits
 from mis_ext.hosts.monitor import MaskMonitor
-from mis_ext.report.part import Part
+from mis_ext.tools.report.part import Part
 
 
 @pytest.mark.parametrize("name", ["train_log_probs", "rollout_log_probs", "loss_masks"])

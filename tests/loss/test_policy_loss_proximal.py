@@ -10,10 +10,10 @@ from host_stand_ins import HOSTS, called, running
 from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
-from mis_ext.explain.words import gradient_of
 from mis_ext.hosts.runs import current_run, session_for
 from mis_ext.keys.presets import read_file
 from mis_ext.loss.settings import LossSettings
+from mis_ext.tools.explain.words import gradient_of
 
 CURRENT = {"mis_loss_proximal": "current"}
 SKIPS = CURRENT | {"use_rollout_logprobs": True}

@@ -18,11 +18,11 @@ import mis_ext
 import mis_ext.cli
 from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
-from mis_ext.diagnosis.table import causes_table
 from mis_ext.explain import explain_config
 from mis_ext.keys.preset_files import PresetRemarks, preset_remarks
 from mis_ext.methods.table import methods_table
-from mis_ext.report.page import MEANING, REFERENCES
+from mis_ext.tools.diagnosis.table import causes_table
+from mis_ext.tools.report.page import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ import yaml
 from test_documentation import PAGES, ROOT
 
 import mis_ext.cli
-from mis_ext.cli.command import Result
+from mis_ext.tools.cli.command import Result
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -21,8 +21,8 @@ def run(code: str, *, cwd: Path | None = None) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
 
 
-LAZY = ("mis_ext", "mis_ext.explain", "mis_ext.onpolicy", "mis_ext.rollout")
-PACKAGES = (*LAZY, *(f"mis_ext.{room}" for room in ("diagnosis", "methods", "report")))
+LAZY = ("mis_ext", "mis_ext.tools.explain", "mis_ext.onpolicy", "mis_ext.rollout")
+PACKAGES = (*LAZY, *(f"mis_ext.{room}" for room in ("tools.diagnosis", "methods", "tools.report")))
 each_lazy_package = pytest.mark.parametrize("name", LAZY)
 
 
@@ -79,7 +79,7 @@ def rooms() -> list[str]:
     """In the order of the developers' page."""
     page = (REPOSITORY / "docs" / "developers.md").read_text(encoding="utf-8")
     listed = page.split("## Rooms")[1].split("```")[1]
-    return [line.split("/")[0] for line in listed.strip().splitlines() if line[:1].isalpha()]
+    return [line.split()[0].rstrip("/") for line in listed.strip().splitlines() if line[:1].isalpha()]
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -89,12 +89,13 @@ def imported_rooms(path: Path) -> set[str]:
         f"mis_ext.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) if n.module == "mis_ext" for a in n.names
     ]
     modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return {module.split(".")[1] for module in modules if module.startswith("mis_ext.")}
+    rooms = (module.split(".")[1:3] for module in modules if module.startswith("mis_ext."))
+    return {"/".join(room if room[0] == "tools" else room[:1]) for room in rooms}
 
 
 def test_imports_go_up_the_list_of_rooms_and_methods_use_the_correction_only() -> None:
     order = rooms()
-    assert set(order) >= {"correction", "methods", "hosts", "cli"}
+    assert set(order) >= {"correction", "methods", "checks", "hosts", "tools/diagnosis", "tools/cli"}
     for at, room in enumerate(order):
         for path in (REPOSITORY / "mis_ext" / room).rglob("*.py"):
             below = imported_rooms(path) & set(order[at + 1 :])
@@ -173,7 +174,7 @@ def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
 
 def test_a_module_of_a_package_that_loads_late_is_found_as_its_attribute() -> None:
     code = "import mis_ext.explain as explain; print(explain.traps.__name__, explain.law.GaussianLaw.__name__)"
-    assert run(code).split() == ["mis_ext.explain.traps", "GaussianLaw"]
+    assert run(code).split() == ["mis_ext.tools.explain.traps", "GaussianLaw"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -196,7 +197,7 @@ for _ in range(2):
         args, pg_loss=torch.randn(130), train_log_probs=log_probs,
         rollout_log_probs=[x + 0.01 * torch.randn_like(x) for x in log_probs],
         loss_masks=[torch.ones(90), torch.ones(40)], total_lengths=[92, 42], response_lengths=[90, 40])
-ours = ("methods", "explain", "diagnosis", "report", "cli", "hosts.slime_miles.check_setup")
+ours = ("methods", "tools", "hosts.slime_miles.check_setup")
 others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{name}" for name in ours))
 print(*[name for name in others if name in sys.modules])
 """

@@ -14,9 +14,9 @@ from mis_ext.cli import main
 from mis_ext.correction.formula import bounded_exp, where
 from mis_ext.correction.weights import Bound
 from mis_ext.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.explain.traps import FEW_SEQUENCES_ESS, TRAPS
 from mis_ext.report import Part, Summary, WhatIf, summarize
-from mis_ext.report.recommendation import circumstances_of
+from mis_ext.tools.explain.traps import FEW_SEQUENCES_ESS, TRAPS
+from mis_ext.tools.report.recommendation import circumstances_of
 
 pytest.importorskip("rich")
 NUM_SEQUENCES = 4000

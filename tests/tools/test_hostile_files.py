@@ -13,7 +13,7 @@ import torch
 
 from mis_ext import __version__, files
 from mis_ext.cli import main
-from mis_ext.dumps import Dumps, formats
+from mis_ext.tools.dumps import Dumps, formats
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -239,7 +239,7 @@ def test_what_ends_a_command_early_has_a_code_and_a_line(error, code, said, monk
     def fail(_):
         raise error
 
-    monkeypatch.setattr("mis_ext.cli.configurations.run_presets", fail)
+    monkeypatch.setattr("mis_ext.tools.cli.configurations.run_presets", fail)
     try:
         found = main(["presets"])
     except SystemExit as end:

@@ -8,7 +8,7 @@ import pytest
 from mis_ext.cli import main
 from mis_ext.diagnosis import CAUSES
 from mis_ext.dumps import Dumps
-from mis_ext.report.run import Run, Unexplained, run_of
+from mis_ext.tools.report.run import Run, Unexplained, run_of
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "pretrained_dump" / "dump.pt.xz"
 USUAL = "likely: kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side"

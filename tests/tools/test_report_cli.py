@@ -16,10 +16,10 @@ from engines import COUNT, engines
 import mis_ext
 from mis_ext.cli import main
 from mis_ext.dumps import Dumps
-from mis_ext.explain.traps import traps_of
-from mis_ext.report.page import page_of
-from mis_ext.report.recommendation import circumstances_of, file_candidate, preset_candidates
-from mis_ext.report.whole_report import report_of
+from mis_ext.tools.explain.traps import traps_of
+from mis_ext.tools.report.page import page_of
+from mis_ext.tools.report.recommendation import circumstances_of, file_candidate, preset_candidates
+from mis_ext.tools.report.whole_report import report_of
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")

@@ -13,13 +13,13 @@ from engines import engines
 
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
-from mis_ext.report.comparison import Comparison, compared
-from mis_ext.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
-from mis_ext.report.page import cause_cells, comparison_section
-from mis_ext.report.plots import comparison_pictures
-from mis_ext.report.recommendation import preset_candidates
-from mis_ext.report.run import Run, run_of
-from mis_ext.report.whole_report import Report, report_of
+from mis_ext.tools.report.comparison import Comparison, compared
+from mis_ext.tools.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
+from mis_ext.tools.report.page import cause_cells, comparison_section
+from mis_ext.tools.report.plots import comparison_pictures
+from mis_ext.tools.report.recommendation import preset_candidates
+from mis_ext.tools.report.run import Run, run_of
+from mis_ext.tools.report.whole_report import Report, report_of
 
 RATIOS = ("k3", "abs_mean", "mean_length", "reverse_k3", "abs_p99", "abs_max", "total_variation")
 DIFFERENCES = ("k1", "reward", "ratio_mean", "ess_token", "ess_sequence", "k_hat", "zero_share")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mis_ext.report.whole_report import indicators, read_series
+from mis_ext.tools.report.whole_report import indicators, read_series
 
 
 def test_a_series_that_follows_k3_is_found_with_its_lag() -> None:

@@ -17,8 +17,8 @@ from mis_ext.methods import METHODS
 from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.first_update import looks_at_advantages
 from mis_ext.report import Collector, Part, WhatIf
-from mis_ext.report.recommendation import file_candidate, method_candidate, preset_candidates, recommend
-from mis_ext.report.what_if import Outcome
+from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates, recommend
+from mis_ext.tools.report.what_if import Outcome
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")

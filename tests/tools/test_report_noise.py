@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mis_ext.report.noise import (
+from mis_ext.tools.report.noise import (
     Estimate,
     Interval,
     digits,

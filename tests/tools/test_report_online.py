@@ -16,7 +16,7 @@ from zigzag import take
 import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.report import Part, summarize
-from mis_ext.report.online import PREFIX, rollout_mismatch
+from mis_ext.tools.report.online import PREFIX, rollout_mismatch
 
 LENGTHS = (40, 1, 7, 0, 33, 2, 1, 16)
 PROMPTS = (3, 1, 9, 2, 1, 30, 1, 5)

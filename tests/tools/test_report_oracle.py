@@ -11,9 +11,9 @@ import torch
 
 import mis_ext
 from mis_ext.report import Collector, Origin, Part
-from mis_ext.report.summary import Group, Mismatch
-from mis_ext.report.tally import k_hat
-from mis_ext.report.what_if import Outcome
+from mis_ext.tools.report.summary import Group, Mismatch
+from mis_ext.tools.report.tally import k_hat
+from mis_ext.tools.report.what_if import Outcome
 
 QUANTILE = 0.012
 """Relative width of a bin: quantiles are read off bins."""

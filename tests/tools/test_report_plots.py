@@ -7,19 +7,19 @@ from collections import Counter
 import pytest
 import torch
 
-from mis_ext.explain.law import GaussianLaw
 from mis_ext.report import Collector, Part
-from mis_ext.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
-from mis_ext.report.run import Unexplained
-from mis_ext.report.summary import Summary
-from mis_ext.report.tally import BANDS
-from mis_ext.report.whole_report import Report
+from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
+from mis_ext.tools.report.run import Unexplained
+from mis_ext.tools.report.summary import Summary
+from mis_ext.tools.report.tally import BANDS
+from mis_ext.tools.report.whole_report import Report
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from mis_ext.report.plots import Picture, drawn, pictures
+from mis_ext.tools.report.plots import Picture, drawn, pictures
 
 POSITIONS = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
 """First and last position, from 1, of the groups that a report makes."""

@@ -9,14 +9,14 @@ import pytest
 from test_report_oracle import CONFIG, collected, draw
 
 import mis_ext
-from mis_ext.report.page import MEANING
-from mis_ext.report.recommendation import Candidate, no_correction, recommend
-from mis_ext.report.run import Unexplained
-from mis_ext.report.summary import WorstToken
-from mis_ext.report.whole_report import Report
+from mis_ext.tools.report.page import MEANING
+from mis_ext.tools.report.recommendation import Candidate, no_correction, recommend
+from mis_ext.tools.report.run import Unexplained
+from mis_ext.tools.report.summary import WorstToken
+from mis_ext.tools.report.whole_report import Report
 
 pytest.importorskip("matplotlib")
-from mis_ext.report.page import page_of
+from mis_ext.tools.report.page import page_of
 
 AROUND = {"ids_before": (1, 2, 3, 4, 5), "ids_behind": (6, 7, 8, 9, 10)}
 TOKENS = [

@@ -10,9 +10,9 @@ from engines import COUNT, LENGTH, engines
 import mis_ext
 from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Origin, Part, WhatIf, summarize
-from mis_ext.report.page import page_of
-from mis_ext.report.recommendation import preset_candidates
-from mis_ext.report.whole_report import report_of
+from mis_ext.tools.report.page import page_of
+from mis_ext.tools.report.recommendation import preset_candidates
+from mis_ext.tools.report.whole_report import report_of
 
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1])
 

@@ -11,7 +11,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 import pytest
 import torch
 
-from mis_ext.dumps.formats import load_plain, read_torch
+from mis_ext.tools.dumps.formats import load_plain, read_torch
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 

@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from mis_ext.correction.statistics import OPEN
-from mis_ext.diagnosis.size import MIN_OPEN
+from mis_ext.tools.diagnosis.size import MIN_OPEN
 
 from .group import Group
 from .outcomes import pareto_k

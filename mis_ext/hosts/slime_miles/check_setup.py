@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from mis_ext.explain.words import steps_of
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.runs import all_arguments, current_run, read_argument
 from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
@@ -29,6 +28,7 @@ from mis_ext.keys.near_misses import near_miss
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.stray import method_advice
 from mis_ext.rollout.custom_generate.host_args import KEY as ON_POLICY_TOKENS
+from mis_ext.tools.explain.words import steps_of
 
 
 class _Entrance(NamedTuple):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.dumps import DumpedSample, Dumps
 from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence, Problem, Provenance
 from mis_ext.onpolicy.audit.examination import Part, Sample, examine_rows, join
 from mis_ext.onpolicy.audit.log_probs import Version, filled_in, make_report
+from mis_ext.tools.dumps import DumpedSample, Dumps
 
 
 def audit_dumps(

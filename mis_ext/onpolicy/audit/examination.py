@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.diagnosis.measuring import Measuring, versions_behind
 from mis_ext.onpolicy.audit.audit_report import Divergence, Evidence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
+from mis_ext.tools.diagnosis.measuring import Measuring, versions_behind
 
 
 class Sample(NamedTuple):

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from mis_ext.checks.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
 from mis_ext.correction.collectives import gather_objects
-from mis_ext.diagnosis.cause import Diagnosis
-from mis_ext.diagnosis.measuring import Measuring
-from mis_ext.diagnosis.table import diagnose
 from mis_ext.onpolicy.audit.audit_report import (
     PROVENANCES,
     AuditReport,
@@ -24,6 +21,9 @@ from mis_ext.onpolicy.audit.audit_report import (
     Verdict,
 )
 from mis_ext.onpolicy.audit.examination import NUM_DECILES, Facts, Part, Sample, examine_rows, join
+from mis_ext.tools.diagnosis.cause import Diagnosis
+from mis_ext.tools.diagnosis.measuring import Measuring
+from mis_ext.tools.diagnosis.table import diagnose
 from mis_ext.validation import check_choice
 
 Version = str | int

@@ -69,7 +69,7 @@ def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
 
 
 def test_the_progress_of_a_large_log_is_shown(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.cli import command
+    from mis_ext.tools.cli import command
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     path = write(tmp_path, *good())

@@ -1,0 +1,1 @@
+"""What nobody needs while training: report, diagnosis, explanations, readers of dumps, and the command line."""

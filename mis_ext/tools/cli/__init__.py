@@ -1,0 +1,83 @@
+"""The ``mis-ext`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from mis_ext import __version__
+from mis_ext.files import printable
+from mis_ext.jsonable import to_jsonable
+from mis_ext.tools.cli import check_rollouts, configurations, equality, report
+from mis_ext.tools.cli.command import Result, require
+
+_MAX_MESSAGE = 2000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        The exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input, 130 interrupted, 141 nobody reads on.
+    """
+    parser = argparse.ArgumentParser(
+        prog="mis-ext", description="Measures and explains the mismatch between inference engine and trainer."
+    )
+    parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    for add in (
+        equality.add_audit,
+        report.add_command,
+        configurations.add_explain,
+        equality.add_diff,
+        check_rollouts.add_command,
+        configurations.add_presets,
+        configurations.add_methods,
+        configurations.add_convert,
+    ):
+        add(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--json", action="store_true", help="print everything as one JSON document, and nothing else"
+        )
+    parsed = parser.parse_args(arguments)
+    try:
+        code = _run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whatever is still to be flushed at the end has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        parser.exit(2, f"{parser.prog} {parsed.command}: {_one_line(error)}\n")
+    return code
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run a command and print its result, for people or for programs; the exit code."""
+    if not parsed.json:
+        # Before the work: the result is shown with it.
+        require(*parsed.shown_with, install="mis_ext[cli], or take --json")
+    result: Result = parsed.run(parsed)
+    if parsed.json:
+        print(json.dumps(to_jsonable(result.content), allow_nan=False))
+    else:
+        result.show()
+    return result.code
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    elif isinstance(error, (MemoryError, RecursionError)):
+        text = f"{'out of memory' if isinstance(error, MemoryError) else 'nested too deeply'} ({error})"
+    else:
+        text = str(error)
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."

@@ -1,0 +1,203 @@
+"""``mis-ext check-rollouts``: what logged conversations prove about the sampled tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from mis_ext.files import printable
+from mis_ext.rollout.conversations.boundary import Policy
+from mis_ext.tools.cli.command import Result, bytes_bars, grid, require
+
+if TYPE_CHECKING:
+    from mis_ext.rollout.generation import Tokenizer
+    from mis_ext.rollout.logs.conversation_report import ConversationCheck
+    from mis_ext.rollout.logs.rollout_log import LoggedCall
+
+_FORMAT = (
+    'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
+    '"request_id", "text" (the text that the agent kept), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
+    "sglang (/generate), sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions, "
+    "openai-chat, openai-completions. Calls of one conversation are in order, and calls of others may be in between. "
+    "Several files are read as one."
+)
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext check-rollouts``."""
+    parser = subparsers.add_parser(
+        "check-rollouts",
+        help="do logged conversations prove which tokens were sampled?",
+        description=(
+            "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
+            "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
+            "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
+            "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
+        ),
+        epilog=_FORMAT,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines, plain or gzip")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster. With it the "
+        "report says why ids differ, and checks texts",
+    )
+    parser.add_argument(
+        "--reasoning",
+        nargs=2,
+        metavar=("OPENING", "CLOSING"),
+        help="the markers of a reasoning block, by default <think> </think>",
+    )
+    parser.add_argument("--policy", choices=get_args(Policy), help="also report what this policy would train")
+    parser.add_argument(
+        "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
+    )
+    parser.set_defaults(run=run, shown_with=("rich",))
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    """Check the logs; the exit code is 0 if they passed, else 1."""
+    require("msgspec", install="mis_ext[cli]")
+    if parsed.samples is not None and parsed.policy is None:
+        raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
+    if parsed.reasoning is not None and "" in parsed.reasoning:
+        raise ValueError("the markers of --reasoning must not be empty")
+    samples = parsed.samples
+    if samples is not None and samples.exists() and any(samples.samefile(log) for log in parsed.files):
+        raise ValueError(f"{samples} is one of the logs: name another file")
+    report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
+    return Result(report, lambda: show(report), 0 if report["passed"] else 1)
+
+
+def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    from mis_ext.rollout.logs.conversation_report import LogReport
+    from mis_ext.rollout.logs.rollout_log import RolloutLog
+
+    report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
+    with ExitStack() as stack:
+        log = stack.enter_context(RolloutLog(parsed.files))
+        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
+        bar = stack.enter_context(bytes_bars(size=log.size))
+        advance = bar("reading", log.size)
+        for num_bytes in log.scan():
+            advance(num_bytes)
+        for problem in log.problems:
+            report.add_problem(problem)
+        sizes = {name: sum(place.size for place in places) for name, places in log.places.items()}
+        advance = bar("checking", sum(sizes.values()))
+        for name, places in log.places.items():
+            found = _check_one(parsed, tokenizer, log.calls(places))
+            report.add(found)
+            if samples is not None:
+                samples.writelines(_sample_lines(name, found))
+            advance(sizes[name])
+    return report.to_dict()
+
+
+def _check_one(
+    parsed: argparse.Namespace, tokenizer: Tokenizer | None, calls: Iterator[LoggedCall]
+) -> ConversationCheck:
+    from mis_ext.rollout.logs.conversation_report import REASONING, check_conversation
+
+    opening, closing = parsed.reasoning or REASONING
+    return check_conversation(
+        calls,
+        tokenizer=tokenizer,
+        policy=parsed.policy,
+        reasoning=(opening, closing),
+    )
+
+
+def _sample_lines(conversation: str, found: ConversationCheck) -> Iterator[str]:
+    for sample in found.samples:
+        values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+        yield json.dumps({"conversation": conversation, **values}) + "\n"
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from a folder or a ``tokenizer.json``.
+
+    Raises:
+        OSError: It does not exist, or transformers is not installed.
+    """
+    if not path.exists():
+        raise OSError(f"--tokenizer {path} does not exist")
+    require("transformers", install="transformers")
+    import transformers
+
+    if path.is_dir():
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    else:
+        from_file: Any = transformers.PreTrainedTokenizerFast
+        tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
+    return cast("Tokenizer", tokenizer)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print a report of :class:`~mis_ext.rollout.logs.conversation_report.LogReport`: verdict, counts and tables."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    passed = report["passed"]
+    console.print(Text("PASSED" if passed else "FAILED", style="bold green" if passed else "bold red"))
+    console.print(grid(_rows(report)))
+    for key, title in (("refused", "refused"), ("boundaries", "turn boundaries"), ("texts", "texts")):
+        if report[key]:
+            console.print(_table(title, report[key]))
+    if report["policy"] and report["policy"]["errors"]:
+        console.print(_table("refused by the policy", report["policy"]["errors"]))
+
+
+def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("because", reason) for reason in report["reasons"]]
+    rows += [(name.replace("_", " "), str(report[name])) for name in ("conversations", "calls", "sampled_tokens")]
+    for kind, found in report["weight_versions"].items():
+        versions = ", ".join(found["first"]["versions"])
+        example = f", the first {found['first']['conversation']!r}{versions and ': '}{versions}"
+        rows.append((f"weight versions: {kind}", f"{found['count']} conversations{example}"))
+    policy = report["policy"]
+    if policy:
+        rows += [
+            (f"policy {policy['name']}", f"{policy['samples']} samples"),
+            ("trained tokens", str(policy["trained_tokens"])),
+            ("dropped tokens", str(policy["dropped_tokens"])),
+            ("actions", ", ".join(f"{action} {count}" for action, count in policy["actions"].items() if count) or "-"),
+        ]
+    return rows
+
+
+def _table(title: str, classes: Mapping[str, Mapping[str, Any]]) -> Any:
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    first = Column("first", overflow="fold")
+    table = Table("class", "count", "share", "failing", first, title=title, show_lines=True)
+    for kind, found in classes.items():
+        cells = [kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])]
+        example = "\n".join(map(printable, _example_lines(found["first"])))
+        table.add_row(*map(Text, cells), Text(example), style="red" if found["failing"] else "")
+    return table
+
+
+def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:
+    place = f"{example['file']}, line {example['line']}" if "file" in example else ""
+    conversation = f"conversation {example['conversation']!r}" if example["conversation"] is not None else ""
+    yield ", ".join(filter(None, (place, conversation)))
+    if example.get("position") is not None:
+        found = "the prompt ends" if example["found_id"] is None else f"the prompt has {example['found_id']}"
+        known = "nothing more" if example["expected_id"] is None else f"id {example['expected_id']}"
+        yield f"position {example['position']}: {known} is known, {found}"
+    for key, name in (("expected_text", "known: "), ("found_text", "prompt: ")):
+        if example.get(key) is not None:
+            yield f"{name}{example[key]!r}"
+    yield from (example[key] for key in ("message", "detail") if example.get(key))
+    if example.get("cure"):
+        yield f"cure: {example['cure']}"

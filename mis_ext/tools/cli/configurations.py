@@ -1,0 +1,274 @@
+"""Commands about configurations, which need no data: ``explain``, ``presets``, ``methods`` and ``convert``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mis_ext.tools.cli.command import Result
+
+if TYPE_CHECKING:
+    from mis_ext.keys.presets import Spelt
+    from mis_ext.tools.explain import Effect, Explanation
+
+_OF_WEIGHT = ("above_high", "below_low", "weight_mean")
+_NUMBERS = {
+    "ess_token": "ESS of token ratios",
+    "ess_sequence": "ESS of their products",
+    "ess_geometric": "ESS of geometric means",
+    "kept_tokens": "tokens kept",
+    "live_tokens": "tokens with a policy gradient",
+    "kept_sequences": "responses kept",
+    "above_high": "ratios above the high bound",
+    "below_low": "ratios below the low bound",
+    "weight_mean": "mean weight before normalisation",
+    "learning_rate": "effective learning rate",
+    "ess": "ESS of what multiplies the loss",
+}
+
+
+def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext explain``."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="what a configuration does, and what to expect of it; needs no data",
+        description=(
+            "Says in words and formulas what a YAML file, a preset or a published method does, and what speaks against "
+            "it. Predicts by the Gaussian law what it does to a mismatch of the size --k3. If a preset and a method "
+            "have the same name, it is the preset. mis-ext methods NAME --yaml prints the file of the method. Exit "
+            "code: 0 done, 2 no such configuration."
+        ),
+    )
+    parser.add_argument(
+        "config",
+        metavar="FILE.yaml|PRESET|METHOD",
+        help="a configuration file, the name of a preset, or the name of a method if no preset has that name",
+    )
+    parser.add_argument(
+        "--k3", type=_number, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
+    )
+    parser.add_argument(
+        "--length",
+        type=_number,
+        default=2048,
+        metavar="T",
+        help="tokens of a response, in [1, 1e7]; default %(default)d",
+    )
+    parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
+    parser.add_argument("--sequences", type=int, metavar="N", help="responses over which one call normalises")
+    parser.set_defaults(run=run_explain, shown_with=("rich",))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, such as 5e-3, got {text!r}") from None
+
+
+def run_explain(parsed: argparse.Namespace) -> Result:
+    """Explain the configuration."""
+    from mis_ext.tools.explain import explain_config
+
+    spelt = _spelt(parsed.config)
+    found = explain_config(
+        spelt.config,
+        k3=parsed.k3,
+        length=parsed.length,
+        is_stale=parsed.stale,
+        num_sequences=parsed.sequences,
+        said=spelt.said,
+        loss=spelt.loss,
+        about=spelt.about,
+    )
+    return Result({"config": parsed.config} | found.to_dict(), lambda: _show_explanation(parsed.config, found))
+
+
+def _spelt(name: str) -> Spelt:
+    """What a file spells, or what the preset or else the method of this name does."""
+    from mis_ext.keys.preset_files import list_presets, preset_path
+    from mis_ext.keys.presets import read_file, read_method
+    from mis_ext.methods import METHODS
+    from mis_ext.validation import did_you_mean
+
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        return read_file(name)
+    if name in list_presets():
+        return read_file(preset_path(name))
+    if name in METHODS:
+        return read_method(METHODS[name])
+    names = (*list_presets(), *METHODS)
+    raise ValueError(f"no preset and no method {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+
+
+def _show_explanation(name: str, found: Explanation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+
+    def title(text: str) -> None:
+        console.print(Text(f"\n{text}", style="bold"))
+
+    def lines(texts: Iterable[str], style: str = "") -> None:
+        # A hanging indent, so that each begins where the eye looks for it.
+        grid = Table.grid(padding=(0, 1))
+        for text in texts:
+            grid.add_row(Text(" -", style=style), Text(text, style=style))
+        console.print(grid)
+
+    console.print(Text(name, style="bold"))
+    console.print(Text(found.symbols, style="dim"))
+    if found.about:
+        grid = Table.grid(padding=(0, 1))
+        for name, text in found.about.items():
+            grid.add_row(Text(f"{name}:", style="bold"), Text(text))
+        console.print(grid)
+    title("Steps in their order. (The order of gates does not matter: each looks at the original mask.)")
+    # Two columns: with four, a terminal of 80 columns would break each after every second word.
+    steps = Table("", "formula, what it touches, meaning", show_lines=True)
+    for step in found.steps:
+        steps.add_row(Text(step.name), Text(f"{step.formula}\non {step.touches}: {step.meaning}"))
+    console.print(steps)
+    title("Gradient")
+    lines(found.gradient)
+    title("Denominator")
+    lines(found.denominator)
+    title(f"Expected at k3 {found.effect.k3:g} per token")
+    table = Table("", *(f"T = {each.length:,.0f}" for each in found.at_lengths))
+    for label, values in _effect_rows(found.at_lengths):
+        table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
+    console.print(table)
+    console.print(Text(found.limits, style="dim"))
+    known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
+    title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
+    if found.traps:
+        lines((trap.text for trap in found.traps), "yellow")
+    if found.notes:
+        title("Good to know")
+        lines(found.notes)
+
+
+def _effect_rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
+    effects = [*effects]
+    of: Callable[[Any, str], float] = getattr
+    for name, label in _NUMBERS.items():
+        values = [of(each, name) for each in effects]
+        # A method without a correction beside it has no such weight.
+        if name not in _OF_WEIGHT or not all(map(math.isnan, values)):
+            yield label, values
+    yield from ((f"kept by {name}", [each.accepted[name] for each in effects]) for name in effects[0].accepted)
+
+
+def _percent(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.1e}" if 0.0 < value < 1e-3 else f"{value:.3f}"
+
+
+def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext presets``."""
+    parser = subparsers.add_parser(
+        "presets",
+        help="the YAML files of mis_ext: what each does, and when to use it",
+        description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
+    parser.set_defaults(run=run_presets, shown_with=())
+
+
+def run_presets(arguments: argparse.Namespace) -> Result:
+    """The list, or one file."""
+    from mis_ext.keys.preset_files import list_presets, preset_remarks, preset_text
+
+    if arguments.name is not None:
+        file = preset_text(arguments.name)
+        remarks = preset_remarks(arguments.name)._asdict()
+        return Result({"name": arguments.name, **remarks, "yaml": file}, lambda: print(file, end=""))
+    presets = [{"name": name, **preset_remarks(name)._asdict()} for name in list_presets()]
+    return Result({"presets": presets}, lambda: _show_presets(presets))
+
+
+def _show_presets(presets: list[dict[str, str]]) -> None:
+    from mis_ext.columns import hanging
+
+    for each in presets:
+        print(each["name"])
+        print(hanging("  What: ", each["what"]))
+        print(hanging("  When: ", each["when"]))
+    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME its effect.")
+
+
+def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext methods``."""
+    parser = subparsers.add_parser(
+        "methods",
+        help="published methods: formula, source, when to use, what speaks against it",
+        description="Lists the methods. With NAME it describes that method.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
+    parser.add_argument(
+        "--yaml",
+        action="store_true",
+        help="print a file that runs NAME: with the hook if it can, else with the policy loss of mis_ext",
+    )
+    parser.set_defaults(run=run_methods, shown_with=())
+
+
+def run_methods(arguments: argparse.Namespace) -> Result:
+    """The list, or one method with the file that runs it."""
+    from mis_ext.keys.presets import method_yaml
+    from mis_ext.methods import METHODS, find_method
+    from mis_ext.methods.published import SYMBOLS
+    from mis_ext.methods.table import describe_method, list_methods, method_facts
+
+    if arguments.name is None:
+        if arguments.yaml:
+            raise ValueError("--yaml needs the NAME of a method")
+        methods = [method_facts(row) for row in METHODS.values()]
+        return Result({"methods": methods, "symbols": SYMBOLS}, lambda: print(list_methods()))
+    row = find_method(arguments.name)
+    file = method_yaml(row)
+    content = method_facts(row) | {"yaml": file, "symbols": SYMBOLS}
+    return Result(content, lambda: print(file, end="") if arguments.yaml else print(describe_method(row)))
+
+
+def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext convert``."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="converts the options of another framework to a YAML file of mis_ext with the same weights and masks",
+        description="Reads a configuration of verl: the .hydra/config.yaml of a run, what its command prints with "
+        "--cfg job, or its rollout_correction alone. Prints the YAML file of mis_ext with the same weights and masks. "
+        "Options without a counterpart are refused.",
+    )
+    parser.add_argument("framework", choices=("verl",), help="the framework of the options")
+    parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
+    parser.set_defaults(run=run_convert, shown_with=())
+
+
+def run_convert(arguments: argparse.Namespace) -> Result:
+    """Convert the file."""
+    from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
+    from mis_ext.keys.given import read_keys
+
+    try:
+        content = read_keys(arguments.file)
+    except ValueError as error:
+        raise ValueError(f"{error}. {WHOLE_CONFIGURATION}") from None
+    keys, remarks = convert_verl(options_in(content))
+    lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks, *dtype_remarks(content)]
+    result = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
+    return Result(result, lambda: _show_convert(keys, lines))
+
+
+def _show_convert(keys: dict[str, Any], remarks: list[str]) -> None:
+    import yaml
+
+    for remark in remarks:
+        print(f"# {remark}")
+    print(yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120), end="")

@@ -1,0 +1,225 @@
+"""``mis-ext audit`` and ``mis-ext diff``: are trainer and engine equal bit for bit, and where do they first differ?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mis_ext import onpolicy
+from mis_ext.files import printable
+from mis_ext.tools.cli.command import Result, grid, watch
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mis_ext.onpolicy.audit.audit_report import AuditReport
+    from mis_ext.tools.dumps import Dumps
+
+
+_MIN_FILES_FOR_PROGRESS = 4
+_COLORS = {
+    "EXACT": "green",
+    "EXACT_UP_TO_SIGNED_ZERO": "green",
+    "DIFFERENT": "red",
+    "UNPROVED": "yellow",
+    "INVALID": "magenta",
+}
+
+
+def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext audit``."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="do trainer and engine give every token the same log-prob, bit for bit?",
+        description=(
+            "Compares the log-probs of trainer and engine, bit for bit. Files of all ranks: .pt of --dump-details or "
+            "--save-debug-train-data; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
+            "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
+            "UNPROVED until --provenance, --engine-records or --control says where they come from. Exit code: 0 exact; "
+            "1 different, unproved or invalid; 2 a file cannot be read."
+        ),
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="dumps of one or more rollouts")
+    parser.add_argument(
+        "--provenance",
+        choices=("decode", "prefill", "unknown"),
+        default="unknown",
+        help="you state where the rollout log-probs come from. decode: recorded while sampling. prefill: the engine "
+        "scored the finished text again",
+    )
+    parser.add_argument(
+        "--engine-records",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="files that the engine's side wrote before training (--save-debug-rollout-data of slime and Miles). They "
+        "show that the rollout log-probs are the engine's",
+    )
+    parser.add_argument(
+        "--control",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="dumps of a control run: the same code, but trainer and engine must differ, for example without a weight "
+        "sync. They show that neither side is a copy of the other",
+    )
+    parser.add_argument(
+        "--train-weight-version",
+        metavar="VERSION",
+        help="version of the weights with which the trainer scored, if the files do not have it. It is compared with "
+        "the engine's weight_versions",
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
+    )
+    parser.set_defaults(run=run_audit, shown_with=("rich",))
+
+
+def run_audit(parsed: argparse.Namespace) -> Result:
+    """Audit the files; the exit code is 0 if they passed, else 1."""
+    from mis_ext.onpolicy.audit.dumps import audit_dumps
+
+    groups = {name: getattr(parsed, name) for name in ("files", "engine_records", "control")}
+    opened = {name: paths and _open(paths, trust_pickle=parsed.trust_pickle) for name, paths in groups.items()}
+    report = audit_dumps(
+        opened.pop("files"),
+        **opened,
+        provenance=parsed.provenance,
+        train_weight_version=parsed.train_weight_version,
+    )
+    files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
+    return Result(files | report.to_dict(), lambda: _show_audit(report), 0 if report.passed else 1)
+
+
+def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
+    from mis_ext.tools.dumps import Dumps
+
+    # What cannot be used has a verdict of its own here.
+    return Dumps(
+        paths, trust_pickle=trust_pickle, need_tokens=False, watch=partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
+    )
+
+
+def _show_audit(report: AuditReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(report.verdict.value, style=f"bold {_COLORS[report.verdict.value]}"))
+    console.print(grid(report.rows()))
+    if report.num_active_tokens:
+        table = Table("probability", "tokens", "different", "mean", "max", title="by rollout probability")
+        for row in report.decile_rows():
+            table.add_row(*row)
+        console.print(table)
+
+
+_SIDE = "a saved recording, or a directory of SGLang dumper files"
+
+
+def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext diff``."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="the first module at which two recordings differ, bit for bit",
+        description="Compares two recordings of the same tokens, bit for bit. Names the first module, in A's order of "
+        "execution, at which they differ, and the position. A PATTERN is a shell pattern of module names, such as "
+        "'*.mlp'. Exit code: 0 equal, 1 not, 2 wrong usage.",
+    )
+    parser.add_argument("a", metavar="A", type=Path, help=_SIDE)
+    parser.add_argument("b", metavar="B", type=Path, help=_SIDE)
+    parser.add_argument(
+        "--map",
+        metavar="FILE",
+        type=Path,
+        help="YAML or JSON file: names of modules in A, and their names in B. {layer} stands for one part of a name",
+    )
+    for flag, what in {
+        "missing": "modules that may be on one side only",
+        "rows": "modules for which one side may have rows that the other side lacks",
+        "dtype": "modules whose dtypes may differ; their values must still be equal",
+        "shape": "modules whose rows may differ in size; these are not compared",
+    }.items():
+        parser.add_argument(
+            f"--allow-{flag}", metavar="PATTERN", action="append", default=[], help=f"{what}; repeatable"
+        )
+    for side, what in {"": "SGLang request", "-a": "SGLang request of A", "-b": "SGLang request of B"}.items():
+        parser.add_argument(
+            f"--request{side}", metavar="ID", action="append", help=f"{what} of sequence 0, 1, ...; repeatable"
+        )
+    parser.set_defaults(run=run_diff, shown_with=("rich",))
+
+
+def run_diff(arguments: argparse.Namespace) -> Result:
+    """Compare the recordings; the exit code is 0 if they are equal, else 1."""
+    requests_a, requests_b = (own or arguments.request for own in (arguments.request_a, arguments.request_b))
+    if len(requests_a or ()) != len(requests_b or ()) and arguments.a.is_dir() and arguments.b.is_dir():
+        raise ValueError(f"give as many requests of A as of B, got {requests_a} and {requests_b}")
+    comparison = onpolicy.compare(
+        _read(arguments.a, requests_a),
+        _read(arguments.b, requests_b),
+        names=onpolicy.NameMap.load(arguments.map) if arguments.map else None,
+        allow_missing=arguments.allow_missing,
+        allow_rows=arguments.allow_rows,
+        allow_dtype=arguments.allow_dtype,
+        allow_shape=arguments.allow_shape,
+    )
+    return Result(_content(comparison), lambda: _show_comparison(comparison), 0 if comparison.passed else 1)
+
+
+def _content(comparison: onpolicy.Comparison) -> dict[str, Any]:
+    found = asdict(comparison)
+    for module in found["modules"]:
+        for row in ("first", "culprit_row"):
+            module[row] = module[row] and module[row]._asdict()
+    first = comparison.first_divergent
+    return {
+        "verdict": comparison.verdict,
+        "first_divergent": first and first.name,
+        "culprits": [module.name for module in comparison.culprits],
+        **found,
+    }
+
+
+def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:
+    return onpolicy.read_sglang_dumps(path, requests=requests) if path.is_dir() else onpolicy.Recording.load(path)
+
+
+def _show_comparison(comparison: onpolicy.Comparison) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if comparison.modules:
+        console.print(_table(comparison))
+    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(comparison: onpolicy.Comparison) -> Table:
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    name = Column("module", overflow="fold")
+    table = Table(name, "rows", "differing", "first", "max abs", "max ULP", "inputs")
+    for module in comparison.modules:
+        names = module.name if module.name == module.other else f"{module.name}\n{module.other}"
+        inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
+        if module.is_culprit:
+            inputs = f"equal{module.inputs_besides()}"
+        cells = [
+            names,
+            str(module.num_rows),
+            str(module.num_differing),
+            f"{module.first.sequence}:{module.first.position}" if module.first else "",
+            f"{module.max_abs:.3g}" if module.num_differing else "",
+            str(module.max_ulp) if module.num_differing else "",
+            f"{inputs} <- culprit" if module.is_culprit else inputs,
+        ]
+        style = "bold red" if module.is_culprit else "yellow" if module.num_differing else ""
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+    return table

@@ -1,0 +1,288 @@
+"""``mis-ext report``: look at a run, choose a configuration with data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mis_ext.files import printable, write_whole
+from mis_ext.tools.cli.command import Result, require, watch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mis_ext.tools.report.comparison import Comparison
+    from mis_ext.tools.report.recommendation import Recommendation
+    from mis_ext.tools.report.whole_report import Report
+
+_SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
+_OUT = Path("mismatch_report")
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext report``."""
+    parser = subparsers.add_parser(
+        "report",
+        help="where trainer and engine differ, why, and what each configuration would do about it",
+        description=(
+            "Says where trainer and engine differ, names the likely cause, and ranks configurations on your data. "
+            "Reads dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl, .parquet "
+            "and .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
+            "Exit code: 0 done, 2 a file cannot be read."
+        ),
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with such files")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="another run, shown beside this one: A is PATH above, B this; what is recommended is for A",
+    )
+    parser.add_argument(
+        "--config", action="append", type=Path, default=[], metavar="YAML", help="try this configuration; repeatable"
+    )
+    parser.add_argument(
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help="try this preset; repeatable. Without --config, --preset and --method all presets are tried",
+    )
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="try this published method with its defaults, at the first update; repeatable",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"where to write; default {_OUT}. With --json nothing is written unless it is given",
+    )
+    parser.add_argument(
+        "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens with their text"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list; default %(default)d"
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
+    )
+    parser.set_defaults(run=run, shown_with=("rich",))
+
+
+def run(parsed: argparse.Namespace) -> Result:
+    """Make the report of the files, and write it."""
+    out = _OUT if parsed.out is None and not parsed.json else parsed.out
+    if out is not None:
+        require("matplotlib", install="mis_ext[report]")
+    report = _report(parsed)
+    if parsed.tokenizer is not None:
+        report = _with_text(report, parsed.tokenizer)
+    if out is not None:
+        _write(report, out)
+    return Result(report.to_dict(), lambda: show(report, out or _OUT))
+
+
+def _report(parsed: argparse.Namespace) -> Report:
+    from mis_ext.tools.dumps import Dumps
+    from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates
+    from mis_ext.tools.report.run import run_of
+    from mis_ext.tools.report.whole_report import read_series, report_of
+
+    if parsed.worst < 0:
+        raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
+    paths, others = ([*_files(chosen or ())] for chosen in (parsed.paths, parsed.against))
+    candidates = [file_candidate(path) for path in parsed.config]
+    candidates += [method_candidate(name) for name in parsed.method]
+    candidates += preset_candidates(parsed.preset) if parsed.preset or not candidates else []
+    logged = None if parsed.log is None else read_series(parsed.log)
+    dumps, other = (Dumps(each, trust_pickle=parsed.trust_pickle, watch=watch) for each in (paths, others))
+    with _pool() as pool:
+        # Before the run itself, which takes longer: a file that cannot be read is found sooner.
+        against = run_of(other, sources=map(str, others), num_worst=parsed.worst, pool=pool) if others else None
+        return report_of(
+            dumps,
+            candidates,
+            sources=map(str, paths),
+            num_worst=parsed.worst,
+            pool=pool,
+            logged=logged,
+            against=against,
+        )
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread per core; torch's own, of which many are slower than one here, are switched off meanwhile."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(
+            (each for each in path.rglob("*") if each.suffix in _SUFFIXES),
+            key=lambda each: (each.parent, len(each.name), each.name),
+        )
+        if not found:
+            raise ValueError(f"{path}: the folder has no file that ends in {', '.join(_SUFFIXES)}")
+        yield from found
+
+
+def _with_text(report: Report, path: Path) -> Report:
+    import dataclasses
+
+    from mis_ext.tools.cli.check_rollouts import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(path)
+    tokens = [
+        dataclasses.replace(
+            token,
+            text=tuple(
+                tokenizer.decode([*ids])
+                for ids in (token.ids_before, () if token.token_id is None else (token.token_id,), token.ids_behind)
+            ),
+        )
+        for token in report.summary.worst_tokens
+    ]
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, worst_tokens=tokens))
+
+
+def _write(report: Report, folder: Path) -> None:
+    from mis_ext.tools.report.page import page_of
+    from mis_ext.tools.report.plots import write_pictures
+
+    # Before anything is written: what cannot be shown leaves nothing behind.
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), page_of(report)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "summary.json", f"{summary}\n")
+    write_whole(folder / "report.html", page)
+    write_pictures(report, folder)
+
+
+_NUMBERS = ("k3", "reverse_k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "ratio_mean")
+
+
+def show(report: Report, folder: Path) -> None:
+    """Print the recommendation, the causes and the numbers; another run beside this one; the ranking."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    _show_causes(console, report)
+    _show_numbers(console, report)
+    if report.against is not None:
+        _show_comparison(console, report, report.against)
+    _show_ranking(console, report.recommendation)
+    for skipped in report.skipped[:10]:
+        console.print(Text(f"skipped: {printable(str(skipped))}", style="yellow"))
+    if len(report.skipped) > 10:
+        console.print(Text(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", style="yellow"))
+    console.print(Text(f"written: {folder / 'report.html'}, summary.json, pictures"))
+
+
+def _show_causes(console: Console, report: Report) -> None:
+    from rich.text import Text
+
+    found = report.recommendation
+    console.print(Text(found.headline, style="bold"))
+    for reason in found.reasons:
+        console.print(Text(f"  {reason}"))
+    for diagnosis in report.diagnoses:
+        console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
+        for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
+            console.print(Text(f"  {printable(said)}"))
+    if report.diagnoses:
+        console.print(Text(report.unexplained.in_words, style="dim"))
+
+
+def _show_numbers(console: Console, report: Report) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from mis_ext.tools.report.page import number
+
+    overall = report.summary.overall
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(Text("tokens", style="dim"), f"{overall.num_tokens:,} of {overall.num_sequences:,} responses")
+    for name in _NUMBERS:
+        grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
+    console.print(grid)
+    console.print(Text("  What each number means, and when to worry: report.html", style="dim"))
+
+
+def _show_comparison(console: Console, report: Report, found: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from mis_ext.tools.report.page import CAUSES, NUMBERS, cause_cells, number_cells
+
+    console.print(Text(found.headline, style="bold"))
+    for letter, run in (("A", report), ("B", found.other)):
+        console.print(Text(f"  {letter}: {printable(run.name)}"))
+    for note in found.notes:
+        console.print(Text(f"  {note}"))
+    numbers, causes = Table(*NUMBERS, "A is"), Table(*CAUSES)
+    for each in found.numbers:
+        verdict = "-" if each.verdict == "unknown" else each.verdict
+        numbers.add_row(*map(Text, (*number_cells(each), verdict)))
+    for cause in found.causes:
+        causes.add_row(*map(Text, cause_cells(cause)))
+    console.print(numbers)
+    console.print(Text("  change: x is A / B, + and - A - B. noise: not more than noise", style="dim"))
+    console.print(causes)
+    console.print(Text("  What the intervals are: report.html. What follows is of A alone.", style="dim"))
+
+
+def _show_ranking(console: Console, found: Recommendation) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from mis_ext.tools.report.page import number, percent
+
+    table = Table(title="what each configuration would do, the best first")
+    table.add_column("configuration", overflow="fold")
+    for column in ("kept", "ESS", "lr", "left"):
+        table.add_column(column, no_wrap=True)
+    # As wide as their longest name.
+    table.add_column("traps", no_wrap=True)
+    for ranked in found.ranking:
+        outcome = ranked.outcome
+        cells = [Path(ranked.name).name, percent(outcome.kept_tokens)]
+        cells += map(number, (outcome.ess, outcome.learning_rate, outcome.residual))
+        cells.append("\n".join(ranked.traps))
+        table.add_row(*(Text(printable(cell)) for cell in cells), style="yellow" if ranked.warnings else "")
+    console.print(table)
+    console.print(
+        Text(
+            "  kept: share of tokens. ESS, lr (effective learning rate): of the factor on the loss, which is 1 without "
+            "a correction. left: the mean distance of this factor from the ratio",
+            style="dim",
+        )
+    )
+    if any(ranked.traps for ranked in found.ranking):
+        console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))

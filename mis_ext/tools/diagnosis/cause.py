@@ -1,0 +1,149 @@
+"""What a cause is, and what its rule finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mis_ext.correction.config import GuardName
+from mis_ext.tools.diagnosis.measuring import Kind, Measured
+
+Confidence = Literal["certain", "likely", "possible"]
+Need = Literal["tokens", "signals", "samples"]
+"""What a rule looks at, as attributes of :class:`~mis_ext.tools.diagnosis.measuring.Measured` that must be there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        confidence: How sure the evidence makes it.
+        evidence: What was measured.
+        k3_share: Of the k3 of the tokens that are left, that it explains; NaN where that is not known.
+        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
+        advice: What to do, where it is not what the row says.
+        is_pattern: Whether so many tokens show it that a run should stop.
+        is_all: Whether it is all that differs: then nothing else is looked for.
+        takes_out: Which tokens are left out of the search for what follows, besides those that have no log-prob.
+        alternatives: What would look the same in this evidence.
+        hides: Causes that its tokens would be taken for, whatever it explains.
+    """
+
+    confidence: Confidence
+    evidence: str
+    k3_share: float = math.nan
+    is_up_to: bool = False
+    advice: str = ""
+    is_pattern: bool = True
+    is_all: bool = False
+    takes_out: Kind | None = None
+    alternatives: tuple[str, ...] = ()
+    hides: tuple[str, ...] = ()
+
+
+Rule = Callable[[Measured], Finding | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A row of the table.
+
+    Attributes:
+        name: Stable for programs.
+        title: What it is.
+        looks_like: What shows it, for the documentation.
+        needs: What its rule looks at.
+        rule: What is found, from what was measured; None where nothing is.
+        advice: What to do.
+        is_fault: Whether it is a mistake to repair first, which no configuration corrects.
+        guard: Which guard of a run stops on it.
+        takes_out: Tokens that show it are left out of the search for what follows.
+        hides: Causes that this one would be taken for: they are not looked for where it is found.
+    """
+
+    name: str
+    title: str
+    looks_like: str
+    needs: tuple[Need, ...]
+    rule: Rule
+    advice: str
+    is_fault: bool = False
+    guard: GuardName | None = None
+    takes_out: bool = False
+    hides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A likely cause.
+
+    Attributes:
+        cause: Its name, stable for programs.
+        confidence: How sure the evidence makes it.
+        title: What it is.
+        evidence: What was measured.
+        advice: What to do.
+        is_fault: Whether it is a mistake to repair first, which no configuration corrects.
+        k3_share: Of the k3 of the tokens that were left when it was looked for, that it explains; NaN where that is not
+            known.
+        takes_out: Whether what follows was looked for without its tokens.
+        is_pattern: Whether so many tokens show it that a run should stop.
+        alternatives: What would look the same in this evidence.
+        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
+    """
+
+    cause: str
+    confidence: Confidence
+    title: str
+    evidence: str
+    advice: str
+    is_fault: bool = False
+    k3_share: float = math.nan
+    takes_out: bool = False
+    is_pattern: bool = True
+    alternatives: tuple[str, ...] = ()
+    is_up_to: bool = False
+
+    @classmethod
+    def of(cls, cause: Cause, finding: Finding) -> Diagnosis:
+        """A row with what its rule found."""
+        return cls(
+            cause=cause.name,
+            confidence=finding.confidence,
+            title=cause.title,
+            evidence=finding.evidence,
+            advice=finding.advice or cause.advice,
+            is_fault=cause.is_fault,
+            k3_share=finding.k3_share,
+            is_up_to=finding.is_up_to,
+            takes_out=cause.takes_out,
+            is_pattern=finding.is_pattern,
+            alternatives=finding.alternatives,
+        )
+
+    @property
+    def share_in_words(self) -> str:
+        """How much of k3 it explains; empty where that is not known."""
+        if math.isnan(self.k3_share):
+            return ""
+        behind = "; the rest was looked at without these tokens" if self.takes_out else ""
+        return f"explains {'up to ' if self.is_up_to else ''}{percent(self.k3_share)} of k3{behind}"
+
+    @property
+    def doubt_in_words(self) -> str:
+        """What it could not be told from; empty where nothing looks like it."""
+        return f"could not be told from: {'; '.join(self.alternatives)}" if self.alternatives else ""
+
+    @property
+    def in_words(self) -> str:
+        """Title, evidence, share and doubt in one line."""
+        parts = (f"{self.title}: {self.evidence}", self.share_in_words, self.doubt_in_words)
+        return "; ".join(filter(None, parts))
+
+
+def percent(share: float) -> str:
+    """A share in words: small ones are not 0 %."""
+    return "less than 1 %" if 0.0 < share < 0.01 else f"{share:.0%}".replace("%", " %")

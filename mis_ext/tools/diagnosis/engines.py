@@ -1,0 +1,278 @@
+"""Causes in the engines: how they compute, and on which tokens it shows.
+
+The numbers come from the geometry of each cause and from our own measurements (lab/evidence): bfloat16 kernels
+give a k3 of 5e-5, an fp8 cache 4e-3 to 8e-3, weights a step old 8e-2, other experts 4e-4. Look at tokens 12 times as
+far apart as is typical for their probability. Where experts differ, these are 0.5 to 1.3 % of the tokens, and carry
+0.75 to 0.95 of k3. Where only precision differs they carry less than 0.45, or (fp8 cache, long responses) they are more
+than 4 % of the tokens. Two formulas for the same float32 log-prob (``log_softmax``, ``log(softmax)``) stay within one
+float32 step of ``max(1, |log-prob|)``, while float32 kernels reach two and more in any batch of some hundred tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mis_ext.checks.limits import MAX_CHANCE, MIN_TOKENS
+from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.measuring import Measured
+from mis_ext.tools.diagnosis.signals import PER_OCTAVE, Signals, first_position
+from mis_ext.tools.diagnosis.size import stale_words
+
+ALL = 0.99
+MAX_FORMULA_STEPS = 1.5
+TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
+PLACE_FACTOR, PLACE_K3_FACTOR, PLACE_ERRORS = 2.0, 5.0, 6.0
+"""Noise of engines fades in long responses: in one of ours the first 8 tokens differ 1.6 times as much as those from
+the 65th to the 256th, and have 3 times their k3. How much it fades depends on the model: an alternative says so."""
+FIRST_LATE = 5 * PER_OCTAVE
+"""The first bin of positions, from 31 on, that may begin to differ."""
+LEAST_LATE = 0.1
+"""Share of k3: less need not be named."""
+
+_PLACES = tuple(place - 3.5 for place in range(2 * PER_OCTAVE))
+STEP = tuple(math.copysign(0.5, place) - place * 4.0 / 21.0 for place in _PLACES)
+"""What the bins of two octaves have of a step between these, beyond any straight line through all: the squares of
+``_PLACES`` are 42, and 8 are their products with a step of 1."""
+
+
+def formula(measured: Measured) -> Finding | None:
+    """Differences within the rounding of one operation."""
+    assert measured.signals is not None
+    steps, _, largest = measured.signals.largest.tolist()
+    if not 0.0 < steps <= MAX_FORMULA_STEPS or measured.tokens.line.num_tokens < MIN_TOKENS:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"no difference exceeds {steps:.2g} float32 steps, {largest:.1g} nats",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def bf16(measured: Measured) -> Finding | None:
+    """Log-probs of one side that are bfloat16 numbers."""
+    assert measured.signals is not None
+    rounded = dict(zip(("proximal", "behavior"), measured.signals.rounded.tolist(), strict=True))
+    if min(count for count, _, _ in rounded.values()) < MIN_TOKENS or measured.signals.largest[2] == 0.0:
+        return None
+    sides = {name: expected for name, (count, of_bf16, expected) in rounded.items() if of_bf16 > ALL * count}
+    if not sides:
+        return None
+    alone = sum(sides.values()) / measured.tokens.num_rest
+    return Finding(
+        confidence="certain",
+        evidence=f"{' and '.join(sides)} log-probs are bfloat16 numbers: that alone gives a k3 near {alone:.1g}",
+        k3_share=min(alone / measured.k3, 1.0) if measured.k3 else math.nan,
+    )
+
+
+def decoding(measured: Measured) -> Finding | None:
+    """First tokens of responses are equal, later ones are not."""
+    assert measured.signals is not None
+    first, first_different, later, later_different = measured.signals.firsts.tolist()
+    if first_different or not later_different:
+        return None
+    # One more than counted, so that few tokens cannot make a certainty.
+    share = later_different / (later + 1.0)
+    chance = (1.0 - share) ** first
+    if chance > MAX_CHANCE:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"the first tokens of {first:.0f} responses are all equal, later ones differ in {share:.0%} of the "
+        f"cases (by chance: {chance:.0e})",
+    )
+
+
+class _Mean(NamedTuple):
+    """A mean, and the variance of its error."""
+
+    value: float
+    variance: float
+
+    @classmethod
+    def of(cls, count: float, total: float, squared: float) -> _Mean:
+        mean = total / count if count else math.nan
+        return cls(mean, max(squared / count - mean**2, 0.0) / count if count else math.nan)
+
+    def is_above(self, other: _Mean, factor: float) -> bool:
+        error = math.sqrt(self.variance + other.variance)
+        return self.value > factor * other.value and self.value - other.value > PLACE_ERRORS * error
+
+
+class _Place(NamedTuple):
+    """Uncertain tokens of a place: how many, their k3, and the means of ``|d| / (1 - p)`` and of k3, both at most 1."""
+
+    num_tokens: float
+    k3: float
+    shift: _Mean
+    size: _Mean
+
+    @classmethod
+    def of(cls, moments: Tensor) -> _Place:
+        count, k3, *sums = moments.tolist()
+        return cls(count, k3, _Mean.of(count, *sums[:2]), _Mean.of(count, *sums[2:]))
+
+    def stands_out_of(self, other: _Place) -> bool:
+        """Whether its tokens are far apart where those of another are not."""
+        enough = min(self.num_tokens, other.num_tokens) >= MIN_TOKENS
+        return enough and self.shift.is_above(other.shift, PLACE_FACTOR)
+
+    def has_more_k3_than(self, other: _Place) -> bool:
+        """Whether a few of its tokens are, which a mean of all may not show beside another cause."""
+        enough = min(self.num_tokens, other.num_tokens) >= MIN_TOKENS
+        return enough and self.size.is_above(other.size, PLACE_K3_FACTOR)
+
+    def excess_over(self, other: _Place) -> float:
+        """The k3 that it has beyond that of as many tokens of another."""
+        return max(self.k3 - other.k3 / other.num_tokens * self.num_tokens, 0.0)
+
+
+def prefix(measured: Measured) -> Finding | None:
+    """The beginning of turns differs more, or turns behind the first do."""
+    assert measured.signals is not None
+    first, later = measured.signals.places
+    total = float((first + later)[:, 1].sum())
+    # A prefix that all share shows in all turns, one of the conversation behind the first only.
+    all_turns = {"": first + later, " after the first": later}
+    for has_more, (where, moments) in product((_Place.stands_out_of, _Place.has_more_k3_than), all_turns.items()):
+        *before, ends, _ = (_Place.of(each) for each in moments)
+        begins = next((each for each in _beginnings(moments) if has_more(each, ends)), None)
+        if begins is not None:
+            excess = sum(each.excess_over(ends) for each in before if each.num_tokens)
+            return Finding(
+                # The beginning of a later turn is a late position, too.
+                hides=("late_positions",) if bool(later.any()) else (),
+                confidence="possible",
+                evidence=f"uncertain tokens differ by {begins.shift.value:.2g} (1 - p) nats early in a turn{where}, by "
+                f"{ends.shift.value:.2g} later, and have a k3 of {begins.size.value:.2g} and {ends.size.value:.2g}",
+                k3_share=excess / total if total else math.nan,
+                alternatives=(
+                    "another prompt, chat template or context",
+                    "stale weights of the first tokens, where weights change within responses",
+                    "other kernels for the prefill",
+                    "low precision, or old weights, that move the first tokens of a response more than later ones",
+                ),
+            )
+    others, one = _Place.of(later.sum(0)), _Place.of(first.sum(0))
+    if not others.stands_out_of(one):
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"uncertain tokens differ by {one.shift.value:.2g} (1 - p) nats in the first turn, by "
+        f"{others.shift.value:.2g} in later ones",
+        k3_share=others.excess_over(one) / total if total else math.nan,
+        hides=("late_positions",),
+        advice="Flush the engine's prefix cache at every weight update. If that is done, check that later turns are "
+        "scored with the ids that were sampled.",
+        alternatives=("turns that were tokenised again",),
+    )
+
+
+def _beginnings(moments: Tensor) -> tuple[_Place, _Place]:
+    """The first 8 tokens of a turn, and the first 32."""
+    return _Place.of(moments[0]), _Place.of(moments[:2].sum(0))
+
+
+def late(measured: Measured) -> Finding | None:
+    """Tokens behind some position differ, those before it hardly, or not as much."""
+    assert measured.signals is not None
+    bins = measured.signals.positions
+    total, found = float(bins[:, 1].sum()), list[tuple[bool, float, int, float]]()
+    for index in range(FIRST_LATE, len(bins)):
+        begins = _begins_at(index, bins)
+        # What is far in front of a step may differ by something else.
+        before = _Place.of(bins[index - PER_OCTAVE if begins else 0 : index].sum(0))
+        behind = _Place.of(bins[index:].sum(0))
+        if not (begins or behind.stands_out_of(before) or behind.has_more_k3_than(before)):
+            continue
+        excess = behind.excess_over(before)
+        if excess > LEAST_LATE * total:
+            usual = before.shift.value
+            found.append((begins, behind.shift.value / usual if usual else math.inf, index, excess))
+    if not found:
+        return None
+    _, ratio, index, excess = max(found)
+    return Finding(
+        confidence="possible",
+        evidence=f"uncertain tokens after position {first_position(index)} of a response differ {ratio:.2g} times "
+        f"as much as those before, and carry {excess / total:.0%} of k3 beyond theirs",
+        k3_share=excess / total,
+        alternatives=(
+            "stale weights of the last tokens, where weights change within responses",
+            "low precision, or old weights, that move late tokens of a response more than early ones",
+        ),
+    )
+
+
+def _begins_at(index: int, bins: Tensor) -> bool:
+    """Whether tokens differ more from a position on, by a step that is no part of a steady rise.
+
+    What differs everywhere hides by its size what begins somewhere, and not its place.
+    """
+    around = bins[index - PER_OCTAVE : index + PER_OCTAVE]
+    places = [_Place.of(each) for each in around]
+    if len(places) < len(STEP) or min(each.num_tokens for each in places) < MIN_TOKENS:
+        return False
+    before, behind = (_Place.of(each.sum(0)) for each in (around[:PER_OCTAVE], around[PER_OCTAVE:]))
+    weighted = [*zip(STEP, (each.shift for each in places), strict=True)]
+    step = sum(weight * shift.value for weight, shift in weighted)
+    variance = sum(weight**2 * shift.variance for weight, shift in weighted)
+    return behind.shift.is_above(before.shift, 1.0) and step > PLACE_ERRORS * math.sqrt(variance)
+
+
+class Tail(NamedTuple):
+    """Uncertain tokens that are much farther apart than is typical: their share, that of k3, and words for both."""
+
+    share: float
+    k3_share: float
+    evidence: str
+
+
+def _tail(signals: Signals) -> Tail | None:
+    """The few tokens that carry most of the mismatch, if there are."""
+    count = signals.tokens.line.num_tokens
+    if count < MIN_TOKENS:
+        return None
+    num_different, k3 = signals.shifts.sum((0, 2)).tolist()
+    if 0 < num_different <= max(1.0, FEW_SHARE * count):
+        share = num_different / count
+        evidence = f"{num_different:.0f} of {count:.0f} uncertain tokens differ, the others are equal"
+        return Tail(share, 1.0, evidence)
+    typical = signals.typical_shift()
+    num_far, k3_far = signals.beyond(TAIL_FACTOR * typical).sum(0).tolist()
+    share, k3_share = num_far / count, k3_far / k3 if k3 else 0.0
+    if num_far < 3 or k3_share < TAIL_K3_SHARE or share > MAX_TAIL_SHARE:
+        return None
+    evidence = (
+        f"{share:.2%} of the uncertain tokens are more than {TAIL_FACTOR:g} times as far apart as is typical "
+        f"({typical:.2g} (1 - p) nats), and carry {k3_share:.0%} of k3"
+    )
+    return Tail(share, k3_share, evidence)
+
+
+def few_tokens(measured: Measured) -> Finding | None:
+    """A handful of tokens carry most of the mismatch."""
+    assert measured.signals is not None
+    tail = _tail(measured.signals)
+    if tail is None or tail.share >= FEW_SHARE:
+        return None
+    return Finding(confidence="likely", evidence=tail.evidence, k3_share=tail.k3_share)
+
+
+def experts(measured: Measured) -> Finding | None:
+    """Few tokens carry most of the mismatch, as where experts differ."""
+    assert measured.signals is not None
+    tail = _tail(measured.signals)
+    if tail is None or tail.share < FEW_SHARE:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=tail.evidence,
+        k3_share=tail.k3_share,
+        alternatives=(*stale_words(measured), "low precision, which lets more experts differ, or has such tails alone"),
+    )

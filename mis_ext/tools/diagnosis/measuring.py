@@ -1,0 +1,330 @@
+"""From tokens to what the rules look at."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mis_ext.checks.limits import CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SHIFT_FACTOR
+from mis_ext.checks.token_sums import NOTHING, Sorted, TokenSums, sort_out
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
+
+COLUMNS = (
+    *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
+    *("largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
+)
+
+Kind = Literal["near", "far", "other_ids", "zeros"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Of tokens, each of which can be taken out: those of samples whose ids differ; of the other samples those that are far
+apart, more than kernels explain; and zeros of any sample. A cut leaves some tokens without an alternative, but where
+other zeros are no log-probs, these may be none either."""
+
+MIN_LAGGED_DIFF = 0.1
+"""Nats per token. Kernels in bfloat16 give at most as much: nearer samples are not shifted."""
+
+
+@dataclass(eq=False)
+class Samples:
+    """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
+
+    ``num_open`` are its tokens with a probability in ``OPEN`` of :mod:`mis_ext.correction.statistics` whose log-probs
+    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``lag`` is by how
+    many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
+    ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is of those of its tokens of
+    which one side is certain (a log-prob of 0) and the other is not.
+
+    Attributes:
+        columns: As in ``COLUMNS``.
+        steps: The step of each.
+    """
+
+    columns: Tensor
+    steps: list[str]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Samples]) -> Samples:
+        """The samples of all parts, in their order."""
+        parts = [*parts]
+        nothing = torch.empty(0, len(COLUMNS), dtype=torch.float64)
+        return cls(torch.cat([nothing, *(part.columns for part in parts)]), [s for part in parts for s in part.steps])
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column ``[S]`` by its name."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def where(self, keep_S: Tensor) -> Samples:
+        """The samples for which ``keep_S`` is true."""
+        chosen = keep_S.nonzero().flatten()
+        return Samples(self.columns[chosen], [self.steps[each] for each in chosen.tolist()])
+
+    def without_zeros(self) -> Samples:
+        """The sums of the other tokens."""
+        columns = self.columns.clone()
+        for name in ("num_tokens", "gap", "k3"):
+            columns[:, COLUMNS.index(name)] -= self[f"{name.split('_')[0]}_zeros"]
+        return Samples(columns, self.steps)
+
+    @property
+    def measured(self) -> Samples:
+        """Those with a token that has a log-prob."""
+        return self.where(self["num_tokens"] > 0)
+
+    @property
+    def kinds(self) -> Tensor:
+        """``[S]``: which of ``KINDS``."""
+        far = torch.where(self.mean_gap > MAX_MEAN_ABS_DIFF, KINDS.index("far"), KINDS.index("near"))
+        return torch.where(self["has_other_ids"] == 1.0, KINDS.index("other_ids"), far)
+
+    @property
+    def mean_gap(self) -> Tensor:
+        """``[S]``, nats per token."""
+        return self["gap"] / self["num_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What a consumer has measured, which is what rules look at; None where it cannot.
+
+    Attributes:
+        tokens: Cheap sums over all tokens.
+        signals: Evidence of causes, of all tokens.
+        kinds: The same of the tokens of each kind that there is.
+        samples: Numbers of each sample.
+        typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
+        explained: Share of k3 that causes which were found before explain.
+        has_main: Whether one of them explains half of it, or tokens were taken out.
+    """
+
+    tokens: TokenSums
+    signals: Signals | None = None
+    kinds: Mapping[Kind, Signals] = field(default_factory=dict)
+    samples: Samples | None = None
+    typical_gaps: Mapping[str, float] | None = None
+    explained: float = 0.0
+    has_main: bool = False
+
+    @property
+    def k3(self) -> float:
+        """Per token that is not taken out."""
+        return self.tokens.k3_rest / self.tokens.num_rest if self.tokens.num_rest else math.nan
+
+    @property
+    def k3_left(self) -> float:
+        """What no cause that was found before explains of it."""
+        return self.k3 * (1.0 - self.explained)
+
+    def without(self, kind: Kind) -> Measured:
+        """What is left when the tokens of a kind are taken out."""
+        if self.samples is None or kind not in self.kinds:
+            return self
+        left = {name: signals for name, signals in self.kinds.items() if name != kind}
+        if kind == "zeros":
+            samples = self.samples.without_zeros()
+        else:
+            samples = self.samples.where(self.samples.kinds != KINDS.index(kind))
+        return replace(self, **_whole(left), kinds=left, samples=samples)
+
+
+@dataclass(eq=False)
+class Measuring:
+    """Adds up what parts of a run show, so that their tokens need not be kept."""
+
+    _kinds: dict[Kind, Signals] = field(default_factory=dict)
+    _samples: list[Samples] = field(default_factory=list)
+
+    def add(
+        self,
+        tokens: TokenRatios,
+        layout: PackedLayout,
+        *,
+        response_mask_R: Tensor,
+        versions_behind: Sequence[float] | None = None,
+        has_other_ids: Sequence[bool | None] | None = None,
+        token_ids: Sequence[Any] | None = None,
+        step: str = "0",
+        position_T: Tensor | None = None,
+        turns: Turns | None = None,
+    ) -> Measuring:
+        """Count the tokens of a part, whole responses of one step; what belongs to its samples has an entry of each.
+
+        Args:
+            tokens: Of this part, ``[T]``.
+            layout: Where the responses lie.
+            response_mask_R: Which tokens are trained.
+            versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
+            has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
+            token_ids: Of the response; None where they are not known.
+            step: Its name.
+            position_T: Of each token in its response, where it is known already.
+            turns: Of the trained tokens, where they are known already.
+        """
+        found = sort_out(tokens, layout)
+        position_T = positions(layout) if position_T is None else position_T
+        turns = turns_of(tokens.response_mask_T, position_T) if turns is None else turns
+        sums = _sums(tokens, found, layout)
+        lag_S = _lags(tokens, found, layout, position_T, sums[1] > MIN_LAGGED_DIFF * sums[0])
+        is_lagged_T = layout.index.to_tokens(lag_S != 0.0) & found.rest_T
+        found = found._replace(shifted_T=found.shifted_T | is_lagged_T, rest_T=found.rest_T & ~is_lagged_T)
+        lagged = torch.where(lag_S != 0.0, sums[[0, 2]], 0.0)
+        sums = torch.where(lag_S != 0.0, 0.0, sums)
+        unknown = [math.nan] * len(lag_S)
+        behind = unknown if versions_behind is None else versions_behind
+        other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
+        largest = unknown if token_ids is None else [*map(_largest_id, token_ids)]
+        known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other, largest))
+        sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
+        of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
+        is_zero_T = found.rest_T & (of_engine_T | of_trainer_T)
+        zeros = _sums(tokens, found._replace(rest_T=is_zero_T), layout)[:3]
+        columns = [*sums, *known, lag_S, *lagged, *zeros]
+        samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
+        self._samples.append(samples)
+
+        def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
+            return Signals.of(tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns)
+
+        has_zeros = bool(is_zero_T.any())
+        for number, kind in enumerate(KINDS):
+            is_kind_S = samples.kinds == number
+            is_kind_T = is_zero_T if kind == "zeros" else layout.index.to_tokens(is_kind_S) & ~is_zero_T
+            if bool(is_kind_S.all()) and not has_zeros:
+                self._add(kind, signals(tokens, found, response_mask_R))
+            elif bool(is_kind_T.any()):
+                self._add(kind, signals(*_only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout)))
+        return self
+
+    @classmethod
+    def joined(cls, parts: Iterable[Measuring]) -> Measuring:
+        """What all parts have counted, in their order: the same numbers, however parts are spread over ranks."""
+        whole = cls()
+        for part in parts:
+            whole._samples += part._samples
+            for kind, signals in part._kinds.items():
+                whole._add(kind, signals)
+        return whole
+
+    def _add(self, kind: Kind, signals: Signals) -> None:
+        known = self._kinds.get(kind)
+        self._kinds[kind] = signals if known is None else known + signals
+
+    @classmethod
+    def of_other_ids(cls) -> Measuring:
+        """A sample whose ids differ: nothing of it is compared."""
+        known = {"versions_behind": math.nan, "has_other_ids": 1.0, "largest_id": math.nan}
+        columns = [known.get(name, 0.0) for name in COLUMNS]
+        return cls(_samples=[Samples(torch.tensor([columns], dtype=torch.float64), ["0"])])
+
+    def measured(self, typical_gaps: Mapping[str, float] | None = None) -> Measured:
+        """Everything that was counted until now.
+
+        Args:
+            typical_gaps: The median ``|d|`` of each step, nats, where it is known.
+        """
+        return Measured(
+            **_whole(self._kinds),
+            kinds=self._kinds,
+            samples=Samples.joined(self._samples),
+            typical_gaps=typical_gaps,
+        )
+
+
+def positions(layout: PackedLayout) -> Tensor:
+    """``[T]``: of each token in its whole response."""
+    length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
+    begin_S = length_S.cumsum(0) - length_S
+    return torch.arange(layout.num_whole_tokens) - begin_S[layout.index.sequence_T]
+
+
+def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
+    """The trainer's weight version minus the oldest of the engine; 1 where they are other names, NaN where unknown."""
+    if trainer is None or not engine:
+        return math.nan
+    try:
+        return float(trainer) - min(map(float, engine))
+    except ValueError:
+        return float(any(str(version) != str(trainer) for version in engine))
+
+
+def _whole(kinds: Mapping[Kind, Signals]) -> dict[str, Any]:
+    """Tokens and signals of the samples of all kinds."""
+    # In one order, whichever kind came first.
+    whole = reduce(operator.add, (kinds[kind] for kind in KINDS if kind in kinds)) if kinds else None
+    return {"tokens": NOTHING if whole is None else whole.tokens, "signals": whole}
+
+
+def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
+    difference_T = tokens.log_ratio_T
+    k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
+    is_open_T = TOKEN_FORMULAS["is_open"].function(tokens.behavior_T, difference_T)
+    is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
+    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
+    return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
+
+
+def _largest_id(token_ids: Any) -> float:
+    # Unsigned integers of torch have no maximum of their own.
+    return math.nan if token_ids is None or not len(token_ids) else float(torch.as_tensor(token_ids).double().max())
+
+
+def _lags(tokens: TokenRatios, found: Sorted, layout: PackedLayout, position_T: Tensor, chosen_S: Tensor) -> Tensor:
+    """``[S]`` by how many tokens the engine's log-probs of chosen samples come too late, if by more than one."""
+    lag_S = torch.zeros(len(chosen_S), dtype=torch.float64)
+    lengths = [*layout.response_lengths]
+    columns = (tokens.proximal_T, tokens.behavior_T, position_T, found.rest_T)
+    of_samples = [*zip(*(torch.split(column, lengths) for column in columns), strict=True)]
+    for sample in chosen_S.nonzero().flatten().tolist():
+        *mine, is_rest_T = of_samples[sample]
+        lag_S[sample] = _lag(*(each[is_rest_T] for each in mine))
+    return lag_S
+
+
+def _lag(proximal: Tensor, behavior: Tensor, position: Tensor) -> float:
+    """The shift, of all of more than a token, at which probabilities agree best, if they agree twice as well then.
+
+    Squares of ``p_t - q_(t + lag)`` for all lags at once, by Fourier transforms. Tokens that both sides find certain
+    agree at any lag, and do not count.
+    """
+    if len(position) < MIN_TOKENS:
+        return 0.0
+    size = 2 * int(position[-1] - position[0]) + 2
+    dense = torch.zeros(8, size, dtype=torch.float64)
+    p, q = proximal.double().exp(), behavior.double().exp()
+    rows = (torch.ones_like(p), p, q, p * p, q * q, p > CERTAIN, q > CERTAIN, (p - q).square())
+    dense[:, position - position[0]] = torch.stack([row.double() for row in rows])
+    one, p, q, p_squared, q_squared, p_certain, q_certain, apart = torch.fft.rfft(dense)
+    products = (
+        p_squared.conj() * one + one.conj() * q_squared - 2.0 * p.conj() * q,
+        one.conj() * one - p_certain.conj() * q_certain,
+        apart.conj() * one,
+        one.conj() * apart,
+    )
+    moved, num_uncertain, first, second = torch.fft.irfft(torch.stack(products), size)
+    usable = num_uncertain.round() >= MIN_TOKENS
+    usable[[0, 1, -1]] = False
+    fit = torch.where(usable, moved / first.minimum(second), torch.inf)
+    lag = int(fit.argmin())
+    return float(lag if 2 * lag < size else lag - size) if fit[lag] < SHIFT_FACTOR**2 else 0.0
+
+
+def _only(
+    keep_S: Tensor, keep_T: Tensor, tokens: TokenRatios, found: Sorted, response_mask_R: Tensor, layout: PackedLayout
+) -> tuple[TokenRatios, Sorted, Tensor]:
+    masks = {name: getattr(found, name) & keep_T for name in Sorted._fields if name.endswith("_T")}
+    difference_T, proximal_T, behavior_T = (torch.where(keep_T, each, 0.0) for each in tokens[:3])
+    kept = TokenRatios(difference_T, proximal_T, behavior_T, tokens.response_mask_T, tokens.valid_mask_T & keep_T)
+    mask_R = torch.where(layout.index.to_whole(keep_S), response_mask_R, 0)
+    return kept, found._replace(pairs_S=torch.where(keep_S, found.pairs_S, 0.0), **masks), mask_R

@@ -1,0 +1,330 @@
+"""Faults of the data: numbers of the engine that are no log-probs, or are those of other tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mis_ext.checks.limits import (
+    IMPROBABLE,
+    MAX_MEAN_ABS_DIFF,
+    MIN_CONSTANT_TOKENS,
+    MIN_TOKENS,
+    PLACEHOLDER,
+    SHIFT_FACTOR,
+)
+from mis_ext.checks.token_sums import TokenSums, vary
+from mis_ext.correction.formula import MAX_LOG_RATIO
+from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.measuring import Measured, Samples
+from mis_ext.tools.diagnosis.size import stale_words
+
+MAX_ZERO_GAP = 0.01
+"""Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""
+
+SUSPICIOUS_SHARE, ZERO_SHARE = 0.01, 0.05
+"""Of tokens: from here on a mistake is a pattern. A log-prob of 0 may be that of a token without alternative."""
+
+MIN_PLACEHOLDERS = 2
+"""One extreme token is no pattern."""
+
+MIN_SAMPLES = 16
+OUTLIER_FACTOR, MAX_OUTLIERS, MIN_OUTLIERS_K3 = 5.0, 0.4, 0.5
+"""Samples of another text stand apart and have most of k3. Of an fp8 cache (e5m2) one sample is as far apart, with a
+tenth of k3."""
+
+MAX_BETWEEN = 0.2
+"""Some doubling of the difference, between the usual one and theirs, holds at most so many samples for each of them;
+none does with a planted text, and 0.4 where a trainer's weights ran away from its engine's
+(pretrained_precision_fp16_trainer)."""
+
+MAX_LISTED = 5
+
+SMALLEST_VOCABULARY, USUAL_VOCABULARY = 32, 32_000
+"""Tokens: letters, and what language models have at least. A guess among more is still worse."""
+
+MAX_STALE_DIFF = 1.0
+"""Nats per token; another text is farther. With weights eight updates old 6 % of the samples are beyond
+``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in lab/evidence)."""
+
+
+def shifted(measured: Measured) -> Finding | None:
+    """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
+    tokens = measured.tokens
+    aligned, moved = _pair_gaps(tokens)
+    all_shifted = _is_shifted(tokens)
+    num_lagged, k3_lagged = _lagged(measured.samples)
+    num_shifted = tokens.num_shifted - num_lagged
+    if not all_shifted and not num_shifted:
+        return None
+    by = f"by {aligned / tokens.num_pairs:.3g} on average, but by only {moved / tokens.num_pairs:.3g} when one of them"
+    some = f"{num_shifted:.0f} of {tokens.num_valid:.0f} tokens are in responses whose"
+    return Finding(
+        confidence="certain",
+        evidence=f"behavior and proximal log-probs differ {by} is shifted by a token: they are misaligned"
+        if all_shifted
+        else f"{some} log-probs fit at least twice as well when one side is shifted by a token: they are misaligned",
+        k3_share=1.0
+        if all_shifted
+        else _share_of(tokens.k3_shifted - k3_lagged, k3_lagged + tokens.k3_positive + tokens.k3_rest),
+        is_pattern=all_shifted or num_shifted > SUSPICIOUS_SHARE * tokens.num_valid,
+        is_all=all_shifted,
+    )
+
+
+def _lagged(samples: Samples | None) -> tuple[float, float]:
+    """Tokens of samples that are shifted by more than one, which are among those that are shifted, and their k3."""
+    if samples is None:
+        return 0.0, 0.0
+    return float(samples["num_lagged"].sum()), float(samples["k3_lagged"].sum())
+
+
+def shifted_by_many(measured: Measured) -> Finding | None:
+    """The streams of some samples fit much better when one of them is shifted by more than a token."""
+    assert measured.samples is not None
+    lag_S = measured.samples["lag"]
+    if not bool(lag_S.any()):
+        return None
+    num_lagged, k3_lagged = _lagged(measured.samples)
+    lags = {"late": lag_S[lag_S > 0.0], "early": -lag_S[lag_S < 0.0]}
+    found = [f"too {when} in {len(each)}, by {_listed(each)} tokens" for when, each in lags.items() if len(each)]
+    return Finding(
+        confidence="certain",
+        evidence=f"of {len(lag_S)} samples the engine's log-probs come {', and '.join(found)}: the probabilities of "
+        f"these {num_lagged:.0f} tokens fit at least twice as well when they are shifted back",
+        k3_share=_share_of(k3_lagged, measured.tokens.k3_positive + measured.tokens.k3_rest),
+    )
+
+
+def _pair_gaps(tokens: TokenSums) -> tuple[float, float]:
+    # The better of the two: at the end of a response one absurd log-prob is in all sums but one.
+    return min(tokens.first, tokens.second), min(tokens.earlier, tokens.later)
+
+
+def _is_shifted(tokens: TokenSums) -> bool:
+    aligned, moved = _pair_gaps(tokens)
+    return tokens.num_pairs >= MIN_TOKENS and moved < SHIFT_FACTOR * aligned
+
+
+def _listed(lag_N: Tensor) -> str:
+    lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
+    return ", ".join(lags[:MAX_LISTED]) + (", ..." if len(lags) > MAX_LISTED else "")
+
+
+def negated(measured: Measured) -> Finding | None:
+    """Log-probs of one side are negative log-likelihoods."""
+    tokens = measured.tokens
+    count = max(tokens.num_valid, 1.0)
+    differ = tokens.gap > MAX_ZERO_GAP * count
+    if count < MIN_CONSTANT_TOKENS or not differ or tokens.negated >= SHIFT_FACTOR * tokens.gap:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"behavior and proximal log-probs differ by {tokens.gap / count:.3g} on average, but by only "
+        f"{tokens.negated / count:.3g} when the sign of one is flipped",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def positive(measured: Measured) -> Finding | None:
+    """Numbers above 0, which no log-prob is."""
+    tokens = measured.tokens
+    sides = {"behavior": tokens.num_positive, "proximal": tokens.num_proximal_positive}
+    found = [f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs" for side, count in sides.items() if count]
+    most = max(sides.values())
+    if most < MIN_PLACEHOLDERS or tokens.num_valid < MIN_CONSTANT_TOKENS:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"{' and '.join(found)} on trainable tokens are above 0, and no probability is above 1",
+        k3_share=_share_of(tokens.k3_positive, tokens.k3_rest),
+        is_pattern=most > SUSPICIOUS_SHARE * tokens.num_valid,
+        is_all=most > 0.5 * tokens.num_valid,
+    )
+
+
+def placeholders(measured: Measured) -> Finding | None:
+    """Sentinels, zeros and constants in place of log-probs."""
+    tokens = measured.tokens
+    if tokens.num_valid < MIN_CONSTANT_TOKENS:
+        return None
+    num_zeros, num_proximal_zeros = _num_zeros(measured)
+    for evidence in _constants(tokens):
+        return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
+    found = [*_some_placeholders(tokens, num_zeros, num_proximal_zeros)]
+    if not found:
+        return None
+    zeros = 0.0 if measured.samples is None or not num_zeros else float(measured.samples["k3_zeros"].sum())
+    most, most_zeros = (max(1.0, share * tokens.num_valid) for share in (SUSPICIOUS_SHARE, ZERO_SHARE))
+    return Finding(
+        confidence="certain",
+        evidence="; ".join(found),
+        k3_share=_share_of(
+            tokens.k3_placeholders + zeros, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest - zeros
+        ),
+        is_pattern=max(tokens.num_placeholders, tokens.num_constant) > most or num_zeros > most_zeros,
+        takes_out="zeros" if num_zeros else None,
+    )
+
+
+def _num_zeros(measured: Measured) -> tuple[float, float]:
+    """Tokens with a log-prob of 0 on one side that nothing else explains, and how many of them are the trainer's."""
+    tokens = measured.tokens
+    # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
+    if _is_shifted(tokens):
+        return 0.0, 0.0
+    near = measured.without("far").tokens
+    most = near if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens
+    return most.num_zeros, most.num_proximal_zeros
+
+
+def _constants(tokens: TokenSums) -> Iterator[str]:
+    """That all log-probs of a side are one number, or all those that differ from the other side's."""
+    count, different = tokens.num_valid, tokens.num_different
+    is_zero = tokens.lowest == 0.0 and tokens.gap > MAX_ZERO_GAP * count and count >= MIN_TOKENS
+    others_vary = vary(count, tokens.difference, tokens.gap, tokens.squared)
+    for side, other, low, high in (
+        ("behavior", "proximal", tokens.lowest, -tokens.negated_highest),
+        ("proximal", "behavior", tokens.lowest_proximal, -tokens.negated_highest_proximal),
+    ):
+        if low == high and (others_vary or (is_zero and side == "behavior")):
+            yield f"all {count:.0f} {side} log-probs on trainable tokens are {low:g}, and the {other} ones are not"
+            return
+    if different < MIN_CONSTANT_TOKENS or tokens.gap <= MAX_MEAN_ABS_DIFF * different:
+        return
+    for side, low, high in (
+        ("behavior", tokens.lowest_other, -tokens.negated_highest_other),
+        ("proximal", tokens.lowest_proximal_other, -tokens.negated_highest_proximal_other),
+    ):
+        if low == high:
+            yield f"the {different:.0f} {side} log-probs that differ from the other side's are all {low:g}"
+            return
+
+
+def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: float) -> Iterator[str]:
+    def of_side(count: float, side: str, what: str) -> str:
+        return f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs on trainable tokens are {what}"
+
+    if tokens.num_placeholders + num_zeros >= MIN_PLACEHOLDERS:
+        of_proximal = tokens.num_proximal_placeholders
+        for side, count in (("behavior", tokens.num_placeholders - of_proximal), ("proximal", of_proximal)):
+            if count:
+                yield of_side(count, side, f"placeholders below {PLACEHOLDER:g}")
+        for side, other, count in (
+            ("behavior", "proximal", num_zeros - num_proximal_zeros),
+            ("proximal", "behavior", num_proximal_zeros),
+        ):
+            if count:
+                yield of_side(count, side, f"0, where the {other} ones are below {IMPROBABLE:g}")
+    if tokens.num_constant:
+        yield (
+            f"{tokens.num_constant:.0f} of {tokens.num_valid:.0f} log-probs on trainable tokens are in responses where "
+            "all are the same number, or all that are lowest, as of a clamp, while those of the other side are not"
+        )
+
+
+def broken_trainer(measured: Measured) -> Finding | None:
+    """The trainer finds the sampled tokens less probable than a uniform guess would."""
+    tokens = measured.tokens
+    return _worse_than_a_guess(measured, "trainer", tokens.proximal_rest, tokens.behavior_rest)
+
+
+def broken_engine(measured: Measured) -> Finding | None:
+    """The engine finds the tokens that it sampled less probable than a uniform guess would."""
+    tokens = measured.tokens
+    return _worse_than_a_guess(measured, "engine", tokens.behavior_rest, tokens.proximal_rest)
+
+
+def _worse_than_a_guess(measured: Measured, side: str, log_probs: float, others: float) -> Finding | None:
+    count, num_ids = measured.tokens.num_rest, _num_ids(measured.samples)
+    # Where both sides have the same, a policy is nearly uniform.
+    is_worse = log_probs < -math.log(num_ids) * count and log_probs < others - MAX_MEAN_ABS_DIFF * count
+    if count < MIN_TOKENS or not is_worse:
+        return None
+    return Finding(
+        confidence="certain",
+        evidence=f"the {side}'s log-probs are {log_probs / count:.3g} on average (each taken as {-MAX_LOG_RATIO:g} or "
+        f"more), and a uniform guess among {num_ids} tokens gives {-math.log(num_ids):.3g}",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def _num_ids(samples: Samples | None) -> int:
+    """Tokens of the vocabulary: the real number is not known, and may be larger."""
+    known = [] if samples is None else samples["largest_id"][~samples["largest_id"].isnan()].tolist()
+    return min(max(int(max(known)) + 1, SMALLEST_VOCABULARY), USUAL_VOCABULARY) if known else USUAL_VOCABULARY
+
+
+def _share_of(k3: float, others: float) -> float:
+    """Of the k3 of tokens that are taken out and of those that are left then."""
+    return k3 / (k3 + others) if k3 else 0.0
+
+
+def other_ids(measured: Measured) -> Finding | None:
+    """The trainer scores other ids, or another text, than the engine sampled."""
+    assert measured.samples is not None
+    known = measured.samples["has_other_ids"]
+    known = known[~known.isnan()]
+    if bool(known.any()):
+        evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
+        return Finding(confidence="certain", evidence=evidence, takes_out="other_ids")
+    return _apart(measured, has_equal_ids=False, alternatives=("samples that were truncated or mixed up",))
+
+
+def other_context(measured: Measured) -> Finding | None:
+    """Samples stand apart, and it is not their text."""
+    return _apart(measured, has_equal_ids=True)
+
+
+def _apart(measured: Measured, *, has_equal_ids: bool, alternatives: tuple[str, ...] = ()) -> Finding | None:
+    """Samples that are much farther apart than the others, of those whose ids are equal, or of those without such."""
+    assert measured.samples is not None
+    samples = measured.samples.measured
+    if len(samples) < MIN_SAMPLES:
+        return None
+    gap = samples.mean_gap
+    # Where all samples of a step or of a version differ, its weights do, not its text.
+    groups = [*zip(samples.steps, map(str, samples["versions_behind"].tolist()), strict=True)]
+    usual = _median_of_group(gap, groups).clamp_min(float(gap.median()))
+    limit = MAX_STALE_DIFF if stale_words(measured.without("far")) else MAX_MEAN_ABS_DIFF
+    is_outlier = (gap > limit) & (gap > OUTLIER_FACTOR * usual) & ((samples["has_other_ids"] == 0.0) == has_equal_ids)
+    share = float(is_outlier.double().mean())
+    if not 0.0 < share < MAX_OUTLIERS or _of_total(samples, is_outlier) < MIN_OUTLIERS_K3:
+        return None
+    if _fewest_between(gap, float(gap[is_outlier].median())) > MAX_BETWEEN * int(is_outlier.sum()):
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"{share:.1%} of the samples differ by {float(gap[is_outlier].mean()):.2g} nats per token, the others "
+        f"by {float(gap.median()):.2g}" + (", and their ids are the same on both sides" if has_equal_ids else ""),
+        k3_share=_of_total(samples, is_outlier),
+        takes_out="far",
+        alternatives=alternatives,
+    )
+
+
+def _fewest_between(gap_S: Tensor, far: float) -> int:
+    """Samples in the emptiest interval from a difference to its double, between the usual one and ``far``."""
+    sorted_S = gap_S.sort().values
+    usual = 1.5 * gap_S.median().clamp_min(torch.finfo(gap_S.dtype).tiny)
+    starts = torch.cat([usual[None], sorted_S[(sorted_S > usual) & (sorted_S <= far / 2)]])
+    counts = torch.searchsorted(sorted_S, 2 * starts) - torch.searchsorted(sorted_S, starts, right=True)
+    return int(counts.min())
+
+
+def _of_total(samples: Samples, chosen_S: Tensor) -> float:
+    total = float(samples["k3"].sum())
+    return float((samples["k3"] * chosen_S).sum()) / total if total else 0.0
+
+
+def _median_of_group(values_S: Tensor, groups: Sequence[tuple[str, str]]) -> Tensor:
+    """``[S]`` median over the samples of each sample's step and version."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    number_S = torch.tensor([numbers[group] for group in groups])
+    medians = [values_S[number_S == number].median() for number in range(len(numbers))]
+    return torch.stack(medians)[number_S]

@@ -1,0 +1,228 @@
+"""Faults of the distribution: the two log-probs are not of what was sampled from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mis_ext.checks.limits import BASES, MIN_TOKENS, SAMPLED_ERRORS
+from mis_ext.checks.token_sums import Power
+from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.measuring import Measured
+from mis_ext.tools.diagnosis.signals import Signals
+from mis_ext.tools.diagnosis.size import MAX_EXPLAINED, OLD_WEIGHTS, PENALTIES
+
+MIN_SLOPE, MIN_SLOPE_ERRORS = 0.01, 6.0
+"""Of the difference along the log-prob of the side that sampled: a hundredth of a temperature changes no run."""
+WITHIN, LEAST_WITHIN, MOST_WITHIN = 0.6, 0.3, 0.92
+"""Share of the variance of log-probs that the tokens of one position have; the rest is that of positions, whose mean a
+temperature does not move. It is a line's slope over a temperature's, and what a line explains over its share of k3. No
+log-prob shows it; 9 kinds of trained and drawn logits with 48 to 4,000 tokens have 0.31 (most positions nearly certain)
+to 0.92 (all positions alike). A share of k3 from it is right within a factor of 2."""
+MIN_EXPLAINED = 0.1 * WITHIN
+"""Of the variance: a tenth of k3 by a temperature."""
+CUT_EXPLAINED = 0.45
+"""What a cut (top-p, top-k or min-p) or padding leaves looks like a line that rises, too: up to 0.42 of the variance in
+the same logits, and they say by their mean ratio that they are there."""
+ONE_SIDED, FITS = 0.9, 0.5
+"""Of :attr:`~mis_ext.checks.token_sums.Power.fit`: a cut alone has -0.94 to -1, where noise is small; temperatures from
+0.5 to 2 had less than 0.5, and most soft caps on logits more."""
+SAMPLED_FACTOR = 0.5
+"""Where the tokens were not sampled from the engine's, they were from the trainer's if its mean ratio is nearer to 1 by
+this factor. A temperature that fits badly is tried so, too: where few ratios have all of the mean, its error says
+little."""
+ERRORS = 3.0
+"""Standard errors at either end of an interval."""
+SMALLEST = 0.1
+"""Nobody samples at a tenth of a temperature. Log-probs of two texts look like 0."""
+EXACT, EXPLAINED = 0.9, 0.5
+"""Of the variance by a base of logarithms: all but noise, and more than it leaves."""
+MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
+MIN_BELOW = 0.9
+SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
+"""Deficit and standard errors: nothing but a cut or padding lowers the mean ratio by as much, whatever else moves the
+log-probs. In a trained model other prompts leave 0.014 and 9, because a sample misses tokens that the trainer finds far
+more probable. It misses few where none is far less probable either, by 3 nats: all others stay below 0.003 and 1.5.
+Other logits, flat or peaked, with noise of up to twice their deviation added, stay within one standard error."""
+MAX_PADDING_GAP = 0.05
+SMALLEST_SHIFT = 1e-5
+
+CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
+LOGITS = "another change of the logits, such as a soft cap"
+NOISE = (
+    f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, or a "
+    "mixture of experts"
+)
+SHIFTS = torch.linspace(0.0, 12.0, 1201, dtype=torch.float64)
+_OF_ONE = (
+    torch.erf(SHIFTS / math.sqrt(2.0)) * (1.0 + SHIFTS**2)
+    + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp()
+)
+ASYMMETRY = _OF_ONE.cumsum(0) / (1.0 + SHIFTS**2).cumsum(0)
+"""Of the squares of Gaussians that are moved by nothing to so many deviations, each as often: what a cut takes away
+differs from position to position. Were it the same everywhere, fewer tokens would be moved up, and these would be taken
+for more noise than there is."""
+
+
+def temperature(measured: Measured) -> Finding | None:
+    """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
+    tokens = measured.tokens
+    engine, trainer = tokens.powers
+    is_doubtful = engine.excess > SAMPLED_ERRORS * engine.excess_error or abs(engine.fit) > FITS
+    is_of_trainer = is_doubtful and abs(trainer.excess) < SAMPLED_FACTOR * engine.excess
+    power, side, sign = (trainer, "proximal", -1.0) if is_of_trainer else (engine, "behavior", 1.0)
+    line = tokens.line.on(side)
+    count, slope = tokens.line.num_tokens, sign * line.slope
+    # Only a cut makes a line that rises. Far below a temperature of 1 the largest ratios are in no sample.
+    is_cut = _loses_mass(power)
+    least = CUT_EXPLAINED if is_cut and slope > 0.0 else MIN_EXPLAINED
+    if count < MIN_TOKENS or abs(slope) <= MIN_SLOPE or line.explained <= max(least, MIN_SLOPE_ERRORS**2 / count):
+        return None
+    # Of the variance of log-probs within positions, if nothing else differs.
+    within = slope / (power.slope - 1.0) if power.slope != 1.0 else math.nan
+    if is_cut:
+        if slope < 0.0 and power.fit < -ONE_SIDED:
+            return None
+    elif not within > MIN_EXPLAINED:
+        return None
+    is_alone = within >= LEAST_WITHIN and abs(power.slope - 1.0) > ERRORS * power.error
+    # What else differs may have all that a line does not explain, or nothing.
+    room = [slope, slope / LEAST_WITHIN]
+    near, share = slope / WITHIN, min(line.explained / WITHIN, 1.0)
+    may_have_more = is_alone and line.explained < MAX_EXPLAINED * MOST_WITHIN
+    if is_alone:
+        near = power.slope - 1.0
+        room = [slope, near + math.copysign(ERRORS * power.error, near)]
+        share = share if is_cut and slope > 0.0 else 1.0
+    if near <= SMALLEST - 1.0:
+        return None
+    is_fit = abs(power.fit) <= FITS
+    low, high = (1.0 + max(each, SMALLEST - 1.0) for each in (min(room), max(room)))
+    return Finding(
+        confidence="likely" if is_fit and is_alone and not (is_cut and slope > 0.0) else "possible",
+        evidence=f"{_SAMPLED[side]} near {1.0 + near:.3g} times {_OTHER[side]} ({low:.3g} to {high:.3g}, by what else "
+        "differs)" + ("" if is_fit else f", but fit it badly: {power.fit:+.2f} between -1 and 1, where it has 0"),
+        k3_share=share,
+        is_up_to=may_have_more,
+        alternatives=(
+            *([] if is_alone else [PENALTIES]),
+            *([] if is_fit or is_cut else [LOGITS]),
+            *([CUTS] if is_cut and slope > 0.0 else []),
+            *([NOISE] if may_have_more else []),
+        ),
+    )
+
+
+_SAMPLED = {
+    "behavior": "the differences are those of a sampling temperature",
+    "proximal": "the tokens were sampled as the trainer scores them, at a temperature",
+}
+_OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's log-probs are of"}
+
+
+def other_base(measured: Measured) -> Finding | None:
+    """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
+
+    Of two policies the mean ratio is 1 to the side that has sampled, at whatever temperature the other is: a power of
+    it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
+    base must explain how the tokens differ from each other, too.
+    """
+    tokens, line = measured.tokens, measured.tokens.line
+    are_policies = any(_may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in tokens.powers)
+    if line.num_tokens < MIN_TOKENS or are_policies:
+        return None
+    factors = {(side, base): 1.0 / math.log(base) if side == "engine" else math.log(base) for side, base in BASES}
+    explained, (side, base) = max((line.through_zero(1.0 / factor - 1.0), key) for key, factor in factors.items())
+    has_sampled = _may_be_zero(*tokens.excess_in_base[side, base])
+    if explained <= (EXPLAINED if has_sampled else EXACT):
+        return None
+    is_sure = has_sampled and explained > EXACT
+    return Finding(
+        confidence="certain" if is_sure else "possible",
+        evidence=f"the engine's log-probs are {factors[side, base]:.3g} times the trainer's, which explains "
+        f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
+        + ("" if not has_sampled else ", and the mean ratio is 1 then"),
+        k3_share=1.0,
+        is_all=True,
+        alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
+    )
+
+
+def _may_be_zero(mean: float, error: float) -> bool:
+    return abs(mean) <= SAMPLED_ERRORS * error
+
+
+def padding(measured: Measured) -> Finding | None:
+    """All tokens lose a little of their probability."""
+    assert measured.signals is not None
+    evidence = _deficit(measured.signals)
+    lowest = float(measured.signals.largest[1])
+    if not evidence or lowest >= MAX_PADDING_GAP:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"{evidence}; no token loses more than {lowest:.2g} nats",
+        k3_share=_one_sided(measured.signals),
+    )
+
+
+def truncation(measured: Measured) -> Finding | None:
+    """The engine samples from a part of what the trainer scores."""
+    assert measured.signals is not None
+    evidence = _deficit(measured.signals)
+    count, excess, _ = measured.signals.ratios.tolist()
+    if not evidence or float(measured.signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
+        return None
+    return Finding(
+        confidence="likely",
+        evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
+        k3_share=_one_sided(measured.signals),
+        alternatives=("padding of the trainer's vocabulary", "a temperature above 1 beside it"),
+    )
+
+
+def _loses_mass(power: Power) -> bool:
+    """Whether the mean ratio is surely below 1: no temperature does that."""
+    return -power.excess > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * power.excess_error)
+
+
+def _deficit(signals: Signals) -> str:
+    """Evidence that the trainer gives probability to what cannot be sampled; empty where nothing says so."""
+    count, excess, squared = signals.ratios.tolist()
+    if count < MIN_TOKENS or signals.tokens.line.num_tokens < MIN_TOKENS:
+        return ""
+    deficit = -excess / count
+    error = math.sqrt(max(squared / count - deficit**2, 0.0) / count)
+    num_below, num_above = signals.beyond(max(signals.typical_shift(), SMALLEST_SHIFT))[:, 0].tolist()
+    num_large = num_below + num_above
+    is_one_sided = 0 < MIN_BELOW * num_large <= num_below
+    least, errors = SURE_BOUNDED if float(signals.largest[1]) < BOUNDED else SURE
+    is_sure = deficit > max(least, errors * error)
+    if not is_sure and not (is_one_sided and deficit >= MIN_DEFICIT_ERRORS * error):
+        return ""
+    share = num_below / max(num_large, 1.0)
+    return (
+        f"the mean ratio is {1.0 - deficit:.4g}, {deficit / error if error else math.inf:.0f} standard errors below 1, "
+        f"and {share:.0%} of the larger differences are below 0: the trainer gives probability to "
+        "tokens that the engine cannot sample"
+    )
+
+
+def _one_sided(signals: Signals) -> float:
+    """Share of k3 that a cut has beside noise, which alone moves tokens up and down alike.
+
+    Shifts of 0 to ``x`` deviations of a Gaussian noise have ``x^2 / (3 + x^2)`` of the squares. Then the squares of
+    tokens that were moved down exceed those of the others by ``asymmetry(x)`` of all.
+    Other noise, whose few largest squares hide that, adds nothing to the mass that is lost: the k3 of tokens that all
+    lose the same is the least that a cut with this mass can have.
+    """
+    below, above = signals.shifts[:, 1].sum(-1).tolist()
+    count, excess, _ = signals.ratios.tolist()
+    if not below + above:
+        return 0.0
+    index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above)))
+    shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
+    mean = min(excess / count, 0.0)
+    least = count * (mean - math.log1p(mean)) / signals.tokens.k3_rest if mean > -1.0 else 1.0
+    return min(max(shift**2 / (3.0 + shift**2), least), 1.0)

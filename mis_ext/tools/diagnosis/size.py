@@ -1,0 +1,175 @@
+"""What a mismatch of this size usually is, where nothing else explains it."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
+from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.measuring import Measured
+
+MAX_EXPLAINED = 0.87
+"""Where other causes explain more of k3, what is left is not named: shares are not that exact."""
+
+MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
+"""Of so many open tokens, so many raised, and so many standard errors above one half: weights that have learned since.
+In a pretrained model weights one update old raised 57 % of the open tokens, weights four or eight updates old 62 %; 121
+measurements with fresh weights had 39 to 54 % (lab/evidence/README.md). Alone they name no
+cause: they move a limit between old weights and precision, and are words among alternatives."""
+
+QUIET_K3 = 2e-4
+"""So little is not named beside a cause of half of k3, and old weights are no alternative without evidence of them."""
+
+MORE = "more of what is named besides: its share is an estimate"
+SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3 in a small model"
+OTHER_KERNELS = "kernels in bfloat16 of a model that rounding moves more than the largest of ours, 2.2e-3"
+OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
+OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
+PENALTIES = "penalties or a logits processor of the engine"
+
+BF16 = (
+    "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M "
+    "(lab/real_stack/slime_gpu.md), 2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
+)
+QUANTISED = (
+    "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, a cache "
+    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B (lab/evidence/README.md)"
+)
+
+
+def equal(measured: Measured) -> Finding | None:
+    """Every log-prob is the same number on both sides."""
+    if measured.tokens.num_valid == 0 or measured.tokens.num_different:
+        return None
+    return Finding(confidence="certain", evidence="every log-prob is the same number on both sides")
+
+
+def kernels(measured: Measured) -> Finding | None:
+    """A difference of the size of kernels in bfloat16."""
+    is_quiet = measured.k3_left < QUIET_K3
+    if not _has_left(measured) or measured.k3_left >= KERNEL_K3 or (is_quiet and measured.has_main):
+        return None
+    old, more = stale_words(measured), _more(measured)
+    return Finding(
+        confidence="likely",
+        evidence=f"k3 {measured.k3_left:.2g} is no more than dense models have: {BF16}",
+        k3_share=1.0 - measured.explained,
+        is_up_to=True,
+        alternatives=(*old, SMALL_PRECISION)
+        if is_quiet
+        else _behind(old, SMALL_PRECISION, "a mixture of experts", more=more),
+    )
+
+
+def kernels_or_low_precision(measured: Measured) -> Finding | None:
+    """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.
+
+    Tails do not tell them apart: low precision adds some, but which model it is decides more.
+    """
+    if not _has_left(measured) or not KERNEL_K3 <= measured.k3_left < PRETRAINED_K3:
+        return None
+    # What is left behind a cause with evidence of its own does not come first.
+    return Finding(
+        confidence="possible" if measured.explained else "likely",
+        evidence=f"k3 {measured.k3_left:.2g} is within what both give: {BF16}; {QUANTISED}",
+        k3_share=1.0 - measured.explained,
+        is_up_to=True,
+        alternatives=_others(measured),
+    )
+
+
+def low_precision(measured: Measured) -> Finding | None:
+    """A difference between those of bfloat16 and of other weights."""
+    if not _has_left(measured) or not PRETRAINED_K3 <= measured.k3_left < QUANTISED_K3:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"k3 {measured.k3_left:.2g} is above kernels: {BF16}; {QUANTISED}",
+        k3_share=1.0 - measured.explained,
+        is_up_to=True,
+        alternatives=(*_others(measured), OTHER_KERNELS),
+    )
+
+
+def large(measured: Measured) -> Finding | None:
+    """More than precision explains."""
+    if not _has_left(measured) or measured.k3_left < QUANTISED_K3:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=f"k3 {measured.k3_left:.2g} is above what low precision gave in SmolLM2-135M, {QUANTISED_K3:g}; "
+        "weights a step old gave 8e-2 in a small model",
+        k3_share=1.0 - measured.explained,
+        is_up_to=True,
+        alternatives=(
+            OLD_WEIGHTS,
+            OTHER_PRECISION,
+            "another prompt, chat template or context",
+            PENALTIES,
+            "a mixture of experts in low precision",
+            "low precision beside one of these",
+            *_more(measured),
+        ),
+    )
+
+
+def _has_left(measured: Measured) -> bool:
+    tokens = measured.tokens
+    is_left = measured.explained <= MAX_EXPLAINED
+    return bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and is_left and not math.isnan(measured.k3)
+
+
+def _others(measured: Measured) -> tuple[str, ...]:
+    """What has the size of low precision without being one."""
+    return _behind(stale_words(measured), "a mixture of experts", more=(PENALTIES, *_more(measured)))
+
+
+def _behind(old: tuple[str, ...], *others: str, more: tuple[str, ...]) -> tuple[str, ...]:
+    """Old weights come first where there is evidence of them, and behind the others where they are only possible."""
+    return (*old, *others, *(() if old else (OLD_WEIGHTS,)), *more)
+
+
+def _more(measured: Measured) -> tuple[str, ...]:
+    return (*unfit_words(measured), *((MORE,) if measured.explained else ()))
+
+
+def unfit_words(measured: Measured) -> tuple[str, ...]:
+    """That no cause of the table fits: of two policies the mean ratio is 1 where all is sampled, and never above."""
+    engine, trainer = measured.tokens.powers
+    if any(each.excess <= SAMPLED_ERRORS * each.excess_error for each in (engine, trainer)):
+        return ()
+    return (
+        f"none of these: it fits badly. The mean ratio is {1.0 + engine.excess:.3g}, that of the reverse "
+        f"{1.0 + trainer.excess:.3g}, and no two policies give more than 1 to what one of them has sampled",
+    )
+
+
+def stale_words(measured: Measured) -> tuple[str, ...]:
+    """That weights are old: every token is of another version, so that no fresh one tells what they do, or by signs."""
+    if measured.samples is None or not len(measured.samples.measured):
+        return ()
+    samples = measured.samples.measured
+    behind = samples["versions_behind"]
+    if not bool((behind.isnan() | (behind == 0.0)).any()):
+        count = int(samples["num_tokens"].sum())
+        return (f"stale weights: all {count} tokens were sampled with weights of another version",)
+    if bool((behind == 0.0).all()):
+        return ()
+    return _raised_words(samples["num_open"], samples["num_raised"])
+
+
+def _raised_words(num_open_S: Tensor, num_raised_S: Tensor) -> tuple[str, ...]:
+    """That most open tokens became more probable; the standard error is over samples, whose tokens belong together."""
+    total = float(num_open_S.sum())
+    if total < MIN_OPEN:
+        return ()
+    share = float(num_raised_S.sum()) / total
+    error = float((num_raised_S - share * num_open_S).square().sum().sqrt()) / total
+    if share < RAISED or share - 0.5 < RAISED_ERRORS * error:
+        return ()
+    return (
+        f"{OLD_WEIGHTS}, or a penalty: the trainer finds {share:.0%} of {total:.0f} open tokens more "
+        "probable than the engine, as after learning; rounding raises about half",
+    )

@@ -1,0 +1,35 @@
+"""Samples from files: what slime and Miles dump for debugging, and JSON lines.
+
+``.pt``, each with the keys of the table below, one entry per sample, among others:
+
+- slime's ``--save-debug-train-data`` since August 2026, ``format_version`` 2: one file of all ranks, whose ``samples``
+  are whole responses, in the order of the rollout. Where the host skips its pass of scoring, ``log_probs`` are those
+  of the training pass: with several optimizer steps per rollout, of weights that change meanwhile.
+- The same flag before, and Miles' ``--dump-details`` (its folder ``train_data``): a file per rank and rollout, whose
+  ``rollout_data`` holds lists. Give the files of all ranks. Tensor-parallel ranks repeat each other's samples: one of
+  them counts. Ranks of an earlier pipeline stage have no ``log_probs``: those that have count. Context-parallel ranks
+  have parts of responses: Miles' files say whose since August 2026 (``cp_rank``, ``cp_size``), and are joined.
+- A bare ``rollout_data``.
+- Both hosts' ``--save-debug-rollout-data``: samples as the engine's side left them, without the trainer's log-probs.
+
+``.jsonl``: one sample a line. ``.parquet`` (needs pyarrow): one sample a row. Both may have a ``rollout_id``, or a
+``step``, of each. ``.safetensors``: the tokens of all responses one after the other, ``response_lengths`` ``[S]``, and
+``rollout_id`` in the metadata.
+
+| key (in a line of JSON also without the plural) | |
+|---|---|
+| ``log_probs``, ``rollout_log_probs`` | nats, one per response token |
+| ``loss_masks``, ``response_lengths`` | optional |
+| ``tokens`` | optional: ids of prompt and response as the trainer scored them |
+| ``rollout_token_ids`` | optional: ids of the response as the engine sampled them |
+| ``weight_versions`` | optional: with which the engine sampled, one or several per sample |
+| ``train_weight_version`` | optional: with which the trainer scored |
+| ``sample_indices`` | optional: the host's number of the sample, by which files are joined |
+| ``advantages``, ``rewards`` | optional: a number per response token or one per sample; one per sample |
+| ``group_indices`` (``group_index``) | optional: one for the samples of a prompt; else prompt ids tell |
+"""
+
+from mis_ext.tools.dumps.sample import DumpedSample, Skipped
+from mis_ext.tools.dumps.stream import Dumps, num_usable_tokens
+
+__all__ = ["DumpedSample", "Dumps", "Skipped", "num_usable_tokens"]

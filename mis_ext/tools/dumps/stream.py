@@ -1,0 +1,276 @@
+"""The samples of many files, one file in memory at a time; of several ranks joined to whole samples, each once.
+
+A sample is known by its folder, rollout, number and ids. Ranks of tensor parallelism repeat each other's samples; those
+of an earlier pipeline stage have no trainer log-probs; those of context parallelism have parts of responses.
+"""
+
+from __future__ import annotations
+
+import filecmp
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.files import regular_file
+from mis_ext.tools.dumps.sample import DumpedSample, Skipped, read_file
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_HAS_NUMPY = find_spec("numpy") is not None
+_ONE_MEMORY = (
+    "the log-probs of both sides are the same memory in a context-parallel part: one was filled in from the other"
+)
+_SPOT = 1 << 16
+"""Bytes at the end of a file by which it is told from others before all are compared."""
+
+
+class Dumps:
+    """Samples of files, read anew by each iteration; of a host that wrote a file per rank, joined to whole samples.
+
+    In memory are one file, and what still lacks a part that another rank's file may have.
+
+    Args:
+        paths: ``.pt`` and ``.jsonl`` files, see :mod:`mis_ext.tools.dumps`.
+        trust_pickle: Let a ``.pt`` file create any Python object, which can run any code in it.
+        need_tokens: Whether it is an error if no token can be used.
+        watch: Gets the paths and hands them out again, one when it is read: for a progress bar.
+
+    Attributes:
+        skipped: What the last iteration did not hand out, and why. Whatever is not here was handed out.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | Path],
+        *,
+        trust_pickle: bool = False,
+        need_tokens: bool = True,
+        watch: Callable[[Sequence[Path]], Iterable[Path]] = iter,
+    ) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._trust_pickle = trust_pickle
+        self._need_tokens = need_tokens
+        self._watch = watch
+        self.skipped: list[Skipped] = []
+
+    def __iter__(self) -> Iterator[DumpedSample]:
+        """Each sample once, as soon as it is whole; those that lack something last.
+
+        Raises:
+            OSError: A file cannot be opened.
+            ValueError: The content of a file has no known format, files contradict each other, or no token can be
+                used: none has a log-prob of both sides, finite and under no mask. The message names the file.
+        """
+        joiner, files, is_usable = Joiner(), _Files(), False
+        for sample in self._joined(joiner, files):
+            is_usable = is_usable or (self._need_tokens and num_usable_tokens(sample) > 0)
+            self.skipped = files.skipped + joiner.skipped
+            yield sample
+        self.skipped = files.skipped + joiner.skipped
+        if self._need_tokens and not is_usable:
+            raise ValueError(
+                f"no token of {', '.join(map(str, self._paths)) or 'no file'} can be used: none has a finite log-prob "
+                f"of trainer and engine under no mask{''.join(f'; {skipped}' for skipped in self.skipped)}"
+            )
+
+    def _joined(self, joiner: Joiner, files: _Files) -> Iterator[DumpedSample]:
+        for path in self._watch(self._paths):
+            if files.is_new(path):
+                samples = read_file(path, trust_pickle=self._trust_pickle)
+                if not samples:
+                    files.skipped.append(Skipped(str(path), None, "holds no sample"))
+                yield from joiner.add_file(samples)
+                # Before the next file is read.
+                del samples
+        yield from joiner.rest()
+
+
+def num_usable_tokens(sample: DumpedSample) -> int:
+    """Tokens under no mask whose two log-probs are finite; 0 where the lists do not fit each other."""
+    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
+    if sample.problem is not None or proximal is None or behavior is None or proximal.shape != behavior.shape:
+        return 0
+    usable = proximal.isfinite() & behavior.isfinite()
+    if sample.response_mask is not None:
+        active = torch.as_tensor(sample.response_mask) != 0
+        if active.shape != usable.shape:
+            return 0
+        usable &= active
+    return int(usable.sum())
+
+
+class _Files:
+    """Which files were given already: by another path, or the same bytes."""
+
+    def __init__(self) -> None:
+        self.skipped: list[Skipped] = []
+        self._seen: dict[tuple[int, bytes], list[Path]] = {}
+
+    def is_new(self, path: Path) -> bool:
+        """Whether the file has other bytes than all before; if not, it is among the skipped."""
+        size = regular_file(path).stat().st_size
+        with path.open("rb") as file:
+            # The end of a .pt file has the checksums of all its tensors.
+            file.seek(max(0, size - _SPOT))
+            alike = self._seen.setdefault((size, file.read()), [])
+        for other in alike:
+            if filecmp.cmp(path, other, shallow=False):
+                self.skipped.append(Skipped(str(path), None, f"the same bytes as {other}"))
+                return False
+        alike.append(path)
+        return True
+
+
+@dataclass
+class _Known:
+    """What came of one sample: parts by context-parallel rank, until it is whole, and what they held and where."""
+
+    parts: dict[int, DumpedSample] = field(default_factory=dict)
+    held: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    is_whole: bool = False
+
+
+class Joiner:
+    """Takes the samples of one file after another, and hands out each when it is whole; bits that repeat are skipped.
+
+    Tensors of a sample that is whole are not kept.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Known] = {}
+        self._folders: dict[str, str] = {}
+        self._skipped: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What was skipped: an entry per file and reason, with the number of samples."""
+        return [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
+
+    def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:
+        """The samples that are whole with those of one more file.
+
+        Raises:
+            ValueError: Two files hold different log-probs for the same part of a response.
+        """
+        met: Counter[Any] = Counter()
+        for sample in samples:
+            key = self._identity(sample)
+            # Samples of one file are all different ones.
+            met[key] += 1
+            if key is None:
+                unnumbered = "a part of a response without sample_indices: its other parts cannot be found"
+                yield replace(sample, problem=sample.problem or (None if sample.part is None else unnumbered))
+            else:
+                yield from self._add(sample, self._known.setdefault((key, met[key]), _Known()))
+
+    def rest(self) -> Iterator[DumpedSample]:
+        """The samples of which something is missing."""
+        for known in self._known.values():
+            if not known.is_whole:
+                yield _incomplete(known.parts)
+
+    def _identity(self, sample: DumpedSample) -> Any:
+        if sample.sample_index is None:
+            return None
+        if sample.path not in self._folders:
+            self._folders[sample.path] = str(Path(sample.path).resolve().parent)
+        return self._folders[sample.path], sample.rollout_id, sample.sample_index, fingerprint(sample.token_ids)
+
+    def _add(self, sample: DumpedSample, known: _Known) -> Iterator[DumpedSample]:
+        rank, size = (0, 1) if sample.part is None else sample.part[:2]
+        held, path = known.held.get(rank, (None, ""))
+        proximal = fingerprint(sample.proximal_log_probs)
+        rest = fingerprint(sample.behavior_log_probs), fingerprint(sample.response_mask)
+        if held == (proximal, rest):
+            self._skipped[sample.path, f"the same numbers as in {path}"] += 1
+            return
+        if held is not None and held[1] == rest and None in (held[0], proximal):
+            without, with_it = (sample.path, path) if proximal is None else (path, sample.path)
+            self._skipped[without, f"no trainer log-probs; {with_it} has them"] += 1
+            if proximal is None:
+                return
+        elif held is not None:
+            if size > 1:
+                raise ValueError(
+                    f"{sample.name}: context-parallel rank {rank} has other numbers in {path}; give files of one run"
+                )
+            # Tensor-parallel ranks that disagree, or two runs in one folder: each has its say.
+            yield sample
+            return
+        known.held[rank] = ((proximal, rest), sample.path)
+        known.parts[rank] = sample
+        if len(known.parts) == size and all(part.proximal_log_probs is not None for part in known.parts.values()):
+            parts, known.parts, known.is_whole = known.parts, {}, True
+            yield _joined(parts)
+
+
+def fingerprint(values: Any) -> int | None:
+    """A number that is the same for the same bits, and so one for a NaN; None for nothing."""
+    if values is None:
+        return None
+    if isinstance(values, Tensor):
+        tensor = values.detach().contiguous()
+        bits = tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+        # A tenth of the time of a tuple of numbers.
+        content = bits.numpy().tobytes() if _HAS_NUMPY else tuple(bits.flatten().tolist())
+        return hash((str(tensor.dtype), tuple(bits.shape), content))
+    return hash(tuple(map(str, values)))
+
+
+def _joined(parts: Mapping[int, DumpedSample]) -> DumpedSample:
+    first = parts[min(parts)]
+    if first.part is None:
+        return first
+    return replace(
+        first,
+        proximal_log_probs=_whole(first, {rank: part.proximal_log_probs for rank, part in parts.items()}),
+        behavior_log_probs=_whole(first, {rank: part.behavior_log_probs for rank, part in parts.items()}),
+        advantages=_whole_advantages(first, parts),
+        part=None,
+        # Joining makes two tensors of one.
+        problem=_ONE_MEMORY if any(part.is_one_memory for part in parts.values()) else first.problem,
+    )
+
+
+def _whole(sample: DumpedSample, of_rank: Mapping[int, Tensor | None]) -> Tensor | None:
+    part, length = sample.part, sample.response_length
+    assert part is not None
+    assert length is not None
+    # The logits of a token, which decide who owns it, lie one position before it.
+    first = part.total_length - length - 1
+    whole: Tensor | None = None
+    for rank, values in of_rank.items():
+        if values is None:
+            return None
+        if whole is None:
+            whole = values.new_full((length,), torch.nan)
+        runs = owned_chunks(cp_rank=rank, cp_size=part.size).ranges(part.laid_out_length)
+        pieces = [whole[max(0, run.start - first) : max(0, run.stop - first)] for run in runs]
+        if sum(map(len, pieces)) != len(values):
+            expected = sum(map(len, pieces))
+            raise ValueError(f"{sample.name}: rank {rank} of {part.size} has {len(values)} log-probs, not {expected}")
+        for piece, own in zip(pieces, torch.split(values, [len(piece) for piece in pieces]), strict=True):
+            piece.copy_(own)
+    return whole
+
+
+def _whole_advantages(first: DumpedSample, parts: Mapping[int, DumpedSample]) -> Tensor | None:
+    of_rank = {rank: part.advantages for rank, part in parts.items()}
+    is_of_tokens = all(values is not None and values.dim() for values in of_rank.values())
+    return _whole(first, of_rank) if is_of_tokens else first.advantages
+
+
+def _incomplete(parts: Mapping[int, DumpedSample]) -> DumpedSample:
+    first = parts[min(parts)]
+    if first.part is None or len(parts) == first.part.size:
+        return _joined(parts)
+    missing = ", ".join(str(rank) for rank in range(first.part.size) if rank not in parts)
+    return replace(
+        first, problem=f"a part of the response: the files of context-parallel ranks {missing} are not given"
+    )

@@ -1,0 +1,229 @@
+"""Known traps: what speaks against a configuration, on data that were measured or that the Gaussian law describes.
+
+The guards of a run, the report and ``mis-ext explain`` all warn from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mis_ext.checks.limits import FEW_SEQUENCES_ESS
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
+from mis_ext.methods.method import Method
+from mis_ext.tools.explain.effect import Effect, described_gates
+from mis_ext.tools.explain.law import GaussianLaw
+
+MIN_LEARNING_RATE = 0.9
+MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
+EVIDENCE = "lab/evidence/README.md"
+PUBLISHED = "lab/evidence/published.md"
+HARMLESS_K3 = 1e-3
+"""Up to here no study found a correction better than none, or worse."""
+COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"
+_STALE_GATES = (
+    "with stale weights gates of 1 % on sequences rejected 66 to 93 % of the responses at first, and runs collapsed "
+    f"earlier; wider bands were not tried ({EVIDENCE})"
+)
+
+
+class Trap(NamedTuple):
+    """A warning: its name, stable for programs, and what it says."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What a configuration is judged on; NaN or None where it is not known.
+
+    Attributes:
+        k3: Mismatch per token, in nats.
+        length: Mean tokens of a response.
+        ess_sequence: Effective share of products of ratios.
+        k_hat: Of the same.
+        kept_tokens: Share that stays in the mask.
+        kept_sequences: The same of responses.
+        learning_rate: Mean of what multiplies the loss.
+        is_stale: Whether responses were sampled with weights of an earlier step.
+        num_sequences: Responses in a call, on all ranks over which is normalised.
+    """
+
+    k3: float
+    length: float
+    ess_sequence: float
+    k_hat: float = math.nan
+    kept_tokens: float
+    kept_sequences: float
+    learning_rate: float
+    is_stale: bool = False
+    num_sequences: int | None = None
+
+    @classmethod
+    def expected(cls, effect: Effect, *, is_stale: bool = False, num_sequences: int | None = None) -> Circumstances:
+        """What the Gaussian law expects of the configuration whose effect this is."""
+        return cls(
+            k3=effect.k3,
+            length=effect.length,
+            ess_sequence=effect.ess_sequence,
+            kept_tokens=effect.kept_tokens,
+            kept_sequences=effect.kept_sequences,
+            learning_rate=effect.learning_rate,
+            is_stale=is_stale,
+            num_sequences=num_sequences,
+        )
+
+
+def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> list[Trap]:
+    """The traps that ``config`` falls into under these circumstances, in the order of ``TRAPS``; then its method's."""
+    traps = [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
+    if method is not None:
+        traps += [Trap(name, text) for name, rule in METHOD_TRAPS.items() for text in rule(method, found)]
+    return traps
+
+
+def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
+    """That products of ratios of responses this long have lost almost all of their effective sample size."""
+    product = GaussianLaw(k3, length).product
+    share = math.exp(-product.variance)
+    if share >= FEW_SEQUENCES_ESS or not config.multiplies_ratios:
+        return
+    weight = config.weight
+    cap = weight.high if weight is not None and weight.level == "sequence" else None
+    cap = DEFAULT_UPPER_BOUND if cap is None else cap
+    log_cap = math.log(cap)
+    mean = product.moment(lambda log_ratio: bounded_exp(log_ratio.clamp_max(log_cap)), 1, kinks=(log_cap,))
+    yield (
+        f"{_lost(k3, length, share)}, and weights truncated at {cap:g} have mean {mean:.2g} instead of 1; "
+        "use the token or geometric level, or shorter responses"
+    )
+
+
+def _lost(k3: float, length: float, share: float) -> str:
+    return (
+        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size of "
+        f"exp(-2 * k3 * length) = {share:.2g} of the batch"
+    )
+
+
+def _hopeless_method(method: Method, found: Circumstances) -> Iterator[str]:
+    share = GaussianLaw(found.k3, found.length).ess("sequence")
+    if share < FEW_SEQUENCES_ESS and method.multiplies_ratios:
+        yield f"{_lost(found.k3, found.length, share)}; use a method of tokens, or shorter responses"
+
+
+def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iterator[str]:
+    """That a weight divided by the mean of one is 1."""
+    weight, scope = config.weight, config.scope
+    if config.normalize_over is None or scope == "rollout" or weight is None or weight.level == "token":
+        return
+    # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
+    if num_sequences == 1 or (num_sequences is None and scope == "micro_batch"):
+        wider = "data_parallel or rollout" if scope == "micro_batch" else "rollout"
+        when = "are" if num_sequences == 1 else "(a micro-batch may have no more) are"
+        yield (
+            f"{weight.level}-level weights normalised over a single sequence {when} always 1, so nothing is "
+            f"corrected: use tis_normalize_scope: {wider}, or larger micro-batches"
+        )
+
+
+def gates_sequences(config: CorrectionConfig) -> bool:
+    """Whether a gate judges whole responses, by a statistic of all their tokens."""
+    return any(not gate.is_of_tokens for gate in config.all_gates)
+
+
+def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
+    if removed > config.max_reject_fraction:
+        yield (
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in runs from "
+            f"the start a geometric gate lost reward from 38 % on ({EVIDENCE})"
+        )
+
+
+def _narrow_geometric_band(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    law = GaussianLaw(found.k3, found.length)
+    for name, gate in described_gates(config).items():
+        if (gate.statistic, gate.reduce, gate.after) != ("ratio", "mean", None):
+            continue
+        accepted, noise = law.acceptance(gate), math.sqrt(law.geometric.variance)
+        if accepted < 1.0 - config.max_reject_fraction:
+            yield (
+                f"{name}: by the Gaussian law it accepts {accepted:.0%} of responses of "
+                f"{found.length:.0f} tokens. Their geometric mean is about exp(-k3) = {math.exp(-found.k3):.4f}, "
+                f"with a standard deviation of {noise:.2g}: a band must be wide enough for both"
+            )
+
+
+def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    for name, gate in described_gates(config).items():
+        lengths = [found.length * factor for factor in (SHORTER, LONGER)]
+        short, long = (GaussianLaw(found.k3, length).acceptance(gate) for length in lengths)
+        if not gate.is_of_tokens and abs(short - long) > MAX_LENGTH_BIAS:
+            side = "long" if short > long else "short"
+            yield (
+                f"{name}: by the Gaussian law it accepts {short:.0%} of responses of "
+                f"{lengths[0]:.0f} tokens and {long:.0%} of {lengths[1]:.0f}: {side} ones are rejected for their length"
+            )
+
+
+def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if found.is_stale and gates_sequences(config):
+        yield _STALE_GATES
+
+
+def _stale_method(method: Method, found: Circumstances) -> Iterator[str]:
+    if found.is_stale and method.judges_sequences:
+        yield _STALE_GATES
+
+
+def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates)
+    # With stale weights they cost more, which ``stale_gates`` says.
+    if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
+        yield (
+            f"{COST_OF_GATES} and gained reward nowhere ({EVIDENCE}): above k3 {HARMLESS_K3:g} use mis, unless the "
+            "gate is for a few broken responses"
+        )
+
+
+def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    """What the law did not expect: where it did, ``hopeless_sequences`` says so."""
+    is_product = config.weight is not None and config.weight.level == "sequence"
+    is_expected = any(hopeless_sequences(config, k3=found.k3, length=found.length))
+    if is_product and found.ess_sequence < FEW_SEQUENCES_ESS and not is_expected:
+        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
+        yield (
+            f"products of ratios have an effective sample size of {found.ess_sequence:.2g} of the batch, less than "
+            f"expected at this k3 and length: a few sequences decide{tail}"
+        )
+
+
+def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if found.learning_rate < MIN_LEARNING_RATE:
+        yield f"multiplies the effective learning rate by {found.learning_rate:.2g}"
+
+
+TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
+    "hopeless_sequences": lambda config, found: hopeless_sequences(config, k3=found.k3, length=found.length),
+    "rejects_much": _rejects_much,
+    "narrow_geometric_band": _narrow_geometric_band,
+    "length_bias": _length_bias,
+    "stale_gates": _stale_gates,
+    "costly_gates": _costly_gates,
+    "few_sequences_decide": _few_sequences_decide,
+    "single_sequence": lambda config, found: single_sequence(config, found.num_sequences),
+    "low_learning_rate": _low_learning_rate,
+}
+"""A rule per trap, by the name of the trap: what it yields are the warnings."""
+
+METHOD_TRAPS: dict[str, Callable[[Method, Circumstances], Iterator[str]]] = {
+    "hopeless_sequences": _hopeless_method,
+    "stale_gates": _stale_method,
+}
+"""The same of a published method beside the configuration, by the names of the traps of configurations."""

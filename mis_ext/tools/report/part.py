@@ -1,0 +1,323 @@
+"""A part of a run, packed: so many samples as fit into memory, all of one step; and a stream of samples into parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.hosts.packing import PackedStreams, check_mask
+from mis_ext.tools.diagnosis.measuring import versions_behind
+from mis_ext.tools.diagnosis.signals import Turns, turns_of
+from mis_ext.tools.dumps import DumpedSample
+from mis_ext.tools.dumps.stream import fingerprint
+
+MAX_TOKENS = 1 << 18
+"""Most tokens of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
+
+
+class Origin(NamedTuple):
+    """Where a sample comes from, and what is known of it besides its log-probs; None where nothing is."""
+
+    name: str = ""
+    sample_index: int | None = None
+    reward: float = math.nan
+    versions_behind: float = math.nan
+    """The trainer's weight version minus the oldest of the engine; 1 where they are other names."""
+    token_ids: Any = None
+    """The token ids of the response, ``[R]``."""
+    has_other_ids: bool | None = None
+    """Whether the engine sampled other ids than the trainer scored."""
+    group: Hashable = None
+    """A label that all samples of one prompt share."""
+
+
+class AdvantageTotals(NamedTuple):
+    """Advantages ``[T]`` of trained tokens, 0 where there is none; tokens of either sign, and the sum of squares."""
+
+    advantage_T: Tensor
+    signs_T: dict[str, Tensor]
+    num_positive: float
+    num_negative: float
+    squared: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """``S`` whole responses of one step with ``T`` tokens.
+
+    Attributes:
+        step: Name of the step.
+        streams: Log-probs and mask, in nats.
+        advantages_T: NaN where there is none.
+        origins: One per sample.
+        kept_by: Tokens that a gate keeps, for configurations that share it.
+    """
+
+    step: str
+    streams: PackedStreams
+    advantages_T: Tensor
+    origins: Sequence[Origin] = field(repr=False)
+    kept_by: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of_lists(
+        cls,
+        *,
+        proximal: Sequence[Tensor],
+        behavior: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+        advantages: Sequence[Tensor | None] | None = None,
+        origins: Sequence[Origin] | None = None,
+        step: str = "0",
+    ) -> Part:
+        """From one 1-D tensor or array per sample: log-probs in nats, and a mask that is nonzero on trained tokens.
+
+        Raises:
+            ValueError: The lists, or the lengths of a sample, differ, or a mask is below 0 or not finite.
+        """
+        proximal, behavior = ([torch.as_tensor(each).detach().cpu() for each in side] for side in (proximal, behavior))
+        lengths = [len(each) for each in proximal]
+        masks = [torch.ones(length, dtype=torch.bool) for length in lengths] if masks is None else masks
+        masks = [torch.as_tensor(mask).cpu() for mask in masks]
+        for mask in masks:
+            check_mask(mask)
+        origins = [Origin()] * len(lengths) if origins is None else origins
+        advantages = [None] * len(lengths) if advantages is None else advantages
+        for name, column in (("behavior", behavior), ("masks", masks)):
+            if [len(each) for each in column] != lengths:
+                raise ValueError(f"{name} and proximal must have as many samples and tokens as each other")
+        if not len(origins) == len(advantages) == len(lengths):
+            raise ValueError("origins and advantages must have one entry per sample")
+        spread = [_spread(each, length) for each, length in zip(advantages, lengths, strict=True)]
+        streams = PackedStreams(
+            _cat(proximal), _cat(behavior), _cat([mask != 0 for mask in masks]), PackedLayout.whole(lengths)
+        )
+        return cls(step=step, streams=streams, advantages_T=_cat(spread), origins=origins)
+
+    @cached_property
+    def tokens(self) -> TokenRatios:
+        """Log-ratios and masks ``[T]``, as the correction computes them."""
+        return self.streams.tokens
+
+    @cached_property
+    def _valid_N(self) -> Tensor | None:
+        """Which tokens are valid; None for all of them, which are most parts, and then nothing has to be copied."""
+        valid_T = self.tokens.valid_mask_T
+        return None if bool(valid_T.all()) else valid_T.nonzero().flatten()
+
+    def of_valid(self, values_T: Tensor) -> Tensor:
+        """The values of valid tokens, one after the other."""
+        return values_T if self._valid_N is None else values_T.index_select(0, self._valid_N)
+
+    @cached_property
+    def total_variation(self) -> float:
+        """Sum over valid tokens of the distance of the ratio from 1."""
+        return float(self.of_valid((self.ratio_T - 1.0).abs()).sum(dtype=torch.float64))
+
+    @cached_property
+    def ratio_T(self) -> Tensor:
+        """Ratios ``[T]``, bounded as in the correction."""
+        return bounded_exp(self.tokens.log_ratio_T)
+
+    @cached_property
+    def no_ratio_T(self) -> Tensor:
+        """Trained tokens without a finite log-prob of both sides."""
+        return self.tokens.response_mask_T & ~self.tokens.valid_mask_T
+
+    @cached_property
+    def reward_S(self) -> Tensor:
+        """``[S]`` reward of each response, NaN where it is not known."""
+        return torch.tensor([origin.reward for origin in self.origins])
+
+    @cached_property
+    def num_response_S(self) -> Tensor:
+        """``[S]`` trained tokens of each response."""
+        return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
+
+    @cached_property
+    def advantage_S(self) -> Tensor:
+        """Mean over the trained tokens of each response whose advantage is known; NaN where none is."""
+        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
+        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
+        sums: Tensor = self.streams.layout.index.reduce([advantage_T, known_T.float()], "sum").double()
+        return sums[0] / sums[1]
+
+    @cached_property
+    def advantage_totals(self) -> AdvantageTotals:
+        """What every configuration is compared with."""
+        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
+        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
+        signs_T = {"positive": advantage_T > 0.0, "negative": advantage_T < 0.0}
+        return AdvantageTotals(
+            advantage_T=advantage_T,
+            signs_T=signs_T,
+            num_positive=float(signs_T["positive"].sum()),
+            num_negative=float(signs_T["negative"].sum()),
+            squared=float(advantage_T.square().sum(dtype=torch.float64)),
+        )
+
+    @cached_property
+    def group_S(self) -> Tensor:
+        """Number of each response's group, of this step alone; -1 where it is not known."""
+        groups = [origin.group for origin in self.origins]
+        numbers = [-1 if group is None else hash((self.step, group)) & (2**62 - 1) for group in groups]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @cached_property
+    def has_advantages(self) -> bool:
+        """Whether the advantage of any token is known."""
+        return not bool(self.advantages_T.isnan().all())
+
+    @cached_property
+    def sequence_T(self) -> Tensor:
+        """``[T]`` number of each token's sequence."""
+        return self.streams.layout.index.sequence_T
+
+    @cached_property
+    def position_T(self) -> Tensor:
+        """Position of each token in its response."""
+        length_S = torch.tensor(self.streams.layout.response_lengths, dtype=torch.int64)
+        begin_S = length_S.cumsum(0) - length_S
+        return torch.arange(len(self.sequence_T)) - begin_S[self.sequence_T]
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Runs of trained tokens in each response."""
+        return turns_of(self.tokens.response_mask_T, self.position_T)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*tensors]) if tensors else torch.empty(0)
+
+
+def _spread(advantage: Tensor | None, length: int) -> Tensor:
+    if advantage is None:
+        return torch.full((length,), math.nan)
+    values = torch.as_tensor(advantage).detach().float().cpu()
+    return values if len(values.shape) == 1 and len(values) == length else values.reshape(()).expand(length)
+
+
+class Unusable(NamedTuple):
+    """Samples that were read and could not be used."""
+
+    num_samples: int
+    reason: str
+    first: str
+
+
+class Parts:
+    """The parts of a stream of samples; what could not be used is counted by its reason.
+
+    Args:
+        samples: From :class:`~mis_ext.tools.dumps.Dumps`.
+        max_tokens: Of a part.
+    """
+
+    def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
+        self._samples = samples
+        self._max_tokens = max_tokens
+        self._unusable: dict[str, tuple[int, str]] = {}
+        self._unnumbered: dict[str, None] = {}
+
+    @property
+    def unusable(self) -> list[Unusable]:
+        """Samples that the last iteration left out: how many, why, and the first of them."""
+        return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
+
+    @property
+    def merged(self) -> list[str]:
+        """That several files say no rollout, so that their samples are one step."""
+        if len(self._unnumbered) < 2:
+            return []
+        first = next(iter(self._unnumbered))
+        return [f"{len(self._unnumbered)} files, the first {first}: no rollout_id, so all their samples are step 0"]
+
+    def __iter__(self) -> Iterator[Part]:
+        """Parts of one step each, in the order of the samples."""
+        self._unusable, self._unnumbered = {}, {}
+        waiting: list[DumpedSample] = []
+        num_tokens = 0
+        for sample in self._samples:
+            reason = _obstacle(sample)
+            if reason is not None:
+                count, first = self._unusable.get(reason, (0, sample.name))
+                self._unusable[reason] = (count + 1, first)
+                continue
+            if sample.rollout_id is None:
+                self._unnumbered[sample.path] = None
+            if waiting and (_step(waiting[0]) != _step(sample) or num_tokens >= self._max_tokens):
+                yield _part(waiting)
+                waiting, num_tokens = [], 0
+            waiting.append(sample)
+            num_tokens += len(sample.proximal_log_probs)  # type: ignore[arg-type]
+        if waiting:
+            yield _part(waiting)
+
+
+def _obstacle(sample: DumpedSample) -> str | None:
+    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
+    if sample.problem is not None:
+        return sample.problem
+    if proximal is None or behavior is None:
+        return f"no log-probs of the {'trainer' if proximal is None else 'engine'}"
+    lengths = {len(proximal), len(behavior)}
+    if sample.response_mask is not None:
+        lengths.add(len(sample.response_mask))
+    return None if len(lengths) == 1 else "lists of other lengths: log-probs of both sides and mask must be one each"
+
+
+def _step(sample: DumpedSample) -> str:
+    return "0" if sample.rollout_id is None else str(sample.rollout_id)
+
+
+def _part(samples: list[DumpedSample]) -> Part:
+    lengths = [len(torch.as_tensor(each.proximal_log_probs)) for each in samples]
+    return Part.of_lists(
+        proximal=[torch.as_tensor(each.proximal_log_probs) for each in samples],
+        behavior=[torch.as_tensor(each.behavior_log_probs) for each in samples],
+        masks=[
+            torch.ones(length) if each.response_mask is None else torch.as_tensor(each.response_mask)
+            for each, length in zip(samples, lengths, strict=True)
+        ],
+        advantages=[
+            None if each.advantages is None or each.advantages.numel() not in (1, length) else each.advantages
+            for each, length in zip(samples, lengths, strict=True)
+        ],
+        origins=[
+            Origin(
+                name=each.name,
+                sample_index=each.sample_index,
+                reward=math.nan if each.reward is None else each.reward,
+                versions_behind=versions_behind(each.proximal_weight_version, each.behavior_weight_versions),
+                token_ids=each.response_ids,
+                has_other_ids=_has_other_ids(each),
+                group=_group(each),
+            )
+            for each in samples
+        ],
+        step=_step(samples[0]),
+    )
+
+
+def _group(sample: DumpedSample) -> Hashable:
+    if sample.group_index is not None:
+        return str(sample.group_index)
+    if sample.token_ids is None or sample.response_ids is None:
+        return None
+    prompt = sample.token_ids[: len(sample.token_ids) - len(sample.response_ids)]
+    return fingerprint(prompt) if len(prompt) else None
+
+
+def _has_other_ids(sample: DumpedSample) -> bool | None:
+    if sample.response_ids is None or sample.sampled_ids is None:
+        return None
+    return not torch.equal(torch.as_tensor(sample.response_ids), torch.as_tensor(sample.sampled_ids))

@@ -1,0 +1,267 @@
+"""Which configuration to take, and why: candidates, what speaks against each on the data, and their ranking."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mis_ext.checks.limits import FEW_SEQUENCES_ESS, PRETRAINED_K3
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.keys.preset_files import list_presets, preset_path
+from mis_ext.keys.presets import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
+from mis_ext.loss.objective import objective_of
+from mis_ext.methods.catalogue import find_method
+from mis_ext.methods.first_update import equivalent_correction, without_terms
+from mis_ext.methods.method import Method
+from mis_ext.tools.diagnosis.cause import Diagnosis
+from mis_ext.tools.explain.effect import method_notes
+from mis_ext.tools.explain.traps import (
+    COST_OF_GATES,
+    EVIDENCE,
+    HARMLESS_K3,
+    PUBLISHED,
+    Circumstances,
+    gates_sequences,
+    traps_of,
+)
+from mis_ext.tools.report.summary import Summary
+from mis_ext.tools.report.what_if import Outcome
+
+NONE = "none"
+"""What a ranking calls no correction."""
+
+HARMLESS_ESS = 0.99
+MIN_GROUPS_LEFT = 0.95
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that could be taken, the file that spells it, and what reading it warned of.
+
+    ``method``: the published method that the configuration stands beside, as the whole loss; None without one.
+    """
+
+    name: str
+    config: CorrectionConfig
+    yaml: str
+    said: tuple[str, ...] = ()
+    method: Method | None = None
+
+
+def no_correction() -> Candidate:
+    """The candidate that measures and changes nothing."""
+    return Candidate(NONE, NO_CORRECTION, "")
+
+
+def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
+    """Presets by name; by default all that correct, each point once."""
+    found: list[Candidate] = []
+    # The default first: of two names of one point its own is the one to see.
+    for name in sorted(list_presets(), key=lambda name: name != "mis") if names is None else names:
+        candidate = dataclasses.replace(file_candidate(preset_path(name)), name=name)
+        is_new = all(candidate.config != other.config for other in found)
+        if names is not None or (is_new and not candidate.config.metrics_only):
+            found.append(candidate)
+    return found
+
+
+def file_candidate(path: Path) -> Candidate:
+    """The candidate that a YAML file describes, with the warnings that reading it gave.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no configuration, or names a method that looks at what a dump does not hold.
+        TypeError: A value has the wrong type.
+    """
+    return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
+
+
+def method_candidate(name: str) -> Candidate:
+    """The candidate that is a published method with its defaults, by the file that runs it.
+
+    Raises:
+        ValueError: There is no such method, or a dump does not hold what it looks at.
+    """
+    row = find_method(name)
+    return _candidate(f"method {name}", read_method(row), method_yaml(row))
+
+
+def _candidate(name: str, spelt: Spelt, yaml: str) -> Candidate:
+    if spelt.loss is None or spelt.loss.method is None:
+        return Candidate(name, spelt.config, yaml, spelt.said)
+    method = objective_of(spelt.loss).method
+    if "reference" in method.policies:
+        raise ValueError(f"{name}: it compares with the reference policy, whose log-probs a dump does not hold")
+    if method.needs_state_values:
+        raise ValueError(f"{name}: it weighs the values of states, which a dump does not hold")
+    # What the hook could do too has its exact numbers, its gates by name, and its traps.
+    config = equivalent_correction(spelt.config, method)
+    if config is not None:
+        return Candidate(name, config, yaml, spelt.said)
+    return Candidate(name, spelt.config, yaml, spelt.said, method)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate in the ranking: what it did, what speaks against it (with names: ``traps``), what is to be known."""
+
+    name: str
+    outcome: Outcome
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    traps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do about the mismatch of a run: in words, as YAML, and the ranking behind it.
+
+    Attributes:
+        headline: In one sentence.
+        reasons: In plain words.
+        name: The configuration to take, ``none`` for no correction.
+        yaml: To paste; empty for no correction, and where something has to be repaired first.
+        ranking: All candidates, the best first.
+    """
+
+    headline: str
+    reasons: tuple[str, ...]
+    name: str
+    yaml: str
+    ranking: tuple[Ranked, ...] = field(repr=False)
+
+
+def recommend(
+    candidates: Iterable[Candidate],
+    outcomes: Mapping[str, Outcome],
+    summary: Summary,
+    diagnoses: Sequence[Diagnosis],
+) -> Recommendation:
+    """The ranking of candidates, and which of them to take.
+
+    What counts first is what speaks against one on this data, then what training runs said of its kind, then how
+    much of the mismatch it leaves.
+    """
+    candidates = [*candidates]
+    faults = [diagnosis for diagnosis in diagnoses if diagnosis.is_fault]
+    is_stale = any(diagnosis.cause == "stale_weights" for diagnosis in diagnoses)
+    is_harmless = summary.overall.k3 < HARMLESS_K3 and summary.overall.ess_token > HARMLESS_ESS
+    is_needed = bool(faults) or is_stale or not is_harmless
+    ranked = []
+    for candidate in candidates:
+        outcome = outcomes[candidate.name]
+        config, method = candidate.config, candidate.method
+        traps = traps_of(config, circumstances_of(outcome, summary, is_stale=is_stale), method)
+        each = Ranked(
+            candidate.name,
+            outcome,
+            warnings=tuple(trap.text for trap in traps),
+            notes=(*candidate.said, *_notes(config, method, outcome)),
+            traps=tuple(trap.name for trap in traps),
+        )
+        left = math.inf if math.isnan(outcome.residual) else outcome.residual
+        ranked.append(((len(each.warnings), _place(config, method, is_needed=is_needed), left), each))
+    ranking = tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))
+    best = ranking[0].name if ranking else NONE
+    yaml = next((candidate.yaml for candidate in candidates if candidate.name == best and not faults), "")
+    headline, reasons = _in_words(best, summary, faults, is_stale=is_stale, is_needed=is_needed)
+    return Recommendation(headline, reasons, best, yaml, ranking)
+
+
+def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = False) -> Circumstances:
+    """What was measured of a run, and of a configuration on it."""
+    overall = summary.overall
+    return Circumstances(
+        k3=overall.k3,
+        length=overall.mean_length,
+        ess_sequence=overall.ess_sequence,
+        k_hat=overall.k_hat,
+        kept_tokens=outcome.kept_tokens,
+        kept_sequences=outcome.kept_sequences,
+        learning_rate=outcome.learning_rate,
+        is_stale=is_stale,
+    )
+
+
+def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) -> Iterator[str]:
+    if method is not None:
+        yield from method_notes(method)
+    elif config.metrics_only:
+        return
+    if config.all_gates and outcome.kept_tokens == 1.0:
+        yield "its gates remove nothing here"
+    elif method is None and config.weight is None and outcome.kept_tokens == 1.0:
+        yield "does nothing here"
+    positive, negative = outcome.removed_positive, outcome.removed_negative
+    if max(positive, negative) > 0.01 and max(positive, negative) > 2.0 * min(positive, negative):
+        yield (
+            f"{positive:.1%} of tokens with a positive advantage have no policy gradient, and {negative:.1%} of those "
+            "with a negative one"
+        )
+    if outcome.groups_left < MIN_GROUPS_LEFT * outcome.groups:
+        yield (
+            f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages. The others "
+            "give no gradient"
+        )
+    dropped, kept = outcome.dropped["mean_length"], outcome.kept["mean_length"]
+    if outcome.dropped["sequences"] > 10 and (dropped > 1.25 * kept or dropped < 0.8 * kept):
+        yield f"dropped sequences have {dropped:.0f} tokens on average, kept ones {kept:.0f}: it changes the length"
+
+
+def _in_words(
+    best: str, summary: Summary, faults: Sequence[Diagnosis], *, is_stale: bool, is_needed: bool
+) -> tuple[str, tuple[str, ...]]:
+    overall = summary.overall
+    size = f"k3 is {overall.k3:.2g} per token, the effective sample size of token ratios {overall.ess_token:.2%}."
+    if faults:
+        return (
+            f"Repair this first: {faults[0].title}.",
+            (faults[0].advice, "No configuration corrects it. The ranking below uses the data as they are.", size),
+        )
+    if not is_needed:
+        return (
+            "No correction is needed.",
+            (
+                size,
+                f"Up to a k3 of {HARMLESS_K3:g} no study of mis_ext found a correction better than none ({EVIDENCE}).",
+                "Keep measuring with yaml/metrics_only.yaml. Token TIS (yaml/mis.yaml) does no harm as a precaution.",
+            ),
+        )
+    reasons = [size]
+    if is_stale:
+        reasons.append(
+            "In a pretrained model token TIS gained 0.13 of reward with weights 8 steps old, 0.06 with weights 4 steps "
+            "old, and made no difference with weights one step old; in a tiny one it gained 0.14 with weights one step "
+            "old, 0.34 with older ones. "
+            f"Gates of 1 % on sequences lost there ({EVIDENCE})."
+        )
+    else:
+        reasons.append(
+            "With fresh weights token TIS ended as no correction did; at a k3 of 0.06 it learned 8 of 105 steps later. "
+            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]} ({EVIDENCE})."
+        )
+        if overall.k3 >= PRETRAINED_K3:
+            reasons.append(
+                f"At a k3 of 0.03 published runs of a 4B model collapsed without a correction ({PUBLISHED})."
+            )
+    if overall.ess_sequence < FEW_SEQUENCES_ESS:
+        reasons.append(
+            f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "
+            f"at {overall.mean_length:.0f} tokens."
+        )
+    return (f"Take {best}." if best != NONE else "No candidate is better than no correction."), tuple(reasons)
+
+
+def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) -> int:
+    """The rank of a configuration by what training runs said of its kind: small is good."""
+    if config.metrics_only and (method is None or "behavior" not in without_terms(method).policies):
+        return 2 if is_needed else -1
+    if gates_sequences(config) or (method is not None and method.judges_sequences):
+        return 4
+    has_other_weight = config.weight is not None and config.weight.level != "token"
+    if has_other_weight or (method is not None and not method.is_of_tokens):
+        return 3
+    return 1 if config.all_gates or method is not None else 0

@@ -1,0 +1,238 @@
+"""What is found in the files of one run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mis_ext.checks.limits import PRETRAINED_K3
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.jsonable import to_jsonable
+from mis_ext.methods.method import Method
+from mis_ext.tools.diagnosis.cause import Diagnosis, percent
+from mis_ext.tools.diagnosis.measuring import Measured, Measuring
+from mis_ext.tools.diagnosis.table import search
+from mis_ext.tools.dumps import Dumps
+from mis_ext.tools.report.part import Part, Parts
+from mis_ext.tools.report.summary import Summary, WorstToken, summary_of, worst_tokens
+from mis_ext.tools.report.tally import Sequences, TokenTally
+from mis_ext.tools.report.what_if import Outcome, WhatIf
+
+NUM_WORST = 30
+MAX_WAITING = 8
+"""Parts that are read before they are counted: a file is read at once, and its parts are counted meanwhile."""
+
+
+class Collector:
+    """Adds up the parts of a run: of each it keeps counts, sums and numbers per sequence, not the tokens.
+
+    Args:
+        configs: By name, what to try on them.
+        methods: By name, the published method that such a configuration stands beside.
+        num_worst: How many tokens and samples are listed.
+        pool: Where the independent counts of a part run, while the next part is read; each is the same whoever runs it.
+            Torch should then have one thread: its own wait for each other on tensors of this size.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, CorrectionConfig] | None = None,
+        *,
+        methods: Mapping[str, Method | None] | None = None,
+        num_worst: int = NUM_WORST,
+        pool: Executor | None = None,
+    ) -> None:
+        known = methods or {}
+        self._what_if = {name: WhatIf(config, known.get(name), name=name) for name, config in (configs or {}).items()}
+        self._num_worst = num_worst
+        self._pool = pool
+        self._running: deque[list[Future[object]]] = deque()
+        self._tallies: dict[str, TokenTally] = {}
+        self._sequences: dict[str, list[Sequences]] = {}
+        self._measuring = Measuring()
+        self._worst: list[WorstToken] = []
+
+    def add(self, part: Part) -> None:
+        """Add the sums of one more part, and try each configuration on it."""
+        counts = [self._count, *(each.add for each in self._what_if.values())]
+        if self._pool is None:
+            for count in counts:
+                count(part)
+            return
+        before = self._running[-1] if self._running else [None] * len(counts)
+        self._running.append(
+            [self._pool.submit(_after, last, count, part) for last, count in zip(before, counts, strict=True)]
+        )
+        self._finish(max_waiting=MAX_WAITING)
+
+    def _finish(self, *, max_waiting: int = 0) -> None:
+        while len(self._running) > max_waiting:
+            for running in self._running.popleft():
+                running.result()
+
+    @torch.no_grad()
+    def _count(self, part: Part) -> None:
+        tally = TokenTally.of(part)
+        known = self._tallies.get(part.step)
+        self._tallies[part.step] = tally if known is None else known + tally
+        self._sequences.setdefault(part.step, []).append(Sequences.of(part))
+        worst = self._worst + worst_tokens(part, self._num_worst)
+        self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
+        self._measuring.add(
+            part.tokens,
+            part.streams.layout,
+            response_mask_R=part.streams.response_mask_R,
+            versions_behind=[origin.versions_behind for origin in part.origins],
+            has_other_ids=[origin.has_other_ids for origin in part.origins],
+            token_ids=[origin.token_ids for origin in part.origins],
+            step=part.step,
+            position_T=part.position_T,
+            turns=part.turns,
+        )
+
+    def summary(self) -> Summary:
+        """The summary of all parts that were added until now.
+
+        Raises:
+            ValueError: There was none.
+        """
+        self._finish()
+        steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
+        return summary_of(steps, worst_tokens=self._worst, max_worst=self._num_worst)
+
+    def diagnoses(self, summary: Summary | None = None) -> list[Diagnosis]:
+        """Likely causes; ``summary`` is that of this collector, if it was computed already.
+
+        Raises:
+            ValueError: There was no part.
+        """
+        return self.search(summary)[0]
+
+    def search(self, summary: Summary | None = None) -> tuple[list[Diagnosis], Measured]:
+        """:meth:`diagnoses`, and what they leave to explain.
+
+        Raises:
+            ValueError: There was no part.
+        """
+        self._finish()
+        summary = self.summary() if summary is None else summary
+        typical_gaps = {name: step.abs_p50 for name, step in summary.steps.items()}
+        return search(self._measuring.measured(typical_gaps))
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """What each configuration kept, removed and left, by its name."""
+        self._finish()
+        return {name: what_if.outcome() for name, what_if in self._what_if.items()}
+
+
+def _after(last: Future[object] | None, count: Callable[[Part], object], part: Part) -> None:
+    """Count a part when the same count of the part before it is done; earlier ones have begun, so this one can wait."""
+    if last is not None:
+        last.result()
+    count(part)
+
+
+def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
+    """The summary of a run from its parts.
+
+    Raises:
+        ValueError: There is none.
+    """
+    collector = Collector(num_worst=num_worst)
+    for part in parts:
+        collector.add(part)
+    return collector.summary()
+
+
+@dataclass(frozen=True)
+class Unexplained:
+    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token.
+
+    ``is_at_least``: a cause explains up to its share, so that more may be left.
+    """
+
+    k3_share: float
+    k3: float
+    is_at_least: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """A sentence for the page."""
+        if math.isnan(self.k3):
+            return "No token is left to explain."
+        if self.k3 == 0.0 and self.k3_share:
+            return "There is nothing to explain."
+        is_small = 0.0 < self.k3 < PRETRAINED_K3
+        small = (
+            f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)" if is_small else ""
+        )
+        at_least = "at least " if self.is_at_least else ""
+        return f"Left unexplained: {at_least}{percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What is found in files; ``skipped`` says what of the input is not in it as it was written, and why."""
+
+    sources: tuple[str, ...]
+    summary: Summary
+    diagnoses: tuple[Diagnosis, ...]
+    unexplained: Unexplained
+    skipped: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """By which a reader knows it: its file, or the first and the last of its files."""
+        if len(self.sources) < 2:
+            return "".join(self.sources) or "without a name"
+        return f"{self.sources[0]} to {self.sources[-1]}, {len(self.sources)} files"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every number, for JSON: NaN is None, a number beyond all bounds a string."""
+        names = ("sources", "skipped", "diagnoses", "unexplained", "summary")
+        return {name: to_jsonable(getattr(self, name)) for name in names}
+
+
+def run_of(
+    dumps: Dumps,
+    collector: Collector | None = None,
+    *,
+    sources: Iterable[str] = (),
+    num_worst: int = NUM_WORST,
+    pool: Executor | None = None,
+) -> Run:
+    """What is found in dumps.
+
+    Args:
+        dumps: The files.
+        collector: Takes in their parts; a new one by default.
+        sources: What to call the files.
+        num_worst: How many tokens and samples are listed, by a new collector.
+        pool: Where it counts, see :class:`~mis_ext.tools.report.run.Collector`.
+
+    Raises:
+        OSError: A file cannot be opened.
+        ValueError: A file cannot be read, or there is no usable token.
+    """
+    collector = Collector(num_worst=num_worst, pool=pool) if collector is None else collector
+    parts = Parts(dumps)
+    for part in parts:
+        collector.add(part)
+    summary = collector.summary()
+    diagnoses, left = collector.search(summary)
+    skipped = [str(each) for each in dumps.skipped]
+    skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
+    skipped += parts.merged
+    return Run(
+        tuple(sources),
+        summary,
+        tuple(diagnoses),
+        Unexplained(1.0 - left.explained, left.k3_left, any(found.is_up_to for found in diagnoses)),
+        tuple(skipped),
+    )

@@ -1,0 +1,361 @@
+"""The summary: what the engines' disagreement looks like, in typed numbers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.tools.report.noise import standard_error
+from mis_ext.tools.report.part import Part
+from mis_ext.tools.report.tally import (
+    NUM_OCTAVES,
+    NUM_PROBABILITIES,
+    SUMS,
+    Acceptance,
+    Sequences,
+    TokenTally,
+    acceptance_by_length,
+    effective_share,
+    k_hat,
+    octave_range,
+    quantile,
+)
+
+NUM_CONTEXT = 12
+"""Tokens before and behind a bad one that are shown."""
+
+OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
+"""Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
+
+_MAX_EXPONENT = 700.0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far the engines are apart; ``d`` is proximal minus behavior log-prob in nats, NaN where nothing was measured.
+
+    Means are over valid tokens: trained, with a finite log-prob of both sides.
+
+    Attributes:
+        k1: ``-mean d``, an estimate of KL(behavior, proximal); any sign.
+        k3: ``mean(exp d - 1 - d)``: the same, never negative.
+        reverse_k1: ``mean(d exp d)``, an estimate of KL(proximal, behavior).
+        reverse_k3: ``mean(d exp d - exp d + 1)``: the same, never negative.
+        abs_mean: Mean of ``|d|``; then its quantiles, to 0.6 %, and its largest.
+        total_variation: ``mean(1 - min(1, exp d))``.
+        chi_square: ``mean((exp d - 1)^2)``.
+        ratio_mean: ``mean(exp d)``, with its standard error: 1 if the engines differ and both are distributions over
+            all tokens.
+        ess_token: Kish's effective share of token ratios; of products and of geometric means of sequences.
+        k_hat: Of the products of ratios of sequences: above 0.7 an average over them says little.
+        zero_share: Tokens with ``d`` exactly 0.
+        num_prompts: Prompts of the responses with a valid token; a response of unknown prompt has one of its own.
+        k1_error: Standard error over prompts (:func:`~mis_ext.tools.report.noise.standard_error`), as of what follows.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_masked: int
+    num_without_ratio: int
+    mean_length: float
+    k1: float
+    k3: float
+    reverse_k1: float
+    reverse_k3: float
+    abs_mean: float
+    abs_p50: float
+    abs_p99: float
+    abs_p999: float
+    abs_max: float
+    total_variation: float
+    chi_square: float
+    ratio_mean: float
+    ratio_mean_error: float
+    log_ratio_min: float
+    log_ratio_max: float
+    above_2_share: float
+    below_half_share: float
+    ess_token: float
+    ess_sequence: float
+    ess_geometric: float
+    k_hat: float
+    perplexity_proximal: float
+    perplexity_behavior: float
+    perplexity_ratio: float
+    zero_share: float
+    reward: float
+    num_prompts: int
+    k1_error: float
+    k3_error: float
+    abs_mean_error: float
+    mean_length_error: float
+    reward_error: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tokens that have something in common; ``low`` and ``high`` say what, both included."""
+
+    name: str
+    low: float
+    high: float
+    num_tokens: int
+    mean_abs_difference: float
+    mean_log_ratio: float
+    k3: float
+    k3_share: float
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token, its log-probs in nats, and ids around it where the file has them (``text`` if they were decoded)."""
+
+    step: str
+    sample: str
+    sample_index: int | None
+    position: int
+    token_id: int | None
+    proximal: float
+    behavior: float
+    log_ratio: float
+    ids_before: tuple[int, ...]
+    ids_behind: tuple[int, ...]
+    text: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True)
+class WorstSample:
+    """A sample; means over its valid tokens, in nats."""
+
+    step: str
+    sample: str
+    sample_index: int | None
+    num_tokens: int
+    mean_abs_difference: float
+    mean_log_ratio: float
+    k3: float
+    reward: float
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """Everything about the mismatch of a run.
+
+    Attributes:
+        overall: Of all steps.
+        steps: Of each.
+        by_probability: Deciles of the behavior probability.
+        by_position: Of the token in its response, in octaves.
+        by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
+        by_sign: Of the advantage; empty where none is known.
+        by_version: How many weight versions the engine was behind; empty where none is known.
+        by_length: Acceptance of bands on sequences.
+        sizes: ``[2, bins]`` of :mod:`mis_ext.tools.report.tally`: tokens by ``|d|``, for ``d`` below and above 0.
+        density: Tokens by behavior and proximal log-prob.
+    """
+
+    overall: Mismatch
+    steps: dict[str, Mismatch]
+    by_probability: list[Group]
+    by_position: list[Group]
+    by_turn: list[Group]
+    by_sign: list[Group]
+    by_version: list[Group]
+    by_length: list[Acceptance]
+    worst_tokens: list[WorstToken]
+    worst_samples: list[WorstSample]
+    sizes: Tensor
+    density: Tensor
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers of :class:`Mismatch` by name, for a logger."""
+        return {name: float(value) for name, value in vars(self.overall).items()}
+
+
+def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
+    """The numbers of some tokens and of their sequences."""
+    count = tally["count"]
+
+    def mean(name: str) -> float:
+        return tally[name] / count if count else math.nan
+
+    measured = sequences.where(sequences.measured)
+    product, geometric = measured["difference"], measured.log_ratio_mean
+    excess, squared = mean("ratio_excess"), mean("squared_ratio_excess")
+    total = {side: float(measured[side].sum()) for side in ("proximal", "behavior")}
+    sizes = tally.sizes.sum(0)
+    lowest, highest = float(tally.extremes[0]), -float(tally.extremes[1])
+    rewarded = sequences.where(~sequences["reward"].isnan())
+    length = measured["num_valid"]
+    known_reward = rewarded["reward"]
+    return Mismatch(
+        num_sequences=len(sequences),
+        num_tokens=int(count),
+        num_masked=int(tally["num_masked"]),
+        num_without_ratio=int(tally["num_response"] - count),
+        mean_length=float(length.mean()) if len(measured) else math.nan,
+        k1=-mean("difference"),
+        k3=mean("k3"),
+        reverse_k1=mean("reverse_k1"),
+        reverse_k3=mean("reverse_k3"),
+        abs_mean=mean("gap"),
+        abs_p50=quantile(sizes, 0.5, num_zeros=tally["zeros"]),
+        abs_p99=quantile(sizes, 0.99, num_zeros=tally["zeros"]),
+        abs_p999=quantile(sizes, 0.999, num_zeros=tally["zeros"]),
+        abs_max=max(-lowest, highest) if count else math.nan,
+        total_variation=mean("variation"),
+        chi_square=squared,
+        ratio_mean=1.0 + excess,
+        ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count) if count else math.nan,
+        log_ratio_min=lowest if count else math.nan,
+        log_ratio_max=highest if count else math.nan,
+        above_2_share=mean("above_2"),
+        below_half_share=mean("below_half"),
+        # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
+        ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared) if count else math.nan,
+        ess_sequence=effective_share(product),
+        ess_geometric=effective_share(geometric),
+        k_hat=k_hat(product),
+        perplexity_proximal=_exp(-total["proximal"] / count) if count else math.nan,
+        perplexity_behavior=_exp(-total["behavior"] / count) if count else math.nan,
+        perplexity_ratio=_exp(-mean("difference")),
+        zero_share=mean("zeros"),
+        reward=float(known_reward.mean()) if len(rewarded) else math.nan,
+        num_prompts=len({*measured.prompt_S.tolist()}),
+        k1_error=standard_error(product, length, measured.prompt_S),
+        k3_error=standard_error(measured["k3"], length, measured.prompt_S),
+        abs_mean_error=standard_error(measured["gap"], length, measured.prompt_S),
+        mean_length_error=standard_error(length, torch.ones_like(length), measured.prompt_S),
+        reward_error=standard_error(known_reward, torch.ones_like(known_reward), rewarded.prompt_S),
+    )
+
+
+def summary_of(
+    steps: Mapping[str, tuple[TokenTally, Sequences]], *, worst_tokens: Sequence[WorstToken], max_worst: int
+) -> Summary:
+    """The summary of steps, each with its tally and its sequences.
+
+    Raises:
+        ValueError: There is no step.
+    """
+    if not steps:
+        raise ValueError("no sample: nothing to report")
+    whole = reduce(operator.add, (tally for tally, _ in steps.values()))
+    sequences = Sequences.joined([each for _, each in steps.values()])
+    overall = mismatch_of(whole, sequences)
+    deciles = [(index / NUM_PROBABILITIES, (index + 1) / NUM_PROBABILITIES) for index in range(NUM_PROBABILITIES)]
+    octaves = [octave_range(index) for index in range(NUM_OCTAVES)]
+    # Turns are counted from 1.
+    by_turn = groups(whole.turns, [_named_range(first + 1, last + 1) for first, last in octaves])
+    return Summary(
+        overall=overall,
+        steps={step: mismatch_of(*found) for step, found in steps.items()},
+        by_probability=groups(whole.deciles, [(f"{low:.1f} to {high:.1f}", low, high) for low, high in deciles]),
+        by_position=groups(whole.positions, [_named_range(first, last) for first, last in octaves]),
+        by_turn=by_turn if len(by_turn) > 1 else [],
+        by_sign=groups(whole.signs, [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
+        by_version=_by_version(sequences),
+        by_length=acceptance_by_length(sequences, overall.k3),
+        worst_tokens=[*worst_tokens],
+        worst_samples=worst_samples(sequences, max_worst),
+        sizes=whole.sizes,
+        density=whole.density,
+    )
+
+
+def groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
+    """Numbers of each group that has a token, in the order of ``names``."""
+    totals = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
+    found = []
+    for (name, low, high), values in zip(names, sums.tolist(), strict=True):
+        row = dict(zip(SUMS, values, strict=True))
+        count = row["count"]
+        if count:
+            share = row["k3"] / totals["k3"] if totals["k3"] else math.nan
+            gap, difference, k3 = (row[each] / count for each in ("gap", "difference", "k3"))
+            found.append(Group(name, low, high, int(count), gap, difference, k3, share))
+    return found
+
+
+def _by_version(sequences: Sequences) -> list[Group]:
+    known = sequences.where(~sequences["versions_behind"].isnan() & sequences.measured)
+    lags = sorted(set(known["versions_behind"].tolist()))
+    rows = []
+    for lag in lags:
+        chosen = known.where(known["versions_behind"] == lag)
+        of_sums = {"count": "num_valid", "difference": "difference", "gap": "gap", "k3": "k3"}
+        rows.append([float(chosen[of_sums[name]].sum()) if name in of_sums else 0.0 for name in SUMS])
+    sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(SUMS))
+    return groups(sums, [(f"{lag:g} behind", lag, lag) for lag in lags])
+
+
+def _named_range(first: int, last: int) -> tuple[str, float, float]:
+    return (f"{first}" if first == last else f"{first} to {last}", float(first), float(last))
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, _MAX_EXPONENT)) if not math.isnan(value) else math.nan
+
+
+def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
+    """The tokens with the largest ``|d|``."""
+    tokens = part.tokens
+    largest = tokens.log_ratio_T.abs().topk(min(limit, len(tokens.log_ratio_T)))
+    found = []
+    for place in largest.indices[largest.values > 0.0].tolist():
+        sequence, position = int(part.sequence_T[place]), int(part.position_T[place])
+        origin = part.origins[sequence]
+        before, own, behind = _around(origin.token_ids, position)
+        found.append(
+            WorstToken(
+                step=part.step,
+                sample=origin.name,
+                sample_index=origin.sample_index,
+                position=position,
+                token_id=own,
+                proximal=float(tokens.proximal_T[place]),
+                behavior=float(tokens.behavior_T[place]),
+                log_ratio=float(tokens.log_ratio_T[place]),
+                ids_before=before,
+                ids_behind=behind,
+            )
+        )
+    return found
+
+
+def worst_samples(sequences: Sequences, limit: int) -> list[WorstSample]:
+    """The samples with the largest mean ``|d|``."""
+    mean = sequences["gap"] / sequences["num_valid"].clamp_min(1.0)
+    largest = torch.topk(mean, min(limit, len(mean)))
+    found = []
+    for place in largest.indices[largest.values > 0.0].tolist():
+        origin, count = sequences.origins[place], float(sequences["num_valid"][place])
+        found.append(
+            WorstSample(
+                step=sequences.steps[place],
+                sample=origin.name,
+                sample_index=origin.sample_index,
+                num_tokens=int(count),
+                mean_abs_difference=float(mean[place]),
+                mean_log_ratio=float(sequences["difference"][place]) / count,
+                k3=float(sequences["k3"][place]) / count,
+                reward=origin.reward,
+            )
+        )
+    return found
+
+
+def _around(token_ids: Any, position: int) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
+    if token_ids is None or len(token_ids) <= position:
+        return (), None, ()
+    begin = max(0, position - NUM_CONTEXT)
+    around = [int(each) for each in token_ids[begin : position + NUM_CONTEXT + 1]]
+    own = position - begin
+    return tuple(around[:own]), around[own], tuple(around[own + 1 :])

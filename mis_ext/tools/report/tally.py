@@ -1,0 +1,381 @@
+"""What is counted of tokens, and kept of each sequence: sums and histograms that add up over parts, files and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import MAX_LOG_RATIO, inside
+from mis_ext.correction.gates import Gate
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.methods.pareto import smooth_weights
+from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.report.part import Origin, Part
+
+SMALLEST_EXPONENT, LARGEST_EXPONENT, PER_DECADE = -9, 3, 200
+NUM_SIZES = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * PER_DECADE
+"""Bins of ``|d|`` of equal width in log space: quantiles are exact to 0.6 %."""
+
+NUM_PROBABILITIES = 10
+NUM_OCTAVES = 22
+LOWEST_LOG_PROB, LOG_PROB_WIDTH = -14.0, 0.25
+NUM_LOG_PROBS = int(-LOWEST_LOG_PROB / LOG_PROB_WIDTH)
+
+
+def size_bin(magnitude: Tensor) -> Tensor:
+    """Bin of ``|d| > 0``; what is smaller or larger than all bins is in the first or last one."""
+    exponent = (magnitude.log10() - SMALLEST_EXPONENT) * PER_DECADE
+    return exponent.clamp(0, NUM_SIZES - 1).long()
+
+
+def size_of_bin(index: int) -> float:
+    """The geometric middle of a bin of ``|d|``, in nats."""
+    return float(10.0 ** (SMALLEST_EXPONENT + (index + 0.5) / PER_DECADE))
+
+
+def size_edges() -> list[float]:
+    """Edges of the bins, one more than bins, in nats."""
+    return [float(10.0 ** (SMALLEST_EXPONENT + index / PER_DECADE)) for index in range(NUM_SIZES + 1)]
+
+
+def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
+    """The ``|d|`` that a share of tokens is not above.
+
+    Args:
+        counts: Of the bins of :func:`size_bin`.
+        share: In [0, 1].
+        num_zeros: Tokens with ``d`` 0, which have no bin.
+    """
+    total = float(counts.sum()) + num_zeros
+    if total == 0.0:
+        return math.nan
+    wanted = share * total - num_zeros
+    if wanted <= 0.0:
+        return 0.0
+    index = int(torch.searchsorted(counts.cumsum(0), torch.tensor(wanted, dtype=counts.dtype)))
+    return size_of_bin(min(index, NUM_SIZES - 1))
+
+
+def octave(number: Tensor) -> Tensor:
+    """0 for 0, 1 for 1 and 2, 2 for 3 to 6, ...: of positions, and of lengths minus 1."""
+    octaves = (torch.arange(int(number.max()) + 1 if len(number) else 0).double() + 1.0).log2().floor().long()
+    # There are fewer positions than tokens: a table of them takes a fifth of the time.
+    return octaves.clamp(0, NUM_OCTAVES - 1).index_select(0, number.long())
+
+
+def octave_range(index: int) -> tuple[int, int]:
+    """The first and the last number of an octave, whose length doubles with each index."""
+    return 2**index - 1, 2 ** (index + 1) - 2
+
+
+def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tensor:
+    """``[num_bins]`` float64: how many, or the sum of their weights."""
+    return torch.bincount(index, None if weights is None else weights.double(), minlength=num_bins).double()
+
+
+SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
+"""Sums over a group of tokens: of 1, ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
+
+TOTALS = (
+    *SUMS,
+    "reverse_k1",
+    "reverse_k3",
+    "variation",
+    "zeros",
+    "above_2",
+    "below_half",
+    "num_response",
+    "num_masked",
+)
+_LOG_2 = 0.6931471805599453
+
+
+@dataclass(eq=False)
+class TokenTally:
+    """Everything about tokens that the summary needs.
+
+    Attributes:
+        totals: ``[len(TOTALS)]``.
+        extremes: The smallest and the negated largest ``d``.
+        sizes: ``[2, NUM_SIZES]``: tokens by ``|d|``, for ``d`` below and above 0.
+        density: ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: behavior by proximal log-prob.
+        deciles: ``[NUM_PROBABILITIES, len(SUMS)]`` by behavior probability.
+        positions: ``[NUM_OCTAVES, len(SUMS)]`` by position in the response.
+        turns: ``[NUM_OCTAVES, len(SUMS)]`` by turn, a run of trained tokens.
+        signs: ``[3, len(SUMS)]`` of tokens with negative, zero and positive advantage.
+    """
+
+    totals: Tensor
+    extremes: Tensor
+    sizes: Tensor
+    density: Tensor
+    deciles: Tensor
+    positions: Tensor
+    turns: Tensor
+    signs: Tensor
+
+    @classmethod
+    def of(cls, part: Part) -> TokenTally:
+        """Counts and sums of the tokens of a part."""
+        tokens = part.tokens
+        difference, proximal, behavior = map(part.of_valid, tokens[:3])
+        rows = token_rows(difference)
+        gap, ratio_excess = rows["gap"], rows["ratio_excess"]
+        bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        is_zero = difference == 0.0
+        reverse_k1 = (ratio_excess + 1.0) * bounded
+        # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
+        # max(1 - w, 0) is the distance in total variation.
+        sums = rows | {
+            "reverse_k1": reverse_k1,
+            "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
+            "variation": -ratio_excess.clamp_max(0.0),
+        }
+        totals = {name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()} | {
+            "zeros": float(is_zero.sum()),
+            "above_2": float((difference > _LOG_2).sum()),
+            "below_half": float((difference < -_LOG_2).sum()),
+            "num_response": float(tokens.response_mask_T.sum()),
+            "num_masked": float((~tokens.response_mask_T).sum()),
+        }
+        signed = size_bin(gap) + NUM_SIZES * (difference > 0.0)
+        never = difference.new_full((1,), torch.inf)
+        # On the axes of the density.
+        column, row = (
+            ((side - LOWEST_LOG_PROB) / LOG_PROB_WIDTH).clamp(0, NUM_LOG_PROBS - 1).long()
+            for side in (behavior, proximal)
+        )
+        return cls(
+            totals=torch.tensor([totals[name] for name in TOTALS], dtype=torch.float64),
+            extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
+            sizes=summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
+            density=summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
+            **_by_group(part, behavior, rows),
+        )
+
+    def __add__(self, other: TokenTally) -> TokenTally:
+        """Counts and sums of the tokens of both."""
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in ("totals", "sizes", "density", "deciles", "positions", "turns", "signs")
+        }
+        return TokenTally(extremes=torch.minimum(self.extremes, other.extremes), **sums)
+
+    def __getitem__(self, name: str) -> float:
+        """A total by its name."""
+        return float(self.totals[TOTALS.index(name)])
+
+
+def token_rows(difference: Tensor) -> dict[str, Tensor]:
+    """The numbers of each token whose sums are ``SUMS``, by the correction's own formulas."""
+    ratio_excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
+    return {
+        "count": torch.ones_like(difference),
+        "difference": difference,
+        "gap": difference.abs(),
+        "k3": TOKEN_FORMULAS["k3"].function(ratio_excess, difference),
+        "ratio_excess": ratio_excess,
+        "squared_ratio_excess": ratio_excess.double().square(),
+    }
+
+
+def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over tokens of each decile, position, turn and sign: all in one pass, by the combination of the four."""
+    # The fourth sign is that of tokens without an advantage.
+    shape = (NUM_PROBABILITIES, NUM_OCTAVES, NUM_OCTAVES, 4)
+    advantage = part.of_valid(part.advantages_T)
+    # Deciles of the engine's probability.
+    index = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
+    for size, values in (
+        (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
+        (NUM_OCTAVES, octave(part.of_valid(part.turns.turn_T))),
+        (4, torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()),
+    ):
+        index = index * size + values
+    joint = torch.stack([summed(index, math.prod(shape), rows[name]) for name in SUMS], dim=1).view(*shape, -1)
+    return {
+        "deciles": joint.sum((1, 2, 3)),
+        "positions": joint.sum((0, 2, 3)),
+        "turns": joint.sum((0, 1, 3)),
+        "signs": joint.sum((0, 1, 2))[:3],
+    }
+
+
+COLUMNS = (
+    "num_response",
+    "num_valid",
+    "difference",
+    "gap",
+    "k3",
+    "proximal",
+    "behavior",
+    "reward",
+    "advantage",
+    "versions_behind",
+)
+"""Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
+
+BANDS = {
+    "product in [1/2, 2]": Gate(reduce="sum", low=0.5, high=2.0),
+    "geometric mean within 1 %": Gate(reduce="mean", low=0.99, high=1.01),
+}
+"""Gates whose acceptance is shown by length."""
+
+
+@dataclass(eq=False)
+class Sequences:
+    """``S`` sequences: ``columns`` ``[S, len(COLUMNS)]`` float64, and where each comes from."""
+
+    columns: Tensor
+    origins: list[Origin]
+    steps: list[str]
+
+    @classmethod
+    def of(cls, part: Part) -> Sequences:
+        """The sequences of a part, with the sums of their tokens."""
+        index, tokens = part.streams.layout.index, part.tokens
+        rows = token_rows(tokens.log_ratio_T)
+        # In the precision and order of the correction, so that its gates decide on the same sums.
+        reduced = index.reduce(
+            [
+                tokens.response_mask_T.float(),
+                tokens.valid_mask_T.float(),
+                rows["difference"],
+                rows["gap"],
+                rows["k3"],
+                tokens.proximal_T,
+                tokens.behavior_T,
+            ],
+            "sum",
+        ).double()
+        known = [[origin.reward, origin.versions_behind] for origin in part.origins]
+        reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
+        columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)
+        # Of tokens the worst are kept elsewhere.
+        origins = [origin._replace(token_ids=None) for origin in part.origins]
+        return cls(columns, origins, [part.step] * len(origins))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequences]) -> Sequences:
+        """The sequences of all parts, in their order."""
+        columns = [part.columns for part in parts] or [torch.empty(0, len(COLUMNS), dtype=torch.float64)]
+        return cls(
+            torch.cat(columns),
+            [origin for part in parts for origin in part.origins],
+            [step for part in parts for step in part.steps],
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column ``[S]`` by its name."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    def where(self, keep_S: Tensor) -> Sequences:
+        """The sequences for which ``keep_S`` is true."""
+        chosen = keep_S.nonzero().flatten().tolist()
+        return Sequences(
+            self.columns[keep_S], [self.origins[each] for each in chosen], [self.steps[each] for each in chosen]
+        )
+
+    @property
+    def measured(self) -> Tensor:
+        """``[S]`` bool: sequences with a valid token."""
+        return self["num_valid"] > 0
+
+    @cached_property
+    def prompt_S(self) -> Tensor:
+        """``[S]`` int64, a number for each prompt: of its own for a response whose group is not known."""
+        numbers: dict[Hashable, int] = {}
+        # A group is one of a step.
+        keys = [
+            place if origin.group is None else (step, origin.group)
+            for place, (step, origin) in enumerate(zip(self.steps, self.origins, strict=True))
+        ]
+        return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
+
+    @property
+    def log_ratio_mean(self) -> Tensor:
+        """The mean log-ratio ``[S]`` of each sequence in nats: the log of the geometric mean of its ratios."""
+        return self["difference"] / self["num_valid"].clamp_min(1.0)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Sequences of one octave of lengths; ``predicted`` is what independent Gaussian log-ratios of this k3 give."""
+
+    shortest: int
+    longest: int
+    num_sequences: int
+    mean_length: float
+    k3: float
+    accepted: dict[str, float]
+    predicted: dict[str, float]
+
+
+def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
+    """How many sequences each of ``BANDS`` accepts.
+
+    Args:
+        sequences: All.
+        k3: Per token, of all: then a difference from the prediction is the length's.
+    """
+    measured = sequences.where(sequences.measured)
+    length = measured["num_valid"]
+    index = octave(length - 1)
+    counts, lengths, divergences = (summed(index, NUM_OCTAVES, values) for values in (None, length, measured["k3"]))
+    # The log of the product of ratios, or of their geometric mean.
+    log_of = {"sum": measured["difference"], "mean": measured.log_ratio_mean}
+    accepted = {
+        name: summed(index, NUM_OCTAVES, inside(log_of[band.reduce], band.log_low, band.log_high))
+        for name, band in BANDS.items()
+    }
+    rows = []
+    for number in counts.nonzero().flatten().tolist():
+        count, mean_length = float(counts[number]), float(lengths[number] / counts[number])
+        first, last = octave_range(number)
+        rows.append(
+            Acceptance(
+                shortest=first + 1,
+                longest=last + 1,
+                num_sequences=int(count),
+                mean_length=mean_length,
+                k3=float(divergences[number] / lengths[number]),
+                accepted={name: float(values[number]) / count for name, values in accepted.items()},
+                predicted={name: GaussianLaw(k3, mean_length).acceptance(band) for name, band in BANDS.items()},
+            )
+        )
+    return rows
+
+
+def effective_share(log_weights: Tensor) -> float:
+    """Kish's effective sample size over the sample size; NaN for none."""
+    if not len(log_weights):
+        return math.nan
+    weights = (log_weights - log_weights.max()).exp()
+    return float(weights.sum().square() / (len(weights) * weights.square().sum()))
+
+
+MIN_WEIGHTS = 25
+
+
+def k_hat(log_weights: Tensor) -> float:
+    """See :class:`mis_ext.methods.pareto.Smoothed`; NaN for fewer than 25 weights, 0 where the largest are equal.
+
+    Args:
+        log_weights: ``[S]``, finite.
+    """
+    if len(log_weights) < MIN_WEIGHTS:
+        return math.nan
+    # The scale of the weights does not matter, and would leave float64.
+    weights = (log_weights.double() - log_weights.max()).exp()
+    num_tail = math.ceil(min(len(weights) / 5, 3.0 * math.sqrt(len(weights))))
+    if float(weights.topk(num_tail + 1).values[-1]) == 1.0:
+        return 0.0
+    return float(smooth_weights(weights, torch.ones_like(weights, dtype=torch.bool)).k_hat)

@@ -1,0 +1,354 @@
+"""What a configuration would have done to the data, by the correction itself."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.formula import NamedValues
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.pipeline import Correction, compute_correction
+from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
+from mis_ext.methods.method import Method
+from mis_ext.tools.explain.effect import gate_label
+from mis_ext.tools.report.part import Part
+from mis_ext.tools.report.tally import NUM_SIZES, quantile, size_bin, summed
+
+_TOGETHER = "two or more gates"
+_NO_RATIO = "no finite ratio"
+_METHOD = "the method"
+
+MIN_SPREAD = 1e-6
+"""Advantages of equal rewards differ by less."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a configuration does; shares are of response tokens or of sequences with one, NaN where nothing was counted.
+
+    Attributes:
+        kept_tokens: What stays in the mask.
+        live_tokens: What also has a policy gradient: neither of weight 0, nor clipped.
+        kept_sequences: Sequences of which something stays.
+        removed_by: Share of tokens that each gate alone removes, those that several remove, and those without a ratio.
+        weight_mean: Before normalisation, of valid tokens (of a method: what multiplies their advantage); so are its
+            quantiles, to 0.6 %, and extremes.
+        unlike_ratio: Share of valid tokens whose weight is not their ratio, or which are removed.
+        learning_rate: Mean of what multiplies the loss of a response token, with normalisation: 1 without correction.
+        ess: Kish's effective share of what multiplies the loss.
+        variance: Mean square of what multiplies the advantage (of the loss where no advantage is known): 1 without
+            correction.
+        residual: Mean absolute distance of that factor from the ratio, before normalisation: what is left uncorrected
+            of each token; the total variation, twice, without correction.
+        removed_positive: Share of tokens with a positive advantage that have no policy gradient; then with a negative
+            one.
+        dropped: Means of sequences of which nothing is left: how many, length, reward.
+        kept: The same of the others.
+        groups: Samples of one prompt whose advantages differ, so that they teach something; rewards where no advantage
+            is known. NaN where groups, or both, are not recorded.
+        groups_left: Those of which the advantages of what is kept still differ.
+    """
+
+    kept_tokens: float
+    live_tokens: float
+    kept_sequences: float
+    removed_by: dict[str, float]
+    weight_mean: float
+    weight_min: float
+    weight_p50: float
+    weight_p99: float
+    weight_max: float
+    unlike_ratio: float
+    learning_rate: float
+    ess: float
+    variance: float
+    residual: float
+    residual_without: float
+    removed_positive: float
+    removed_negative: float
+    dropped: dict[str, float]
+    kept: dict[str, float]
+    groups: float
+    groups_left: float
+
+
+@dataclass(eq=False)
+class PromptGroups:
+    """Samples by prompt; tensors of a part are shared by all configurations that are tried on it."""
+
+    _numbers: list[Tensor] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _kept: list[Tensor] = field(default_factory=list)
+
+    def add(self, part: Part, kept_S: Tensor) -> None:
+        """Take in the samples of one more part: their groups, advantages or rewards, and whether they are kept."""
+        self._numbers.append(part.group_S)
+        self._values.append(part.advantage_S if part.has_advantages else part.reward_S)
+        self._kept.append(kept_S)
+
+    def num_effective(self, *, only_kept: bool = False) -> float:
+        """Groups whose samples, or whose kept samples, do not all have one advantage; NaN where that is not known."""
+        if not self._numbers:
+            return math.nan
+        numbers, values, kept = (torch.cat(each) for each in (self._numbers, self._values, self._kept))
+        is_known = (numbers >= 0) & ~values.isnan()
+        if not bool(is_known.any()):
+            return math.nan
+        chosen = is_known & kept if only_kept else is_known
+        _, index = torch.unique(numbers[chosen], return_inverse=True)
+        lowest, highest = (
+            values.new_full((len(index),), math.nan).scatter_reduce(0, index, values[chosen], how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return float((highest - lowest > MIN_SPREAD).sum())
+
+
+@dataclass(eq=False)
+class WhatIf:
+    """One configuration on a stream of parts; normalisation is over each step as a whole.
+
+    With a method it is the policy gradient of that method at the first update, where the current policy is the proximal
+    one, with the configuration as the correction beside it. What a method asks of a batch is asked of a part.
+    """
+
+    config: CorrectionConfig
+    method: Method | None = None
+    _: KW_ONLY
+    name: str = "what is tried"
+    _sums: Counter[str] = field(default_factory=Counter)
+    _removed: Counter[str] = field(default_factory=Counter)
+    _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
+    _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
+    _steps: dict[str, Counter[str]] = field(default_factory=dict)
+    _groups: PromptGroups = field(default_factory=PromptGroups)
+
+    def add(self, part: Part) -> Correction:
+        """Count one more part; returns what was computed, with weights before normalisation.
+
+        Raises:
+            ValueError: The method looks at advantages, and a trained token has none.
+        """
+        correction = correct(part, self.config)
+        tokens = part.tokens
+        response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
+        kept_T = correction.keep_mask_T
+        weights_T = correction.weights_T
+        passed_T = None
+        if self.method is not None:
+            weights_T, passed_T, kept_T = self._first_update(self.method, part, correction)
+        factor_T = torch.where(kept_T, weights_T, 0.0)
+        ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.square())
+        valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
+        if len(valid_weights):
+            self._weights += summed(size_bin(valid_weights.clamp_min(1e-30)), NUM_SIZES)
+            low, high = self._extremes
+            self._extremes = [min(low, float(valid_weights.amin())), max(high, float(valid_weights.amax()))]
+        self._sums.update(
+            {
+                "response": _sum(response_T),
+                "valid": _sum(valid_T),
+                "kept": _sum(kept_T),
+                "live": _sum(factor_T != 0.0),
+                "weight": _sum(valid_weights),
+                "unlike_ratio": _sum(valid_T & (distance_T > 1e-6 * ratio_T)),
+                "residual": _sum(part.of_valid(distance_T)),
+                "residual_without": part.total_variation,
+            }
+        )
+        if part.has_advantages:
+            self._add_advantages(part, factor_T)
+        self._add_sequences(part, kept_T)
+        self._add_removed(part, kept_T, passed_T)
+        step = self._steps.setdefault(part.step, Counter())
+        step.update({name: float(value) for name, value in correction.totals.items() if name.startswith("total_")})
+        step.update({"factor": total, "squared": squared})
+        return correction
+
+    def _first_update(self, method: Method, part: Part, correction: Correction) -> FirstUpdate:
+        is_known_T = part.advantages_T.isfinite()
+        num_unknown = _sum(part.tokens.response_mask_T & ~is_known_T)
+        if num_unknown and looks_at_advantages(method):
+            raise ValueError(
+                f"{self.name}: it looks at the advantages, and {num_unknown:,.0f} trained tokens of step "
+                f"{part.step} have none: try it on a dump with advantages"
+            )
+        corrects = not self.config.metrics_only
+        return first_update(
+            method,
+            proximal_logprobs_T=part.streams.proximal_logprobs_T.float(),
+            behavior_logprobs_T=part.streams.behavior_logprobs_T.float(),
+            advantages_T=torch.where(is_known_T, part.advantages_T, 1.0),
+            response_mask_T=part.tokens.response_mask_T,
+            layout=part.streams.layout,
+            weights_T=correction.weights_T if corrects else None,
+            keep_mask_T=correction.keep_mask_T if corrects else None,
+        )
+
+    def _add_advantages(self, part: Part, factor_T: Tensor) -> None:
+        known, live_T = part.advantage_totals, factor_T != 0.0
+        left = {sign: _sum(known.signs_T[sign] & live_T) for sign in ("positive", "negative")}
+        self._sums.update(
+            {
+                "positive": known.num_positive,
+                "negative": known.num_negative,
+                "removed_positive": known.num_positive - left["positive"],
+                "removed_negative": known.num_negative - left["negative"],
+                "squared_advantage": known.squared,
+                "squared_weighted_advantage": _sum((known.advantage_T * factor_T).square()),
+            }
+        )
+
+    def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
+        num_response_S, reward_S = part.num_response_S, part.reward_S
+        (num_kept_S,) = part.streams.layout.index.reduce([kept_T.float()], "sum")
+        self._groups.add(part, num_kept_S > 0)
+        for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
+            rewards = reward_S[chosen_S]
+            self._sums.update(
+                {
+                    f"{name}_sequences": _sum(chosen_S),
+                    f"{name}_length": _sum(num_response_S[chosen_S]),
+                    f"{name}_rewards": _sum(~rewards.isnan()),
+                    f"{name}_reward": _sum(rewards.nan_to_num()),
+                }
+            )
+
+    def _add_removed(self, part: Part, kept_T: Tensor, passed_T: Tensor | None) -> None:
+        response_T = part.tokens.response_mask_T
+        no_ratio_T = part.no_ratio_T
+        gates = named_gates(self.config)
+        removed_T = response_T & ~kept_T & ~no_ratio_T
+        if len(gates) == 1 and passed_T is None:
+            (name,) = gates
+            self._removed.update({name: _sum(removed_T), _TOGETHER: 0.0})
+        elif gates or passed_T is not None:
+            alone = {name: removed_T & ~kept_by(part, config) for name, config in gates.items()}
+            if passed_T is not None:
+                alone[_METHOD] = removed_T & ~passed_T
+            count_T = torch.stack([*alone.values()]).sum(0)
+            self._removed.update({name: _sum(found_T & (count_T == 1)) for name, found_T in alone.items()})
+            self._removed.update({_TOGETHER: _sum(count_T > 1)})
+        self._removed.update({_NO_RATIO: _sum(no_ratio_T & ~kept_T)})
+
+    def outcome(self) -> Outcome:
+        """What the configuration did to all parts until now."""
+        sums, per = self._sums, self._per
+        weighted, squared = self._normalised()
+        has_advantages = sums["squared_advantage"] > 0
+        variance = (
+            per("squared_weighted_advantage", "squared_advantage")
+            if has_advantages and not self.config.is_scaled
+            else _divided(squared, sums["response"])
+        )
+        low, high = self._extremes
+        return Outcome(
+            kept_tokens=per("kept", "response"),
+            live_tokens=per("live", "response"),
+            kept_sequences=_divided(sums["kept_sequences"], sums["kept_sequences"] + sums["dropped_sequences"]),
+            removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
+            weight_mean=per("weight", "valid"),
+            weight_min=low if math.isfinite(low) else math.nan,
+            weight_p50=quantile(self._weights, 0.5),
+            weight_p99=quantile(self._weights, 0.99),
+            weight_max=high if math.isfinite(high) else math.nan,
+            unlike_ratio=per("unlike_ratio", "valid"),
+            learning_rate=_divided(weighted, sums["response"]),
+            # Kish: (sum f)^2 / (n sum f^2), with n response tokens, of which those without a gradient have f = 0.
+            ess=_divided(weighted**2, sums["response"] * squared),
+            variance=variance,
+            residual=per("residual", "valid"),
+            residual_without=per("residual_without", "valid"),
+            removed_positive=per("removed_positive", "positive"),
+            removed_negative=per("removed_negative", "negative"),
+            dropped=self._side("dropped"),
+            kept=self._side("kept"),
+            groups=self._groups.num_effective(),
+            groups_left=self._groups.num_effective(only_kept=True),
+        )
+
+    def _per(self, name: str, over: str) -> float:
+        return _divided(self._sums[name], self._sums[over])
+
+    def _normalised(self) -> tuple[float, float]:
+        """Sums of the factor and of its square, scaled step by step as the configuration says."""
+        used = self.config.scale_factors
+        weighted = squared = 0.0
+        for step in self._steps.values():
+            scale = 1.0
+            if used:
+                totals = NamedValues({name: torch.tensor(value) for name, value in step.items()}, {})
+                found = {name: float(totals.compute(SCALE_FORMULAS[name])) for name in used}
+                scale = found.get("denominator_factor", 1.0) / found.get("mean_weight", 1.0)
+            weighted += step["factor"] * scale
+            squared += step["squared"] * scale**2
+        return weighted, squared
+
+    def _side(self, name: str) -> dict[str, float]:
+        return {
+            "sequences": self._sums[f"{name}_sequences"],
+            "mean_length": self._per(f"{name}_length", f"{name}_sequences"),
+            "mean_reward": self._per(f"{name}_reward", f"{name}_rewards"),
+        }
+
+
+def correct(part: Part, config: CorrectionConfig) -> Correction:
+    """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
+
+    A band that follows a target is as it is written: where it went in a run depends on the rollouts before.
+    """
+    one = torch.ones(())
+    return compute_correction(
+        proximal_logprobs_T=part.streams.proximal_logprobs_T,
+        behavior_logprobs_T=part.streams.behavior_logprobs_T,
+        response_mask_R=part.streams.response_mask_R,
+        layout=part.streams.layout,
+        config=_plan(config),
+        rollout_scale=WeightScale(one, one),
+        band_scales_N=torch.ones(len(config.adapted_gates)),
+    )
+
+
+def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
+    """What a configuration of one gate keeps ``[T]``; other configurations of this part may have the same gate."""
+    if config not in part.kept_by:
+        part.kept_by[config] = correct(part, config).keep_mask_T
+    return part.kept_by[config]
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(config: CorrectionConfig) -> Plan:
+    return plan_of(config.replace(metrics=(), scope="rollout"))
+
+
+@functools.lru_cache(maxsize=128)
+def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
+    """Each gate that takes something out of the mask, as a configuration of its own.
+
+    A gate that looks at what another one leaves takes that one with it.
+    """
+    labelled = config.labelled_gates
+    found: dict[str, CorrectionConfig] = {}
+    implied = config.weight.gate if config.weight is not None else None
+    if implied is not None:
+        found[gate_label("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+    for name, gate in labelled.items():
+        if gate.action == "reject":
+            gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
+            found[gate_label(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+    return found
+
+
+def _sum(values: Tensor) -> float:
+    # Of a mask the same number, in two thirds of the time.
+    return float(values.count_nonzero() if values.dtype == torch.bool else values.sum(dtype=torch.float64))
+
+
+def _divided(total: float, count: float) -> float:
+    return total / count if count else math.nan
