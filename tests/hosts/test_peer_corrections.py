@@ -127,6 +127,7 @@ def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
         second(*[torch.zeros(1, 2)] * 3, None)
 
 
+@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize(("host", "name"), [(host, name) for host, named in OPENRLHF.items() for name in named])
 def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
     settings, keys = OPENRLHF[host][name]

@@ -244,7 +244,7 @@ def _is_of_the_law(config: CorrectionConfig, method: Method) -> bool:
     gates = config.all_gates
     reduces = [*method.reduces, *(gate.reduce for gate in gates)]
     has_segments = any(reduce.startswith("segment") for reduce in reduces)
-    return not has_segments and all(gate.row.unit != "probability" for gate in gates)
+    return not has_segments and all(gate.row.follows_from_ratio for gate in gates)
 
 
 def draw(law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int) -> Drawn:

@@ -150,7 +150,9 @@ class GaussianLaw:
             return self._all_above(gate.statistic, low) - self._all_above(gate.statistic, high)
         if gate.reduce == "max":
             return self._all_below(gate.statistic, high) - self._all_below(gate.statistic, low)
-        if gate.statistic == "ratio":
+        if gate.statistic == "k1":
+            low, high = -high, -low
+        if gate.statistic in ("ratio", "k1"):
             return (self.product if gate.reduce == "sum" else self.geometric).between(low, high)
         scale = self.length if gate.reduce == "mean" else 1.0
         return self._sum_below(gate.statistic, high * scale) - self._sum_below(gate.statistic, low * scale)
@@ -202,6 +204,12 @@ def _symmetric(bound: float) -> Interval:
     return (-bound, bound) if bound >= 0.0 else (math.inf, -math.inf)
 
 
+def _half_excess_at_most(bound: float) -> Interval:
+    if bound < 0.0:
+        return _symmetric(bound)
+    return math.log1p(-2.0 * bound) if bound < 0.5 else -math.inf, math.log1p(2.0 * bound)
+
+
 def _k3_at_most(bound: float) -> Interval:
     if bound < 0.0 or bound == math.inf:
         return _symmetric(bound)
@@ -222,6 +230,9 @@ def _root(low: float, high: float, bound: float) -> float:
 _AT_MOST: dict[str, Callable[[float], Interval]] = {
     "ratio": lambda bound: (-math.inf, bound),
     "abs_log_ratio": _symmetric,
+    "k1": lambda bound: (-bound, math.inf),
+    "squared_log_ratio": lambda bound: _symmetric(math.copysign(math.sqrt(abs(bound)), bound)),
+    "half_abs_ratio_excess": _half_excess_at_most,
     "k2": lambda bound: _symmetric(math.copysign(math.sqrt(2.0 * abs(bound)), bound)),
     "k3": _k3_at_most,
     "exp_abs_log_ratio": lambda bound: _symmetric(math.log(bound) if bound >= 1.0 else -math.inf),
@@ -230,6 +241,8 @@ _AT_MOST: dict[str, Callable[[float], Interval]] = {
 
 _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "abs_log_ratio": torch.Tensor.abs,
+    "squared_log_ratio": torch.Tensor.square,
+    "half_abs_ratio_excess": lambda d: 0.5 * d.expm1().abs(),
     "k2": lambda d: 0.5 * d.square(),
     "k3": lambda d: d.expm1() - d,
     "exp_abs_log_ratio": lambda d: d.abs().exp(),

@@ -137,7 +137,7 @@ def test_stop_tokens_without_a_log_prob_are_called_placeholders(value) -> None:
     train = log_probs(*[200] * 8)
     rollout = copies(train)
     for x, y in zip(train, rollout, strict=True):
-        x[-1], y[-1] = -2.5 - x[0], value
+        x[-1], y[-1] = -3.5 - x[0], value
     for sides, name in (((train, rollout), "behavior"), ((rollout, train), "proximal")):
         report = audit_logprobs(*sides)
         assert [found.cause for found in report.diagnoses] == ["placeholder_log_probs"]
