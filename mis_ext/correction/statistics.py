@@ -83,10 +83,6 @@ class Statistic:
         return math.log(bound) if bound > 0.0 else -math.inf
 
 
-_TINY = 2.0**-126
-"""The smallest normal float32: what is smaller has no logarithm on every device."""
-
-
 def _k2(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() * 0.5
 
@@ -101,9 +97,8 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     log_p, log_q = log_p.clamp_max(0.0), log_q.clamp_max(0.0)
     other_p, other_q = -log_p.expm1(), -log_q.expm1()
     # p log(p / q) + (1 - p) log((1 - p) / (1 - q))
-    of_others = other_p * (other_p.clamp_min(_TINY).log() - other_q.clamp_min(_TINY).log())
-    found = (log_p.exp() * (log_p - log_q) + of_others).clamp(0.0, MAX_NATS)
-    return where((other_p > 0.0) & (other_q == 0.0), MAX_NATS, found)
+    of_others = where(other_p > 0.0, other_p * (other_p.log() - other_q.log()), 0.0)
+    return (log_p.exp() * (log_p - log_q) + of_others).clamp(0.0, MAX_NATS)
 
 
 OPEN = (0.05, 0.9)

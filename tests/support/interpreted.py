@@ -33,7 +33,9 @@ def quicken(interpreter: ModuleType) -> None:
 
     def launch_anew(self: Any, *args: Any, **keywords: Any) -> None:
         patched.clear()
-        launch(self, *args, **keywords)
+        # The logarithm of 0 is minus infinity, as on a GPU, and no warning.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            launch(self, *args, **keywords)
 
     def patch_once(function: Any) -> Any:
         names = id(function.__globals__)
