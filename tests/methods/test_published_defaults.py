@@ -4,11 +4,11 @@ import inspect
 
 import pytest
 
+from mis_ext.checks import limits
 from mis_ext.keys.flat import config_from_mapping
 from mis_ext.loss.naive import naive_policy_loss
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS
-from mis_ext.validation import limits
 
 DEFAULTS = {
     "ppo": {"low": 0.2, "high": 0.2},
