@@ -42,6 +42,8 @@ from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 pytestmark = [
     pytest.mark.distributed,
+    # Four processes of Megatron-Core; test_routing_replay.py has the rules in one.
+    pytest.mark.whole_run,
     # Of Megatron-Core itself, at every projection.
     pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning"),
 ]
