@@ -63,10 +63,10 @@ class CorrectionConfig:
         check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
         for gate in self.gates:
             check_instance("each of gates", gate, Gate)
-        parts: tuple[Weight | Gate, ...] = () if self.weight is None else (self.weight,)
-        for part in (*parts, *self.gates):
+        parts: dict[str, Weight | Gate] = {} if self.weight is None else {"weight": self.weight}
+        for key, part in (parts | {f"gates[{i}]": gate for i, gate in enumerate(self.gates)}).items():
             if part.hook_obstacle is not None:
-                raise ValueError(part.hook_obstacle)
+                raise ValueError(f"{key}: {part.hook_obstacle}")
         for guard in self.warn_only:
             check_instance("each of warn_only", guard, str)
         # A band that a target moves has a name, by which its scale is known.

@@ -86,8 +86,13 @@ class Gate:
         check_pair(self.pair)
         check_choice("when", self.when, get_args(When))
         check_choice("of_tokens", self.of_tokens, get_args(When))
+        if self.of_tokens != "always" and self.reduce == "token":
+            raise ValueError(f"of_tokens: {self.of_tokens} has no effect with reduce: token")
         if self.low is None and self.high is None:
             raise ValueError(_OPEN)
+        for key, bound in (("low", self.low), ("high", self.high)):
+            if bound is not None:
+                check_number(key, bound, low=-math.inf, high=math.inf)
         self._open_idle_bounds()
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
@@ -109,8 +114,9 @@ class Gate:
         """Why the correction cannot have this gate, which a method can; None if it can."""
         if self.pair != MISMATCH:
             return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
-        if (self.when, self.of_tokens) != ("always", "always"):
-            return "its gate depends on the advantage, which the hook does not see"
+        for key, when in (("when", self.when), ("of_tokens", self.of_tokens)):
+            if when != "always":
+                return f"{key} must be always, got {when}: the hook does not see the advantage"
         if self.reduce not in get_args(HookReduce):
             return f"the hook has no gate with reduce: {self.reduce}; it has {', '.join(get_args(HookReduce))}"
         if self.low is not None and self.low == self.high:
@@ -221,7 +227,7 @@ class Gate:
     @property
     def _is_sum(self) -> bool:
         # The product of probabilities is one, but the sum of probability differences is none.
-        return self.reduce in ("sum", "segment_sum") and not self.row.is_log
+        return self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log
 
     def _open_idle_bounds(self) -> None:
         # A bound at the end of the range says the same as none, and makes no other gate of it.

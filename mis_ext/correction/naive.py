@@ -157,7 +157,7 @@ def _statistic(name: str, response: _Response) -> Tensor:
         "abs_log_ratio": d.abs(),
         "k1": -d,
         "k2": d.clamp(-20.0, 20.0).square() / 2.0,
-        "k3": _exp(d) - 1.0 - d,
+        "k3": (_exp(d) - 1.0 - d.clamp(max=20.0)).clamp(min=0.0),
         "squared_log_ratio": d.clamp(-20.0, 20.0).square(),
         "exp_abs_log_ratio": _exp(d.abs()),
         "half_abs_ratio_excess": (_exp(d) - 1.0).abs() / 2.0,

@@ -194,8 +194,10 @@ class Weight:
             return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
         if self.level not in get_args(HookLevel):
             return f"the hook has no weight of level: {self.level}; it has {', '.join(get_args(HookLevel))}"
-        if self.when != "always" or self.power != 1.0:
-            return "the hook's weight is the ratio itself, whatever the advantage, which it does not see"
+        if self.when != "always":
+            return f"when must be always, got {self.when}: the hook does not see the advantage"
+        if self.power != 1.0:
+            return f"power must be 1, got {self.power:g}: the hook's weight is the ratio itself"
         if self.bound.has_high and self.high == math.inf:
             return f"mode: {self.mode} needs a finite high; write mode: unbounded for none"
         if self.bound.has_low and self.low == self.high:

@@ -75,11 +75,15 @@ class Method:
     normalize_over: NormalizeOver | None = None
 
     def __post_init__(self) -> None:
-        for factor in self.factors:
-            if isinstance(factor, Gate) and (factor.after, factor.name, factor.target_accept) != (None, None, None):
-                raise ValueError("after, name and target_accept have no effect in a method")
-            if isinstance(factor, Weight) and (factor.mode == "mask" or factor.only_outside is not None):
-                raise ValueError("mode: mask and only_outside have no effect in a method: give it a gate of its own")
+        for i, factor in enumerate(self.factors):
+            idle: dict[str, Any] = {}
+            if isinstance(factor, Gate):
+                idle = {key: getattr(factor, key) for key in ("after", "name", "target_accept")}
+            elif isinstance(factor, Weight):
+                idle = {"only_outside": factor.only_outside, "mode": "mask" if factor.mode == "mask" else None}
+            for key, value in idle.items():
+                if value is not None:
+                    raise ValueError(f"factors[{i}]: {key}: {value!r} has no effect in a method")
 
     @property
     def policies(self) -> tuple[Policy, ...]:

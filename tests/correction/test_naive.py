@@ -52,3 +52,10 @@ def test_measuring_changes_nothing() -> None:
     )
     assert [each.tolist() for each in weights] == [[1.0, 1.0, 1.0]]
     assert [each.tolist() for each in keeps] == [[True, True, False]]
+
+
+def test_a_huge_log_ratio_is_as_extreme_as_the_largest_one() -> None:
+    config = mis_ext.CorrectionConfig(weight=None, gates=(mis_ext.Gate(statistic="k3", high=1.0),))
+    proximal, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1e9, -1.1])
+    _, keeps = naive_correction(proximal=[proximal], behavior=[behavior], masks=[torch.ones(3)], config=config)
+    assert keeps[0].tolist() == [True, False, True]

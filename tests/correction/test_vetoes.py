@@ -224,3 +224,38 @@ def test_methods_veto_on_every_context_parallel_rank_what_one_of_them_sees(cp_si
     for method in (METHODS["veto"].method, METHODS["intellect_3"].method):
         found = run_ranks(lambda rank, method=method: apply(method, batch(), rank=rank), cp_size=cp_size)
         assert sum(int(each.kept_T.sum()) for each in found) == 4
+
+
+def test_a_bound_of_one_token_stays_a_bound_of_a_sum_up_to_the_token() -> None:
+    """A sum of differences of probabilities may be larger than each."""
+    gate = Keep(pair=MISMATCH, statistic="probability_difference", reduce="prefix", high=1.0)
+    streams = {"proximal_logprobs_T": torch.full((4,), 0.7).log(), "behavior_logprobs_T": torch.full((4,), 0.1).log()}
+    found = Method(surrogate=Score(), factors=(gate,))(
+        current_logprobs_T=streams["proximal_logprobs_T"],
+        **streams,
+        advantages_T=torch.ones(4),
+        response_mask_T=torch.ones(4),
+        layout=mis_ext.PackedLayout.whole([4]),
+    )
+    assert found.kept_T.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Keep(pair=MISMATCH, of_tokens="negative", high=2.0), "of_tokens: negative has no effect"),
+        (lambda: mis_ext.Gate(low=False), "low must be a number"),
+        (lambda: mis_ext.CorrectionConfig(weight=mis_ext.Weight(power=0.5)), "weight: power must be 1, got 0.5"),
+        (
+            lambda: mis_ext.CorrectionConfig(gates=(mis_ext.Gate(high=2.0), mis_ext.Gate(reduce="prefix", high=2.0))),
+            r"gates\[1\]: the hook has no gate with reduce: prefix",
+        ),
+        (
+            lambda: Method(surrogate=Score(), factors=(mis_ext.Gate(name="x", high=2.0),)),
+            r"factors\[0\]: name: 'x' has no effect in a method",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused_with_key_and_value(make, message) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()

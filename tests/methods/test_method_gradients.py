@@ -111,7 +111,9 @@ def changes(part):
         elif field.name == "level":
             changed = "token" if value != "token" else "geometric"
         elif field.name == "reduce":
-            changed = "token" if value != "token" else "mean"
+            # What a statistic counts means nothing of a single token.
+            counts_all = getattr(part, "of_tokens", "always") == "always"
+            changed = "token" if value != "token" and counts_all else "mean"
         elif field.name == "seed":
             changed = value + 1
         elif field.name == "spread" and value == "sequence":

@@ -104,7 +104,7 @@ def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, na
         ("dcpo", "its clip is not the host's"),
         ("grpo_k3", "it has an additive term"),
         ("opsm", "it compares current with behavior"),
-        ("decoupled_tempered", "the hook's weight is the ratio itself"),
+        ("decoupled_tempered", "power must be 1, got 0.5"),
         ("decoupled_mixed", "the hook has no Mixture"),
         ("maspo", "its clip is not the host's"),
     ],
@@ -121,7 +121,7 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         (weight, RatioWeight(pair=MISMATCH, level="sequence")): "two weights",
         (RatioWeight(pair=MISMATCH, low=0.5),): "needs a finite high",
         (RatioWeight(pair=MISMATCH, level="prefix"),): "no weight of level: prefix",
-        (Keep(pair=MISMATCH, when="positive", high=2.0),): "depends on the advantage",
+        (Keep(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
         (Keep(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
         (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
     }.items():
