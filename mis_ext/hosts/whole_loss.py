@@ -203,6 +203,8 @@ def loss_tokens(
         raise ValueError(f"{missing.reference}, with which {needs_reference} compares")
     if given.state_values_T is None and settings.needs_state_values:
         raise ValueError(f"{missing.state_values}, by which {settings.chosen_by} weighs: the mean advantage in a state")
+    if given.entropy_T is None and settings.entropy_coef != 0.0:
+        raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
     is_stored = given.proximal_T is not None and settings.proximal == "stored"
     proximal_T = given.proximal_T if is_stored else given.current_T.detach()
     policies: dict[Policy, Tensor | None] = {

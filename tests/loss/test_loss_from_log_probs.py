@@ -57,9 +57,11 @@ def padded(samples: dict, *, side: str = "right", garbage: float = 0.0) -> dict[
 def computed(keys: dict, given: dict, **more) -> tuple:
     """Loss and metrics, and the gradients in log-probs and entropy."""
     given = dict(given)
-    leaves = [given["current_logprobs"], given["entropy"]] = [
-        given[name].clone().requires_grad_() for name in ("current_logprobs", "entropy")
-    ]
+    leaves = []
+    for name in ("current_logprobs", "entropy"):
+        if given[name] is not None:
+            given[name] = given[name].clone().requires_grad_()
+            leaves.append(given[name])
     found = mis_ext.policy_loss_from_log_probs(loss_cases.host_args(**keys), **given, **more)
     gradients = torch.autograd.grad(found.total, leaves, allow_unused=True)
     return found, gradients
@@ -171,6 +173,7 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
         (key_of("dppo_tv"), {"behavior_logprobs": None}, "are missing, with which mis_loss_method: dppo_tv compares"),
         (KL, {"reference_logprobs": None}, "reference_logprobs are missing, with which --use-kl-loss compares"),
         (key_of("drift_control"), {"state_values": None}, "state_values are missing, by which mis_loss_method: drift"),
+        ({"entropy_coef": 0.1}, {"entropy": None}, "entropy is missing, which entropy_coef=0.1 weighs"),
         ({"custom_pg_loss_reducer_function_path": "a.b"}, {}, "write mis_loss_denominator"),
         (UNSET | {"mis_loss_method": "ppa"}, {}, "did you mean 'ppo'"),
     ],
