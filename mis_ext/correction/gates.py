@@ -90,6 +90,7 @@ class Gate:
             raise ValueError(f"of_tokens: {self.of_tokens} has no effect with reduce: token")
         if self.low is None and self.high is None:
             raise ValueError(_OPEN)
+        # Types first: the truth value False equals 0, which is no bound.
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
                 check_number(key, bound, low=-math.inf, high=math.inf)

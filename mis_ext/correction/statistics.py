@@ -156,7 +156,7 @@ _ROWS = (
         "half_abs_ratio_excess",
         "half_abs_ratio_excess",
         "probability",
-        "`|ratio - 1| / 2`, whose expectation is the total variation",
+        "half the distance of the ratio from 1, whose expectation is the total variation",
         symbol="|rho_t - 1| / 2",
     ),
     Statistic(

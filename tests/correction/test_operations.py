@@ -120,7 +120,8 @@ def test_a_bound_and_a_metric_with_such_an_operation_are_refused_by_name(monkeyp
     ]
     monkeypatch.setattr("mis_ext.correction.config.mismatch_rows", lambda metric_max: rows)
     with pytest.raises(ValueError, match=r"the formula amount_of_spread\(sum_log_ratio\).*'erf'"):
-        plan_of(mis_ext.CorrectionConfig())
+        # No other test has a plan of it, which would be kept.
+        plan_of(mis_ext.CorrectionConfig(max_reject_fraction=0.12345))
 
 
 def test_the_operations_that_a_message_offers_are_accepted() -> None:
