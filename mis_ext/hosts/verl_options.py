@@ -94,7 +94,7 @@ def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
     places = [f"actor_rollout_ref.actor.{key}.dtype" for key in ("fsdp_config", "megatron")]
     return tuple(
         f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: the engine does not see "
-        "small updates then, and our runs lost reward. Give both one dtype (docs/metrics.md)."
+        "small updates then, and our runs lost reward. Give both one dtype (lab/evidence/normal.md)."
         for place in places
         if _at(content, place) in _FP16 and rollout in _BF16
     )

@@ -113,19 +113,20 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     )
 
 
-LIMITS = {
-    "docs/presets.md": r"SmolLM2's are $10^{-2}$ in bf16, $7 \cdot 10^{-2}$ with an fp8 engine, $10^{-1}$ as a mixture",
-    "docs/metrics.md": r"above $10^{-2}$ with SmolLM2 (fp8 engine: $7 \cdot 10^{-2}$; a mixture of experts: $10^{-1}$)",
-}
-"""The k3 from which on a user should act, as each page writes it, with the model that it is from."""
-SIZES = ("report.md", "report_causes.md", "metrics.md", "presets.md")
+SIZES = ("docs/report.md", "docs/report_causes.md", "lab/evidence/normal.md")
 
 
-def test_pages_and_report_name_the_same_limits_of_k3() -> None:
+def test_the_page_for_watching_has_the_limits_of_k3_that_the_report_has() -> None:
     highest = {each.what: each.high for each in REFERENCES}
     assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
     assert "SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
-    assert [page for page, limits in LIMITS.items() if limits not in (ROOT / page).read_text(encoding="utf-8")] == []
+    rows = re.findall(
+        r"^\| ([^|]*) \| [^|]* \| ([^|]*) \|", (DOCS / "watch.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    limits = {what: limit for what, limit in rows if "SmolLM2" in what or what == "mixture of experts"}
+    assert limits["bf16 on both sides, SmolLM2-135M"] == "0.01"
+    assert limits["fp8 engine (weights, products or cache), SmolLM2-135M"] == "0.07"
+    assert limits["mixture of experts"] == "0.1"
 
 
 def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
@@ -133,19 +134,21 @@ def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
         (f"${factor} \\cdot " if factor != "1" else "$") + f"10^{{-{int(power)}}}$"
         for factor, power in (f"{limit:.0e}".split("e-") for limit in (KERNEL_K3, PRETRAINED_K3, QUANTISED_K3))
     )
-    report, causes, metrics, presets = (" ".join((DOCS / page).read_text().split()) for page in SIZES)
+    report, causes, normal = (" ".join((ROOT / page).read_text().split()) for page in SIZES)
     bands = (f"below {kernels}", f"{kernels} to {pretrained}", f"{pretrained} to {quantised}", f"above {quantised}")
     assert [band for band in bands if f"| {band} |" not in report] == []
     assert f"A k3 of {kernels} to {pretrained} has two readings." in causes
-    assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in metrics
-    assert f"for a pretrained model, in bf16 up to {pretrained}. Above, a [report](report.md) looks" in presets
+    assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in normal
+    assert (
+        f"for a pretrained model, in bf16 up to {pretrained}. Above, a [report](../../docs/report.md) looks" in normal
+    )
     highest = {each.what: each.high for each in REFERENCES}
     assert (highest["dense models in bfloat16"], highest["fp8 weights or cache"]) == (PRETRAINED_K3, QUANTISED_K3)
 
 
-def test_the_page_of_metrics_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
+def test_the_page_of_limits_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
     (found,) = [each for each in REFERENCES if each.what == "mixtures of experts"]
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "lab" / "evidence" / "normal.md").read_text(encoding="utf-8")
     ((factor, low, high),) = re.findall(r"mixture of experts \$(\d) \\cdot 10\^\{(-\d)\}\$ to \$10\^\{(-\d)\}\$", page)
     assert (float(f"{factor}e{low}"), float(f"1e{high}")) == (found.low, found.high)
 

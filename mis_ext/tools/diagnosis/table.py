@@ -289,8 +289,8 @@ CAUSES: dict[str, Cause] = {
             needs=("signals",),
             rule=kernels_or_low_precision,
             advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
-            "both k3 was a 65th, and training learned in about half the steps (docs/metrics.md). In small models an "
-            "fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
+            "both k3 was a 65th, and training learned in about half the steps (lab/evidence/normal.md). In small "
+            "models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
             "difference there (docs/presets.md).",
         ),
         Cause(
