@@ -34,7 +34,7 @@ SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
 IN_SOURCE = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(mis_ext/[\w/]+)\.py\)")
 """A public name that leads to its source in the repository: here it leads to its entry."""
-FURTHER = "Correct"
+FURTHER = "Reference"
 """The part of the navigation that a page joins which `nav` does not name."""
 
 
@@ -59,7 +59,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links between files of the repository at their pages, and fill in the API."""
-    origin = {name: path for path, name in PAGES.items()}.get(page.file.src_uri, page.file.src_uri)
+    origin = _in_repository(page.file.src_uri)
     folder = posixpath.dirname(page.file.src_uri)
 
     def to_page(found: re.Match[str]) -> str:
@@ -75,6 +75,14 @@ def on_page_content(content: str, **_: Any) -> str:
     content = FORMULA.sub(_mathml, content)
     content = CELL.sub(lambda cell: LONG_NAME.sub(_breakable, cell[0]), content)
     return SPHINX_ROLE.sub(_reference, content)
+
+
+def _in_repository(name: str) -> str:
+    """Where a page of the site is, relative to `docs/`."""
+    for folder, shown in FOLDERS.items():
+        if name.startswith(shown):
+            return folder + name.removeprefix(shown)
+    return {shown: path for path, shown in PAGES.items()}.get(name, name)
 
 
 def _in_site(path: str) -> str:
