@@ -106,6 +106,7 @@ def main() -> None:
             collapse.report(results, options.output)
         if not options.studies:
             front.report(results, options.output)
+            front.dashboards(results, FOLDER / "first_look.jsonl", options.output)
             precision.report(results, options.output)
             overview.report(results, FOLDER / "README.md", floor)
             signs.report(results, options.output)

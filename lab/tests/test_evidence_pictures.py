@@ -34,6 +34,15 @@ def test_a_picture_is_drawn_of_what_ran_only(picture, name, said, tmp_path: Path
     assert (tmp_path / name).read_bytes()[25] == PALETTE
 
 
+def test_the_picture_of_dashboards_is_drawn_of_all_its_runs_or_not_at_all(tmp_path: Path, capsys) -> None:
+    evidence = REPOSITORY / "lab" / "evidence"
+    front.dashboards(Results(tmp_path), evidence / "first_look.jsonl", tmp_path)
+    assert "dashboards: nothing ran of healthy: fp8 cache, fresh weights, sick: weights 8" in capsys.readouterr().out
+    assert not (tmp_path / "dashboards.png").exists()
+    front.dashboards(Results(evidence / "results"), evidence / "first_look.jsonl", tmp_path)
+    assert (tmp_path / "dashboards.png").read_bytes()[25] == PALETTE
+
+
 def test_each_method_has_a_line_per_seed_and_their_mean_where_the_policy_was_evaluated() -> None:
     seeds = [np.array([0.25, np.nan, 0.75]), np.array([0.5, np.nan, 0.5])]
     axis = plt.figure().subplots()
