@@ -36,8 +36,7 @@ from wire import FORMATS, Wire, wire_of
 from wire_faults import EVENT_FAULTS, FAULTS, HARMLESS
 
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.errors import AbortedRequest, RolloutError, UnprovenTokenIds
-from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.generation import AbortedRequest, Generation, RolloutError, UnprovenTokenIds
 
 CHUNK = 50
 

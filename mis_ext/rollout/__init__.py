@@ -29,23 +29,31 @@ if TYPE_CHECKING:
     )
     from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
     from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
-    from mis_ext.rollout.errors import (
+    from mis_ext.rollout.generation import (
         AbortedRequest,
         BoundaryError,
         Contradiction,
         CountMismatch,
+        Generation,
         LogProbError,
         MalformedResponse,
         NotASample,
         RolloutError,
+        TrainingSample,
         UnprovenTokenIds,
     )
-    from mis_ext.rollout.generation import Generation, TrainingSample
     from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
-    from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
     from mis_ext.rollout.readers.server_sent_events import join_stream
-    from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-    from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
+    from mis_ext.rollout.readers.servers import (
+        read_openai_chat,
+        read_openai_completions,
+        read_sglang_chat,
+        read_sglang_completions,
+        read_sglang_generate,
+        read_vllm_chat,
+        read_vllm_completions,
+        read_vllm_generate,
+    )
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -62,16 +70,16 @@ else:
             ),
             "definitions.sampling_parameters": ("SamplingParameters",),
             "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
-            "errors": (
-                *("AbortedRequest", "BoundaryError", "Contradiction", "CountMismatch", "LogProbError"),
-                *("MalformedResponse", "NotASample", "RolloutError", "UnprovenTokenIds"),
+            "generation": (
+                *("AbortedRequest", "BoundaryError", "Contradiction", "CountMismatch", "Generation", "LogProbError"),
+                *("MalformedResponse", "NotASample", "RolloutError", "TrainingSample", "UnprovenTokenIds"),
             ),
-            "generation": ("Generation", "TrainingSample"),
             "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
-            "readers.openai": ("read_openai_chat", "read_openai_completions"),
             "readers.server_sent_events": ("join_stream",),
-            "readers.sglang": ("read_sglang_chat", "read_sglang_completions", "read_sglang_generate"),
-            "readers.vllm": ("read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
+            "readers.servers": (
+                *("read_openai_chat", "read_openai_completions", "read_sglang_chat", "read_sglang_completions"),
+                *("read_sglang_generate", "read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
+            ),
         },
     )
 

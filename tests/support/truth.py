@@ -8,8 +8,7 @@ from agents import score_of, scores
 
 from mis_ext.rollout.conversations.boundary import Built
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.errors import BoundaryError
-from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.generation import BoundaryError, Generation
 
 
 def sampled_of(calls: list[Generation]) -> dict[float, tuple[int, str | None]]:

@@ -10,8 +10,16 @@ from typing import get_args
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
 from mis_ext.rollout.conversations.classification import Comparison, compare
 from mis_ext.rollout.conversations.prefix_tree import KnownCall, PrefixTree
-from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
-from mis_ext.rollout.generation import LARGEST_ID, Generation, Tokenizer, TrainingSample, find_illegal_id
+from mis_ext.rollout.generation import (
+    LARGEST_ID,
+    BoundaryError,
+    CountMismatch,
+    Generation,
+    MalformedResponse,
+    Tokenizer,
+    TrainingSample,
+    find_illegal_id,
+)
 from mis_ext.validation import check_choice
 
 _CONTEXT_TOKENS = 8

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from mis_ext.rollout.custom_generate.framework import ChatTokenizer, host_name, post_json
 from mis_ext.rollout.custom_generate.host_args import Settings
-from mis_ext.rollout.errors import AbortedRequest, MalformedResponse
-from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.readers.sglang import read_sglang_generate
+from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse
+from mis_ext.rollout.readers.servers import read_sglang_generate
 
 # With these the router sends an episode to the server that has its prefix cached.
 _STICKY_POLICIES = ("consistent_hashing", "manual")

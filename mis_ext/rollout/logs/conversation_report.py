@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.errors import BoundaryError, RolloutError
-from mis_ext.rollout.generation import Generation, Tokenizer, TrainingSample
+from mis_ext.rollout.generation import BoundaryError, Generation, RolloutError, Tokenizer, TrainingSample
 from mis_ext.rollout.logs.rollout_log import LoggedCall, LogLineError
 from mis_ext.rollout.post_processing import detect_post_processing
 

@@ -29,9 +29,16 @@ import msgspec
 
 from mis_ext.rollout.generation import Generation, Tokenizer
 from mis_ext.rollout.readers.json_fields import Field
-from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
+from mis_ext.rollout.readers.servers import (
+    read_openai_chat,
+    read_openai_completions,
+    read_sglang_chat,
+    read_sglang_completions,
+    read_sglang_generate,
+    read_vllm_chat,
+    read_vllm_completions,
+    read_vllm_generate,
+)
 from mis_ext.validation import check_choice, check_known
 
 

@@ -7,40 +7,54 @@ A response says most things more than once: ids beside log-probs, counts in ``us
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mis_ext.rollout.errors import Contradiction, CountMismatch, LogProbError, MalformedResponse, UnprovenTokenIds
-from mis_ext.rollout.generation import FinishReason, Generation
+from mis_ext.rollout.generation import (
+    Contradiction,
+    CountMismatch,
+    FinishReason,
+    Generation,
+    LogProbError,
+    MalformedResponse,
+    UnprovenTokenIds,
+)
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
 
 T = TypeVar("T")
-Places = Sequence[Field | None]
+# One that this response lacks is None, or a field that is absent.
+Places = Iterable[Field | None]
 
 
 def settle(
     request_id: str,
     *,
     sampled_ids: Places,
-    sampled_counts: Places,
     log_probs: Places,
     prompt_ids: Places,
-    prompt_counts: Places,
     finish_reason: FinishReason,
-    stop_matches: Places,
     text: str | None,
     ids_advice: str,
     prompt_advice: str,
+    sampled_counts: Places = (),
+    prompt_counts: Places = (),
+    stop_matches: Places = (),
+    kept_ids: Field | None = None,
+    versions: Field | None = None,
+    last_version: Field | None = None,
 ) -> Generation:
-    """The generation on which all places of a response agree; None stands for a place that this response lacks.
+    """The generation on which all places of a response agree.
 
     Of the prompt the lists are compared, and their entries not checked: a conversation repeats them in every turn. The
     two pieces of advice say how to get the ids of response and prompt, for the error when no place has them.
+    ``kept_ids`` is the server's list of the ids that each token was drawn from, ``versions`` says which ids, from
+    ``start`` to before ``end``, each ``version`` of the weights sampled, ``last_version`` which it was at the end.
 
     Raises:
-        Contradiction: Two places differ, or the end token is not the last sampled one.
-        CountMismatch: Two places differ in length, or a count is another.
+        Contradiction: Two places differ, the end token is not the last sampled one, or a sampled id is not among those
+            that it was drawn from.
+        CountMismatch: Two places differ in length, a count is another, or the versions' ids do not follow each other.
         LogProbError: A log-prob is missing, not finite or above 0.
         MalformedResponse: A place has something of another type.
         UnprovenTokenIds: No place has the sampled ids, or none the prompt's.
@@ -57,13 +71,16 @@ def settle(
     if prompt is None:
         raise UnprovenTokenIds(request_id, f"the prompt's token ids are not known: {prompt_advice}")
     _check_counts(prompt_counts, len(prompt), "ids of the prompt")
-    matches = [match for match in stop_matches if match is not None]
+    matches = [*filter(None, stop_matches)]
     for other in matches[1:]:
         check_same(matches[0], other)
     # The id of an end token is the last one that was sampled; a stop string has none.
     match = matches[0].token_or_text() if matches else None
     if isinstance(match, int) and ids[-1:] != [match]:
         raise Contradiction(request_id, f"token {match} ended the generation, but it ends with {ids[-1:]}")
+    kept = _read_kept(kept_ids, ids) if kept_ids else None
+    version = last_version.string() if last_version else None
+    version_of_each = _read_versions(versions, last_version, len(ids)) if versions else []
     return Generation(
         request_id=request_id,
         prompt_ids=prompt,
@@ -72,6 +89,9 @@ def settle(
         finish_reason=finish_reason,
         stop_match=match,
         text=text,
+        weight_version=version_of_each[-1] if version_of_each else version,
+        weight_versions=version_of_each if len(set(version_of_each)) > 1 else None,
+        kept_ids=kept,
     )
 
 
@@ -82,7 +102,7 @@ def agree(places: Places, read: Callable[[Field], list[T]]) -> list[T] | None:
         Contradiction: Two places differ in an entry.
         CountMismatch: Two places differ in length.
     """
-    fields = [field for field in places if field is not None]
+    fields = [*filter(None, places)]
     if not fields:
         return None
     first, values = fields[0], read(fields[0])
@@ -104,25 +124,28 @@ def check_same(first: Field, second: Field) -> None:
         raise Contradiction(first.request_id, values)
 
 
-def with_versions(generation: Generation, spans: Field | None, last: Field | None) -> Generation:
-    """``generation`` with the version, or the versions, of the weights that sampled it.
+def _check_counts(places: Places, length: int, what: str) -> None:
+    for count in filter(None, places):
+        if count.count() != length:
+            raise CountMismatch(count.request_id, f"{count.path} is {count.value}, but there are {length} {what}")
 
-    Args:
-        generation: What was sampled.
-        spans: Which ids, from ``start`` to before ``end``, each ``version`` sampled; None where the response lacks it.
-        last: The version at the end; None likewise.
 
-    Raises:
-        Contradiction: The last span has another version than ``last``.
-        CountMismatch: The spans do not follow each other from the first to the last sampled id.
-        MalformedResponse: Something is missing or has another type.
-    """
-    version = None if last is None else last.string()
-    if spans is None:
-        return generation if version is None else replace(generation, weight_version=version)
-    length = len(generation.sampled_ids)
+def _read_kept(mask: Field, sampled_ids: list[int]) -> list[list[int]]:
+    rows = mask.entries()
+    kept = [row.token_ids() for row in rows]
+    if len(kept) != len(sampled_ids):
+        counts = f"{mask.path} has {len(kept)} entries, {len(sampled_ids)} ids were sampled"
+        raise CountMismatch(mask.request_id, counts)
+    for row, sampled, ids in zip(rows, sampled_ids, kept, strict=True):
+        if sampled not in ids:
+            raise Contradiction(mask.request_id, f"id {sampled} was sampled, but {row.path} is {reprlib.repr(ids)}")
+    return kept
+
+
+def _read_versions(spans: Field, last: Field | None, length: int) -> list[str]:
+    """The version of the weights that sampled each of ``length`` ids."""
     versions: list[str] = []
-    for span in [spans.entry(position) for position in range(len(spans.array()))]:
+    for span in spans.entries():
         start, end = span["start"].count(), span["end"].count()
         if start != len(versions) or not start <= end <= length:
             found = f"{span.path} is from {start} to {end}"
@@ -130,47 +153,9 @@ def with_versions(generation: Generation, spans: Field | None, last: Field | Non
         versions += [span["version"].string()] * (end - start)
     if len(versions) != length:
         raise CountMismatch(spans.request_id, f"{spans.path} are of {len(versions)} ids, but {length} were sampled")
-    if versions and last is not None:
+    if versions and last:
         check_same(last, spans.entry(-1)["version"])
-    return replace(
-        generation,
-        weight_version=version or next(reversed(versions), None),
-        weight_versions=versions if len(set(versions)) > 1 else None,
-    )
-
-
-def with_kept_ids(generation: Generation, mask: Field | None) -> Generation:
-    """``generation`` with the ids that each of its own was drawn from; unchanged where ``mask`` is None.
-
-    Args:
-        generation: What was sampled.
-        mask: The server's sampling mask: a list of ids for each sampled one.
-
-    Raises:
-        Contradiction: A sampled id is not among those that its token was drawn from.
-        CountMismatch: There is another number of lists than of sampled ids.
-        MalformedResponse: It is no list of lists of ids.
-    """
-    if mask is None:
-        return generation
-    kept = [mask.entry(position).token_ids() for position in range(len(mask.array()))]
-    if len(kept) != len(generation.sampled_ids):
-        counts = f"{mask.path} has {len(kept)} entries, {len(generation.sampled_ids)} ids were sampled"
-        raise CountMismatch(mask.request_id, counts)
-    for position, (sampled, ids) in enumerate(zip(generation.sampled_ids, kept, strict=True)):
-        if sampled not in ids:
-            where = mask.entry(position).path
-            raise Contradiction(mask.request_id, f"id {sampled} was sampled, but {where} is {reprlib.repr(ids)}")
-    return replace(generation, kept_ids=kept)
-
-
-def _check_counts(places: Places, length: int, what: str) -> None:
-    for count in places:
-        if count is not None and count.count() != length:
-            raise CountMismatch(count.request_id, f"{count.path} is {count.value}, but there are {length} {what}")
-
-
-Api = Literal["chat", "completions", "generate"]
+    return versions
 
 
 class Choice(NamedTuple):
@@ -182,7 +167,7 @@ class Choice(NamedTuple):
         body: The choice itself.
         position: Its position among the choices.
         tokens: The texts of its tokens, or what the server has in that place: vLLM's generate their ids.
-        token_bytes: Their bytes; None in completions and generate, which have none.
+        token_bytes: Their bytes, which completions and generate do not have.
         log_probs: Their log-probs.
         finish_reason: Why the generation ended.
         text: Its text; None where reasoning or tool calls were parsed out of it.
@@ -200,9 +185,26 @@ class Choice(NamedTuple):
     text: str | None
     prompt_count: Field | None
 
+    def given(self, prompt_ids: Iterable[int] | None) -> Field:
+        """The prompt's ids that the caller knows, as one more place."""
+        value = None if prompt_ids is None else [*prompt_ids]
+        return Field(value=value, path="prompt_ids", request_id=self.body.request_id)
+
+    def sent(self, key: str) -> Field | None:
+        """What the request has under ``key`` if that is one prompt's ids; None for text and for several prompts."""
+        prompt = self.asked.get(key)
+        if not isinstance(prompt.value, (list, tuple)) or isinstance(next(iter(prompt.value), 0), (list, tuple, str)):
+            return None
+        return prompt
+
 
 def open_choice(
-    request: Mapping[str, Any], response: Mapping[str, Any], *, api: Api, choice: int | None, request_id: str | None
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    api: Literal["chat", "completions", "generate"],
+    choice: int | None,
+    request_id: str | None,
 ) -> Choice:
     """The choice at position ``choice`` of a response, None the only one; its request is named ``id#position`` if not.
 
@@ -214,14 +216,13 @@ def open_choice(
         MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
     """
     asked, answer = open_exchange(request, response, request_id=request_id)
-    choices = answer["choices"]
-    count = len(choices.array())
+    bodies = answer["choices"].entries()
+    count = len(bodies)
     if choice is None and count != 1:
         raise MalformedResponse(answer.request_id, f"response.choices has {count} entries: name one by choice=")
     position = choice or 0
     if not 0 <= position < count:
         raise MalformedResponse(answer.request_id, f"choice must be in [0, {count - 1}], got {position}")
-    bodies = [choices.entry(i) for i in range(count)]
     if count > 1:
         bodies = [replace(body, request_id=f"{body.request_id}#{i}") for i, body in enumerate(bodies)]
     body = bodies[position]
@@ -235,6 +236,14 @@ def open_choice(
         raise CountMismatch(body.request_id, f"{counted.path} is {counted.value}, but there are {sampled} log-probs")
     tokens, token_bytes, log_probs = scored[position]
     prompt_count = answer["usage"]["prompt_tokens"]
+    if api == "chat":
+        message = body["message"]
+        content = message.get("content")
+        parsed_out = (message.get(part).value for part in ("reasoning_content", "reasoning", "tool_calls"))
+        text = content.string() if content and not any(parsed_out) else None
+    else:
+        content = body["text"] if api == "completions" else body.get("text")
+        text = content.string() if content else None
     return Choice(
         asked=asked,
         answer=answer,
@@ -244,47 +253,19 @@ def open_choice(
         token_bytes=token_bytes,
         log_probs=log_probs,
         finish_reason=finish_reason,
-        text=_text(body, api),
+        text=text,
         prompt_count=prompt_count if api != "completions" or count == 1 else None,
     )
 
 
-def _scored_tokens(body: Field, api: Api) -> tuple[Field, Field | None, Field]:
+def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:
     """The tokens of a choice, their bytes, and their log-probs."""
     log_probs = body.get("logprobs")
-    rows = None if log_probs is None else log_probs.get("token_logprobs" if api == "completions" else "content")
-    if log_probs is None or rows is None:
+    rows = log_probs.get("token_logprobs" if api == "completions" else "content")
+    if not rows:
         raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
     if api == "chat":
         return rows.column("token"), rows.column("bytes"), rows.column("logprob")
     if api == "generate":
         return rows.column("token_id"), None, rows.column("logprob")
     return log_probs["tokens"], None, rows
-
-
-def sent_ids(asked: Field, key: str) -> Field | None:
-    """What a request has under ``key`` if that is one prompt's ids; None for text and for several prompts."""
-    prompt = asked.get(key)
-    if prompt is None or not isinstance(prompt.value, (list, tuple)):
-        return None
-    return None if any(isinstance(first, (list, tuple, str)) for first in prompt.value[:1]) else prompt
-
-
-def given_ids(found: Choice, prompt_ids: Sequence[int] | None) -> Field | None:
-    """The prompt's ids that the caller knows, as one more witness of this choice."""
-    if prompt_ids is None:
-        return None
-    return Field(value=list(prompt_ids), path="prompt_ids", request_id=found.body.request_id)
-
-
-def _text(body: Field, api: Api) -> str | None:
-    if api == "completions":
-        return body["text"].string()
-    if api == "generate":
-        text = body.get("text")
-        return None if text is None else text.string()
-    message = body["message"]
-    content = message.get("content")
-    parsed_out = [message.get(part) for part in ("reasoning_content", "reasoning", "tool_calls")]
-    whole = not any(part is not None and part.value for part in parsed_out)
-    return content.string() if content is not None and whole else None

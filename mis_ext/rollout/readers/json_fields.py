@@ -9,14 +9,24 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from mis_ext.rollout.errors import AbortedRequest, LogProbError, MalformedResponse, NotASample
-from mis_ext.rollout.generation import LARGEST_ID, MINUS_INFINITY, FinishReason, find_illegal_id
+from mis_ext.rollout.generation import (
+    LARGEST_ID,
+    MINUS_INFINITY,
+    AbortedRequest,
+    FinishReason,
+    LogProbError,
+    MalformedResponse,
+    NotASample,
+    find_illegal_id,
+)
 
-_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "tool_calls")
-# Characters of an error that a server answered with.
-_SHOWN = 500
-# vLLM saw the model repeat itself: whole, but not ended by the model.
-_CUT_BY_THE_SERVER: dict[str, FinishReason] = {"repetition": "length"}
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    # vLLM saw the model repeat itself: whole, but not ended by the model.
+    "repetition": "length",
+}
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 
@@ -24,8 +34,11 @@ _GIVEN_UP = ("abort", "error", "content_filter")
 class Field:
     """A value inside decoded JSON, which knows its path and its request.
 
+    One that is absent or null is false, and so is whatever is looked up under it. Methods that are named for a type
+    return the value, which must be of that type.
+
     Attributes:
-        value: The value.
+        value: The value; None where it is absent.
         path: Where it is, such as ``response.meta_info``.
         request_id: Named by every error.
         suffix: Where the value is a column of a list of rows, what follows the position in errors, such as ``[1]``.
@@ -36,27 +49,36 @@ class Field:
     request_id: str
     suffix: str = ""
 
+    def __bool__(self) -> bool:
+        return self.value is not None
+
     def __getitem__(self, key: str) -> Field:
         """What an object has under ``key``; absent and null are errors."""
         found = self.get(key)
-        if found is None:
-            raise MalformedResponse(self.request_id, f"{self.path}.{key} is missing")
+        if not found:
+            raise MalformedResponse(self.request_id, f"{found.path} is missing")
         return found
 
-    def get(self, key: str) -> Field | None:
-        """What an object has under ``key``; None where that is absent or null."""
-        if not isinstance(self.value, Mapping):
+    def get(self, key: str) -> Field:
+        """What an object has under ``key``, perhaps nothing."""
+        if self and not isinstance(self.value, Mapping):
             raise self.malformed("an object")
-        value = self.value.get(key)
-        return None if value is None else Field(value=value, path=f"{self.path}.{key}", request_id=self.request_id)
+        value = self.value.get(key) if self else None
+        return Field(value=value, path=f"{self.path}.{key}", request_id=self.request_id)
 
     def entry(self, position: int) -> Field:
         """What a list has at ``position``, which must exist."""
         path = f"{self.path}[{position}]{self.suffix}"
         return Field(value=self.value[position], path=path, request_id=self.request_id)
 
+    def entries(self) -> list[Field]:
+        """What a list has, in order; nothing where it is absent."""
+        return [self.entry(position) for position in range(len(self.array()))] if self else []
+
     def column(self, key: int | str) -> Field:
         """The values at ``key`` of a list of rows: lists of three, or objects, whose absent value is None."""
+        if not self:
+            return self
         rows = self.array()
         is_object = isinstance(key, str)
         kinds, expected = ((dict,), "an object") if is_object else ((list, tuple), "a list of three")
@@ -69,41 +91,35 @@ class Field:
         suffix = f".{key}" if is_object else f"[{key}]"
         return Field(value=values, path=self.path, request_id=self.request_id, suffix=suffix)
 
-    def array(self) -> list[Any]:
-        """The value, which must be a list."""
+    def array(self) -> list[Any]:  # noqa: D102
         if not isinstance(self.value, (list, tuple)):
             raise self.malformed("a list")
         return self.value if isinstance(self.value, list) else list(self.value)
 
-    def count(self) -> int:
-        """The value, which must be an integer of 0 or more."""
+    def count(self) -> int:  # noqa: D102
         if type(self.value) is not int or self.value < 0:
             raise self.malformed("an integer of 0 or more")
         return self.value
 
-    def string(self) -> str:
-        """The value, which must be a string."""
+    def string(self) -> str:  # noqa: D102
         if not isinstance(self.value, str):
             raise self.malformed("a string")
         return self.value
 
-    def strings(self) -> list[str]:
-        """The value, which must be a list of strings."""
+    def strings(self) -> list[str]:  # noqa: D102
         values = self.array()
         for position, value in enumerate(values):
             if not isinstance(value, str):
                 raise self.entry(position).malformed("a string")
         return values
 
-    def token_or_text(self) -> int | str:
-        """The value, which must be a token id or a string."""
+    def token_or_text(self) -> int | str:  # noqa: D102
         value: int | str = self.value
         if not isinstance(value, str) and find_illegal_id([value]) is not None:
             raise self.malformed("a token id or a string")
         return value
 
-    def token_ids(self) -> list[int]:
-        """The value, which must be a list of token ids."""
+    def token_ids(self) -> list[int]:  # noqa: D102
         ids = self.array()
         wrong = find_illegal_id(ids)
         if wrong is not None:
@@ -111,14 +127,14 @@ class Field:
         return ids
 
     def prompt_ids(self) -> list[int]:
-        """The value, which must be one prompt's list; its entries are left to whoever reads them first."""
+        """One prompt's ids; but for the first they are left to whoever reads them first."""
         ids = self.array()
         if ids and type(ids[0]) is not int:
             raise self.malformed("the token ids of one prompt")
         return ids
 
     def log_probs(self) -> list[float]:
-        """The value, which must be a list of log-probs, finite and at most 0."""
+        """Log-probs, finite and at most 0."""
         values = self.array()
         # Whole-list operations, as in ``column``; a sum with NaN or an infinity is not finite.
         is_plain = set(map(type, values)) == {float} and math.isfinite(sum(values))
@@ -134,16 +150,13 @@ class Field:
         return list(map(float, values))
 
     def finish_reason(self) -> FinishReason:
-        """The value, which must be one of the ends at which a generation is whole."""
+        """One of the ends at which a generation is whole."""
         reason = self.string()
         if reason in _GIVEN_UP:
             raise AbortedRequest(self.request_id, f"{self.path} is {reason!r}")
-        for whole in _FINISH_REASONS:
-            if reason == whole:
-                return whole
-        if reason in _CUT_BY_THE_SERVER:
-            return _CUT_BY_THE_SERVER[reason]
-        raise self.malformed(" | ".join((*_FINISH_REASONS, *_CUT_BY_THE_SERVER)))
+        if reason not in _FINISH_REASONS:
+            raise self.malformed(" | ".join(_FINISH_REASONS))
+        return _FINISH_REASONS[reason]
 
     def malformed(self, expected: str) -> MalformedResponse:
         """The error that names what is expected here and what was found."""
@@ -168,29 +181,24 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
         if not isinstance(field.value, Mapping):
             raise field.malformed("an object")
     error = answer if response.get("object") == "error" else answer.get("error")
-    if error is not None:
-        raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:_SHOWN]}")
-    nested = asked.get("sampling_params")
-    for parameters in (asked, nested):
-        if parameters is not None and isinstance(parameters.value, Mapping):
-            _check_sampled(parameters)
+    if error:
+        raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:500]}")
+    # The best of several is likelier than a sample, and its log-probs do not say by how much.
+    for parameters in (asked, asked.get("sampling_params")):
+        if not isinstance(parameters.value, Mapping):
+            continue
+        harmless: dict[str, list[Any]] = {
+            "use_beam_search": [False],
+            "beam_width": [1],
+            # All of those that were drawn come back.
+            "best_of": [1, parameters.value.get("n")],
+        }
+        for key, values in harmless.items():
+            found = parameters.get(key)
+            if found and found.value not in values:
+                problem = f"{found.path} is {reprlib.repr(found.value)}, so the answer is no sample of the policy"
+                raise NotASample(name, f"{problem}: leave it out")
     return asked, answer
-
-
-def _check_sampled(parameters: Field) -> None:
-    """The best of several is likelier than a sample, and its log-probs do not say by how much."""
-    num_returned = parameters.get("n")
-    harmless: dict[str, list[Any]] = {
-        "use_beam_search": [False],
-        "beam_width": [1],
-        # All of those that were drawn come back.
-        "best_of": [1] if num_returned is None else [1, num_returned.value],
-    }
-    for key, values in harmless.items():
-        found = parameters.get(key)
-        if found is not None and found.value not in values:
-            problem = f"{found.path} is {reprlib.repr(found.value)}, so the answer is no sample of the policy"
-            raise NotASample(found.request_id, f"{problem}: leave it out")
 
 
 def _find_id(request: Any, response: Any) -> str:

@@ -10,19 +10,19 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from mis_ext.rollout.errors import AbortedRequest, CountMismatch, MalformedResponse
+from mis_ext.rollout.generation import AbortedRequest, CountMismatch, MalformedResponse
 from mis_ext.rollout.readers.json_fields import Field
 
 _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
-# What comes once, or again with a later value.
-_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
+# What comes once, or again with a later value: of a response, and of a choice.
+_LATEST = ("usage", "prompt_token_ids", "metadata", "sglext")
+_LATEST_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
 # What a server with --incremental-streaming-output sends piece by piece.
 _PIECES = (
     *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
     *("output_token_sampling_mask", "output_token_sampling_logprobs"),
 )
-_OF_A_RESPONSE = ("usage", "prompt_token_ids", "metadata", "sglext")
 
 
 def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
@@ -46,15 +46,14 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
     """
     events = _events(lines, request_id)
     for event in events:
-        error = event.get("error")
-        if error is not None:
+        if error := event.get("error"):
             raise AbortedRequest(request_id, f"the stream has an error: {str(error.value)[:500]}")
-    if events[0].get("meta_info") is not None:
-        names = {event["meta_info"]["id"].value for event in events}
-        if len(names) > 1:
-            raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
-        return _join_generate(events)
-    return _join_chunks(events)
+    if not events[0].get("meta_info"):
+        return _join_chunks(events)
+    names = {event["meta_info"]["id"].value for event in events}
+    if len(names) > 1:
+        raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
+    return _join_generate(events)
 
 
 def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
@@ -79,10 +78,16 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
     raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
 
 
+def _check_count(count: Field, number: int, what: str) -> None:
+    if count.count() != number:
+        found = f"{count.path} is {count.value}, but {number} {what} came until then"
+        raise CountMismatch(count.request_id, f"{found}: an event is lost, doubled, or not in its place")
+
+
 def _join_generate(events: list[Field]) -> dict[str, Any]:
     """The last event, whose count of tokens is always that of all: where it has fewer, those of all events follow."""
     last = dict(events[-1].value)
-    if events[-1].get("output_ids") is None or _has_all(events[-1]) or _repeats_what_came(events):
+    if not events[-1].get("output_ids") or _has_all(events[-1]) or _repeats_what_came(events):
         return last
     # Before the counts: an abort sends the last ids once more.
     events[-1]["meta_info"]["finish_reason"]["type"].finish_reason()
@@ -91,7 +96,7 @@ def _join_generate(events: list[Field]) -> dict[str, Any]:
         num_ids += len(event["output_ids"].array())
         _check_count(event["meta_info"]["completion_tokens"], num_ids, "ids")
     last["output_ids"] = _joined(events, "output_ids")
-    if events[-1].get("text") is not None:
+    if events[-1].get("text"):
         last["text"] = "".join(event["text"].string() for event in events)
     metas = [event["meta_info"] for event in events]
     last["meta_info"] = last["meta_info"] | {key: _joined(metas, key) for key in _PIECES if key in last["meta_info"]}
@@ -108,32 +113,33 @@ def _repeats_what_came(events: list[Field]) -> bool:
     return bool(earlier and earlier[-1]) and last[: len(earlier[-1])] == earlier[-1] and all(map(_has_all, events[:-1]))
 
 
-def _check_count(count: Field, number: int, what: str) -> None:
-    if count.count() != number:
-        found = f"{count.path} is {count.value}, but {number} {what} came until then"
-        raise CountMismatch(count.request_id, f"{found}: an event is lost, doubled, or not in its place")
-
-
 def _joined(holders: list[Field], key: str) -> list[Any]:
-    return [entry for holder in holders if (found := holder.get(key)) is not None for entry in found.array()]
+    return [entry for holder in holders if (found := holder.get(key)) for entry in found.array()]
 
 
 def _join_chunks(events: list[Field]) -> dict[str, Any]:
-    name, response = _open_response(events[0])
+    first = events[0]
+    # The key under which every event names the request, and what the response begins with.
+    if mode := first.get("output_mode"):
+        name, response = "request_id", {"request_id": first["request_id"].string(), "output_mode": mode.string()}
+    else:
+        kind = first["object"].string()
+        if kind not in _OBJECTS:
+            raise first["object"].malformed(" | ".join(_OBJECTS))
+        name, response = "id", {"id": first["id"].string(), "object": _OBJECTS[kind]}
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         if any(map(_log_probs, choices.values())):
             _check_comes_first(event.get("prompt_token_ids"))
-        response |= {key: found.value for key in _OF_A_RESPONSE if (found := event.get(key)) is not None}
+        response |= _present(event, _LATEST)
         chunks, usage = event["choices"], event.get("usage")
-        for position in range(len(chunks.array())):
-            chunk = chunks.entry(position)
+        for chunk in chunks.entries():
             index = chunk["index"].count()
             choice = choices.setdefault(index, {"index": index})
             _add_chunk(choice, chunk)
             # With continuous_usage_stats each chunk has the count of its own choice. One without log-probs may come
             # before those that it counts: SGLang's parsed tool calls do.
-            if usage is not None and chunk.get("logprobs") is not None:
+            if usage and chunk.get("logprobs"):
                 _check_count(usage["completion_tokens"], len(_log_probs(choice)), f"log-probs of choice {index}")
     # SGLang's chat names each choice, and the ends of all after one of them.
     others = [event[name] for event in events if event[name].value != response[name]]
@@ -142,15 +148,8 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
     return response | {"choices": [choices[index] for index in sorted(choices)]}
 
 
-def _open_response(first: Field) -> tuple[str, dict[str, Any]]:
-    """The key under which every event names the request, and what the response begins with."""
-    mode = first.get("output_mode")
-    if mode is not None:
-        return "request_id", {"request_id": first["request_id"].string(), "output_mode": mode.string()}
-    kind = first["object"].string()
-    if kind not in _OBJECTS:
-        raise first["object"].malformed(" | ".join(_OBJECTS))
-    return "id", {"id": first["id"].string(), "object": _OBJECTS[kind]}
+def _present(holder: Field, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: found.value for key in keys if (found := holder.get(key))}
 
 
 def _log_probs(choice: dict[str, Any]) -> list[Any]:
@@ -159,8 +158,8 @@ def _log_probs(choice: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _check_comes_first(prompt_ids: Field | None) -> None:
-    if prompt_ids is not None:
+def _check_comes_first(prompt_ids: Field) -> None:
+    if prompt_ids:
         raise MalformedResponse(prompt_ids.request_id, f"{prompt_ids.path} come after sampled tokens, not before them")
 
 
@@ -168,33 +167,37 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
     if _log_probs(choice):
         _check_comes_first(chunk.get("prompt_token_ids"))
     # Each choice of a completion brings its own, as without streaming.
-    choice |= {key: found.value for key in ("prompt_token_ids",) if (found := chunk.get(key)) is not None}
-    if choice.get("finish_reason") is not None and (chunk.get("logprobs") or chunk.get("token_ids")):
-        raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
-    choice |= {key: found.value for key in _OF_A_CHOICE if (found := chunk.get(key)) is not None}
+    choice |= _present(chunk, ("prompt_token_ids",))
     log_probs, delta, text = (chunk.get(key) for key in ("logprobs", "delta", "text"))
-    if log_probs is not None and chunk.get("token_ids") is not None:
+    if choice.get("finish_reason") is not None and (log_probs or chunk.get("token_ids")):
+        raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
+    choice |= _present(chunk, _LATEST_OF_A_CHOICE)
+    if log_probs and chunk.get("token_ids"):
         _check_offset(choice, log_probs.get("text_offset"))
     for key in ("token_ids", "sampling_mask"):
-        if (found := chunk.get(key)) is not None:
+        if found := chunk.get(key):
             choice.setdefault(key, []).extend(found.array())
-    if text is not None:
+    if text:
         choice["text"] = choice.get("text", "") + text.string()
-    if log_probs is not None:
+    if log_probs:
         joined = choice.setdefault("logprobs", {})
         for key in log_probs.value:
-            found = log_probs.get(key)
-            if found is not None:
+            if found := log_probs.get(key):
                 joined.setdefault(key, []).extend(found.array())
-    if delta is not None:
-        _add_delta(choice.setdefault("message", {"role": "assistant", "content": None}), delta)
+    if delta:
+        message = choice.setdefault("message", {"role": "assistant", "content": None})
+        for key in ("content", "reasoning", "reasoning_content"):
+            if found := delta.get(key):
+                message[key] = (message.get(key) or "") + found.string()
+        for part in delta.get("tool_calls").entries():
+            _add_call(message.setdefault("tool_calls", []), part)
 
 
-def _check_offset(choice: dict[str, Any], offsets: Field | None) -> None:
+def _check_offset(choice: dict[str, Any], offsets: Field) -> None:
     """In vLLM's completions a token begins where the one before it ends; in older ones, where the text so far ends."""
-    values = [] if offsets is None else offsets.array()
+    values = offsets.array() if offsets else []
     # SGLang has -1 in place of every offset.
-    if offsets is None or values[:1] in ([], [-1]):
+    if values[:1] in ([], [-1]):
         return
     if set(map(type, values)) != {int}:
         raise offsets.malformed("a list of integers")
@@ -206,17 +209,6 @@ def _check_offset(choice: dict[str, Any], offsets: Field | None) -> None:
         raise offsets.entry(0).malformed(f"{expected}, the end of what came until then: an event is not in its place")
 
 
-def _add_delta(message: dict[str, Any], delta: Field) -> None:
-    for key in ("content", "reasoning", "reasoning_content"):
-        found = delta.get(key)
-        if found is not None:
-            message[key] = (message.get(key) or "") + found.string()
-    calls = delta.get("tool_calls")
-    for position in range(0 if calls is None else len(calls.array())):
-        assert calls is not None
-        _add_call(message.setdefault("tool_calls", []), calls.entry(position))
-
-
 def _add_call(calls: list[dict[str, Any]], part: Field) -> None:
     """The name comes once, the arguments piece by piece; pieces of several calls may alternate."""
     index = part["index"].count()
@@ -224,10 +216,9 @@ def _add_call(calls: list[dict[str, Any]], part: Field) -> None:
         raise part["index"].malformed(f"at most {len(calls)}, the number of calls before")
     if index == len(calls):
         calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-    name, function = part.get("id"), part.get("function")
-    if name is not None:
+    if name := part.get("id"):
         calls[index]["id"] = name.string()
+    function = part.get("function")
     for key in ("name", "arguments"):
-        piece = None if function is None else function.get(key)
-        if piece is not None:
+        if piece := function.get(key):
             calls[index]["function"][key] += piece.string()

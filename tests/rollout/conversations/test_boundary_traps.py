@@ -18,7 +18,7 @@ from searching import searching
 from tiny_tokenizers import encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
 
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
+from mis_ext.rollout.generation import BoundaryError, CountMismatch, MalformedResponse
 
 TOKENIZER = english_tokenizer()
 HEAD = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

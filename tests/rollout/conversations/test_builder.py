@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.errors import BoundaryError, CountMismatch, MalformedResponse
-from mis_ext.rollout.generation import TrainingSample
+from mis_ext.rollout.generation import BoundaryError, CountMismatch, MalformedResponse, TrainingSample
 
 ACTIONS = {
     # class: strict, split

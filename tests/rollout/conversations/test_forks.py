@@ -16,7 +16,7 @@ from tiny_tokenizers import TOKENIZERS, encode, encode_bytewise, english_tokeniz
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.prefix_tree import Node, find_mismatch
-from mis_ext.rollout.errors import BoundaryError
+from mis_ext.rollout.generation import BoundaryError
 
 TOKENIZER = english_tokenizer()
 

@@ -15,7 +15,7 @@ from sglang_answers import aborted, stopped
 from tokens.sample import Sample, Status, host_args
 
 from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.errors import AbortedRequest, CountMismatch, RolloutError
+from mis_ext.rollout.generation import AbortedRequest, CountMismatch, RolloutError
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

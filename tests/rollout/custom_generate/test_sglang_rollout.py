@@ -27,9 +27,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from mis_ext.rollout.custom_generate import episode
 from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.errors import CountMismatch
+from mis_ext.rollout.generation import CountMismatch
 from mis_ext.rollout.readers.server_sent_events import join_stream
-from mis_ext.rollout.readers.sglang import read_sglang_generate
+from mis_ext.rollout.readers.servers import read_sglang_generate
 
 # Megatron-Core, which the other examples need, tells at import which optional kernels are missing.
 with warnings.catch_warnings(action="ignore"):

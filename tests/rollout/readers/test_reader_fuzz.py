@@ -14,10 +14,15 @@ pytest.importorskip("transformers")
 
 from responses import recorded, recorded_tokenizer, vllm_chat, vllm_completions
 
-from mis_ext.rollout import errors
-from mis_ext.rollout.readers.openai import read_openai_chat
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout import generation as errors
+from mis_ext.rollout.readers.servers import (
+    read_openai_chat,
+    read_sglang_chat,
+    read_sglang_completions,
+    read_sglang_generate,
+    read_vllm_chat,
+    read_vllm_completions,
+)
 
 MUTANTS_OF_EACH = {True: 1500, False: 350}
 """Whether they may have several mutations: how many, all different."""

@@ -10,9 +10,14 @@ pytest.importorskip("transformers")
 
 from responses import recorded, vllm_chat, vllm_completions
 
-from mis_ext.rollout.errors import Contradiction, CountMismatch, LogProbError, MalformedResponse, UnprovenTokenIds
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout.generation import Contradiction, CountMismatch, LogProbError, MalformedResponse, UnprovenTokenIds
+from mis_ext.rollout.readers.servers import (
+    read_sglang_chat,
+    read_sglang_completions,
+    read_sglang_generate,
+    read_vllm_chat,
+    read_vllm_completions,
+)
 
 GENERATE = {
     "generate_length": ("length", None),

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from responses import recorded, vllm_chat
 
-from mis_ext.rollout.errors import (
+from mis_ext.rollout.generation import (
     AbortedRequest,
     Contradiction,
     CountMismatch,
@@ -19,9 +19,14 @@ from mis_ext.rollout.errors import (
     RolloutError,
     UnprovenTokenIds,
 )
-from mis_ext.rollout.readers.openai import read_openai_chat
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions
+from mis_ext.rollout.readers.servers import (
+    read_openai_chat,
+    read_sglang_chat,
+    read_sglang_completions,
+    read_sglang_generate,
+    read_vllm_chat,
+    read_vllm_completions,
+)
 
 
 def set_at(*path):

@@ -7,9 +7,8 @@ pytest.importorskip("transformers")
 from responses import recorded, recorded_tokenizer
 from tiny_tokenizers import multibyte_tokenizer
 
-from mis_ext.rollout.errors import Contradiction, CountMismatch, MalformedResponse, UnprovenTokenIds
-from mis_ext.rollout.readers.openai import read_openai_chat, read_openai_completions
-from mis_ext.rollout.readers.sglang import read_sglang_chat
+from mis_ext.rollout.generation import Contradiction, CountMismatch, MalformedResponse, UnprovenTokenIds
+from mis_ext.rollout.readers.servers import read_openai_chat, read_openai_completions, read_sglang_chat
 
 
 @pytest.mark.parametrize("name", ["chat_meta_info", "chat_stop", "chat_input_ids"])

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from responses import recorded, vllm_chat, vllm_completions
 from streamed import chunked, counted, generate_events, lines_of, of_sglang, pieces_of, with_ends
 
-from mis_ext.rollout.errors import (
+from mis_ext.rollout.generation import (
     AbortedRequest,
     Contradiction,
     CountMismatch,
@@ -25,8 +25,14 @@ from mis_ext.rollout.errors import (
     UnprovenTokenIds,
 )
 from mis_ext.rollout.readers.server_sent_events import join_stream
-from mis_ext.rollout.readers.sglang import read_sglang_chat, read_sglang_completions, read_sglang_generate
-from mis_ext.rollout.readers.vllm import read_vllm_chat, read_vllm_completions, read_vllm_generate
+from mis_ext.rollout.readers.servers import (
+    read_sglang_chat,
+    read_sglang_completions,
+    read_sglang_generate,
+    read_vllm_chat,
+    read_vllm_completions,
+    read_vllm_generate,
+)
 
 CALLS = [("call-a", "weather", '{"city": "Paris"}'), ("call-b", "time", '{"zone": "CET"}')]
 

@@ -1,0 +1,378 @@
+"""The readers: one response of SGLang, of vLLM, or of any server with OpenAI-style log-probs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from mis_ext.rollout.generation import (
+    REPLACEMENT,
+    AbortedRequest,
+    Contradiction,
+    Generation,
+    LogProbError,
+    Tokenizer,
+    UnprovenTokenIds,
+)
+from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, open_choice, settle
+from mis_ext.rollout.readers.json_fields import Field, open_exchange
+from mis_ext.rollout.token_bytes import token_bytes_of
+
+_SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
+# Shorter than an int that Python refuses to parse; the range is checked with every other id's.
+_TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
+
+
+def read_sglang_generate(
+    request: Mapping[str, Any], response: Mapping[str, Any], *, request_id: str | None = None
+) -> Generation:
+    """What ``/generate`` sampled for one prompt.
+
+    The request needs ``return_logprob: true``, and the prompt as ``input_ids``; with ``text`` instead it also needs
+    ``return_prompt_token_ids: true`` or ``logprob_start_len: 0``. A list of responses, for several prompts or for
+    ``n`` above 1, is read entry by entry, each with the request of its own prompt.
+
+    Args:
+        request: The request as it was sent, decoded.
+        response: The response as it came, decoded.
+        request_id: Names the request in errors and samples; None: the server's name for it.
+
+    Raises:
+        RolloutError: The response proves no sample; the subclass says why.
+    """
+    asked, answer = open_exchange(request, response, request_id=request_id)
+    meta = answer["meta_info"]
+    ending, text = meta["finish_reason"], answer.get("text")
+    # Before anything else: what was given up may lack the rest.
+    finish_reason = ending["type"].finish_reason()
+    _check_not_replaced(ending.get("matched"))
+    # The server gives the samples of ``n`` above 1 names of its own, and several prompts several names.
+    name, parameters = asked.get("rid"), asked.get("sampling_params").value
+    several = isinstance(parameters, Mapping) and parameters.get("n", 1) != 1
+    if isinstance(name.value, str) and not several:
+        check_same(name, meta["id"])
+    scored = _scored_by_sglang(meta)
+    # The log-probs of the prompt have its ids where those of all of it came back.
+    prompt = meta.get("input_token_logprobs")
+    whole = prompt and len(prompt.array()) == meta["prompt_tokens"].count()
+    return settle(
+        answer.request_id,
+        # SGLang 0.4 has them only where it runs without its tokenizer.
+        sampled_ids=[answer.get("output_ids"), scored.column(1)],
+        sampled_counts=[meta["completion_tokens"], ending.get("length")],
+        log_probs=[scored.column(0)],
+        prompt_ids=[
+            asked.get("input_ids"),
+            answer.get("prompt_token_ids"),
+            prompt.column(1) if whole else None,
+        ],
+        prompt_counts=[meta["prompt_tokens"]],
+        finish_reason=finish_reason,
+        stop_matches=[ending.get("matched")],
+        text=text.string() if text else None,
+        ids_advice="ask for them with return_logprob: true",
+        prompt_advice="send the prompt as input_ids, or ask with return_prompt_token_ids: true",
+        kept_ids=meta.get("output_token_sampling_mask"),
+        versions=meta.get("weight_versions"),
+        last_version=meta.get("weight_version"),
+    )
+
+
+def read_sglang_chat(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/v1/chat/completions`` sampled for one choice.
+
+    The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``. Instead,
+    ``return_meta_info: true`` has those of the response, and ``return_prompt_token_ids: true`` or a prompt sent as
+    ``input_ids`` those of the prompt. A stream has them only with ``return_input_ids_in_sglext: true`` and
+    ``return_output_ids_in_sglext: true``.
+
+    Args:
+        request: The request as it was sent, decoded.
+        response: The response as it came, decoded.
+        choice: The position of the choice; None: the only one.
+        request_id: Names the request in errors and samples; None: the server's name for it.
+
+    Raises:
+        RolloutError: The response proves no sample; the subclass says why.
+    """
+    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    return _read_sglang(found, sampled_ids="response_token_ids", sent_as="input_ids")
+
+
+def read_sglang_completions(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/v1/completions`` sampled for one choice; the request needs ``logprobs`` and ``return_token_ids: true``.
+
+    Arguments and errors are those of :func:`read_sglang_chat`.
+    """
+    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    return _read_sglang(found, sampled_ids="token_ids", sent_as="prompt")
+
+
+def _read_sglang(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation:
+    body = found.body
+    _check_not_replaced(body.get("matched_stop"))
+    meta = body.get("meta_info")
+    # Without ``return_meta_info`` this, and all that is looked up under it, is absent.
+    ending = scored = meta
+    if meta:
+        ending, scored = meta["finish_reason"], _scored_by_sglang(meta)
+        check_same(body["finish_reason"], ending["type"])
+        agree([found.tokens, scored.column(2)], Field.strings)
+    # In a stream, the sampled ids of all choices stand beside the choices.
+    extension = found.answer.get("sglext")
+    listed = extension.get("output_ids")
+    if listed and found.position >= len(listed.array()):
+        raise listed.malformed("a list of ids for each choice")
+    # The response's own versions are those of its first choice.
+    first = found.answer.get("metadata") if found.position == 0 else None
+    if first and meta:
+        for key in ("weight_version", "weight_versions"):
+            if (one := first.get(key)) and (other := meta.get(key)):
+                check_same(one, other)
+    versions = meta or first or meta
+    return settle(
+        body.request_id,
+        sampled_ids=[body.get(sampled_ids), scored.column(1), listed and listed.entry(found.position)],
+        sampled_counts=[meta and meta["completion_tokens"], ending.get("length")],
+        log_probs=[found.log_probs, scored.column(0)],
+        prompt_ids=[found.sent(sent_as), body.get("prompt_token_ids"), extension.get("input_ids")],
+        prompt_counts=[found.prompt_count, meta and meta["prompt_tokens"]],
+        finish_reason=found.finish_reason,
+        stop_matches=[body.get("matched_stop"), ending.get("matched")],
+        text=found.text,
+        ids_advice=_SGLANG_ADVICE.format("output"),
+        prompt_advice=_SGLANG_ADVICE.format("input"),
+        kept_ids=meta.get("output_token_sampling_mask"),
+        versions=versions.get("weight_versions"),
+        last_version=versions.get("weight_version"),
+    )
+
+
+def _scored_by_sglang(meta: Field) -> Field:
+    scored = meta.get("output_token_logprobs")
+    if not scored:
+        raise LogProbError(meta.request_id, f"{scored.path} are missing: ask for them with return_logprob: true")
+    return scored
+
+
+def _check_not_replaced(match: Field) -> None:
+    """SGLang takes an id outside the vocabulary for NaN, and writes an end token in the sampled one's place."""
+    if match.value == "NaN happened":
+        raise AbortedRequest(match.request_id, f"{match.path} is {match.value!r}: the last id was never sampled")
+
+
+def read_vllm_generate(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/inference/v1/generate`` of vLLM sampled for one choice, from a server with ``--enable-scale-out``.
+
+    The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
+    ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
+    """
+    found = open_choice(request, response, api="generate", choice=choice, request_id=request_id)
+    # Its text mode has texts beside the log-probs, and no ids.
+    scored_ids = found.tokens if any(value is not None for value in found.tokens.value) else None
+    prompt_places = [found.sent("token_ids"), found.answer.get("prompt_token_ids")]
+    return _read_vllm(found, prompt_places, scored_ids, kept_ids=found.body.get("sampling_mask"))
+
+
+def read_vllm_chat(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/v1/chat/completions`` of vLLM sampled for one choice.
+
+    The request needs ``logprobs: true`` and ``return_token_ids: true``. Before vLLM had that, it needs
+    ``return_tokens_as_token_ids: true``, and the caller ``prompt_ids``, for instance from ``/tokenize``. With
+    ``return_weight_versions: true`` it has the versions of the weights. The other arguments and the errors are those of
+    :func:`read_sglang_chat`.
+    """
+    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    prompt_places = [found.given(prompt_ids), found.answer.get("prompt_token_ids")]
+    return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
+
+
+def read_vllm_completions(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What ``/v1/completions`` of vLLM sampled for one choice.
+
+    The request needs ``logprobs`` and ``return_token_ids: true``. Before vLLM had that, it needs
+    ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``. With
+    ``return_weight_versions: true`` it has the versions of the weights. Arguments and errors are those of
+    :func:`read_vllm_chat`.
+    """
+    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    prompt_places = [found.given(prompt_ids), found.sent("prompt"), found.body.get("prompt_token_ids")]
+    return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
+
+
+def _read_vllm(
+    found: Choice, prompt_places: Places, scored_ids: Field | None, *, kept_ids: Field | None = None
+) -> Generation:
+    body = found.body
+    return settle(
+        body.request_id,
+        sampled_ids=[body.get("token_ids"), scored_ids],
+        log_probs=[found.log_probs],
+        prompt_ids=prompt_places,
+        prompt_counts=[found.prompt_count],
+        finish_reason=found.finish_reason,
+        # What it says of a model that repeats itself is no stop string.
+        stop_matches=[None if body["finish_reason"].value == "repetition" else body.get("stop_reason")],
+        text=found.text,
+        ids_advice="ask for them with return_token_ids: true or return_tokens_as_token_ids: true",
+        prompt_advice="ask for them with return_token_ids: true, or give prompt_ids=",
+        kept_ids=kept_ids,
+        versions=body.get("weight_versions"),
+    )
+
+
+def _ids_in_tokens(tokens: Field) -> Field | None:
+    """The ids of ``token_id:<int>`` tokens; None where the tokens are text."""
+    matches = [_TOKEN_ID.fullmatch(token) for token in tokens.strings()]
+    if matches and not any(matches):
+        return None
+    for position, match in enumerate(matches):
+        if match is None:
+            raise tokens.entry(position).malformed("token_id:<int> like other tokens of this response")
+    return replace(tokens, value=[int(match[1]) for match in matches if match is not None])
+
+
+def read_openai_chat(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    """What a chat request with ``logprobs: true`` sampled, if ``tokenizer`` proves the ids of ``choice``.
+
+    A token's bytes prove its id where exactly one token of the vocabulary has them, unless the server may have made
+    them from a text that lost some: a part of a character becomes U+FFFD, and some tokenizers clean up spaces.
+    ``tokenizer`` is the server's, a fast Hugging Face one of byte-level BPE; None refuses every response. The response
+    has no ``prompt_ids``: they must be given. The other arguments and the errors are those of :func:`read_sglang_chat`.
+    """
+    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    return _read_text(found, tokenizer, [found.given(prompt_ids)])
+
+
+def read_openai_completions(
+    request: Mapping[str, Any],
+    response: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    choice: int | None = None,
+    request_id: str | None = None,
+) -> Generation:
+    r"""What a completions request with ``logprobs`` sampled, if ``tokenizer`` proves the ids of ``choice``.
+
+    Completions have text and no bytes, so that only a token of ASCII characters is proven: servers write the bytes of
+    a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. Arguments and errors are those of
+    :func:`read_openai_chat`; ``prompt_ids`` may be left out where the prompt was sent as ids.
+    """
+    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    return _read_text(found, tokenizer, [found.given(prompt_ids), found.sent("prompt")])
+
+
+def _read_text(found: Choice, tokenizer: Tokenizer | None, prompt_places: Places) -> Generation:
+    tokens = found.tokens
+    if tokenizer is None:
+        advice = "ask the server for ids, or give its tokenizer and the prompt_ids"
+        raise UnprovenTokenIds(tokens.request_id, f"the response has text and no token ids: {advice}")
+    vocabulary = _vocabulary(tokens.request_id, tokenizer)
+    known = [_bytes(found.token_bytes, position, text) for position, text in enumerate(tokens.strings())]
+    proven = [_prove(tokens.entry(position), each, vocabulary) for position, each in enumerate(known)]
+    return settle(
+        tokens.request_id,
+        sampled_ids=[replace(tokens, value=proven)],
+        log_probs=[found.log_probs],
+        prompt_ids=prompt_places,
+        prompt_counts=[found.prompt_count],
+        finish_reason=found.finish_reason,
+        text=found.text,
+        ids_advice="give tokenizer=",
+        prompt_advice="give prompt_ids=",
+    )
+
+
+def _prove(token: Field, known: bytes | None, vocabulary: Mapping[bytes, list[int]]) -> int:
+    """The one id whose bytes are ``known``."""
+    # U+FFFD stands for bytes that are no character, so for no bytes in particular.
+    if known is None or REPLACEMENT.encode() in known:
+        problem = f"the bytes of {token.path} are not known, its text is {token.value!r}"
+        raise UnprovenTokenIds(token.request_id, problem)
+    ids = vocabulary.get(known, [])
+    if len(ids) != 1:
+        raise UnprovenTokenIds(token.request_id, f"{token.path} has the bytes {known!r}, which are those of ids {ids}")
+    return ids[0]
+
+
+def _bytes(token_bytes: Field | None, position: int, text: str) -> bytes | None:
+    """The bytes of a token; None where the response does not have them."""
+    if token_bytes is None:
+        return text.encode() if text.isascii() else None
+    row = token_bytes.entry(position)
+    if not row:
+        return None
+    values = row.array()
+    if not all(type(value) is int and 0 <= value < 256 for value in values):
+        raise row.malformed("a list of bytes")
+    shown = bytes(values).decode(errors="replace")
+    if REPLACEMENT not in shown and shown != text:
+        raise Contradiction(row.request_id, f"{row.path} are those of {shown!r}, but the token is {text!r}")
+    return bytes(values)
+
+
+def _vocabulary(request_id: str, tokenizer: Any) -> dict[bytes, list[int]]:
+    """The ids of each token's bytes."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    why = None
+    if type(decoder).__name__ != "ByteLevel":
+        why = f"its decoder is {type(decoder).__name__}, not ByteLevel, so that a token's text may lack a leading space"
+    elif getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        why = "clean_up_tokenization_spaces is true, so that a token's text may lack spaces"
+    if why is not None:
+        raise UnprovenTokenIds(request_id, f"the tokenizer proves no ids: {why}")
+    return _ids_by_bytes(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=1)
+def _ids_by_bytes(tokenizer: Any, size: int) -> dict[bytes, list[int]]:
+    # ``size`` is a part of the key: a tokenizer can grow.
+    bytes_of = token_bytes_of(tokenizer)
+    ids: dict[bytes, list[int]] = {}
+    for token_id in tokenizer.get_vocab().values():
+        ids.setdefault(bytes_of[token_id], []).append(token_id)
+    return ids
