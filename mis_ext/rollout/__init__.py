@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
-    from mis_ext.rollout.conversations.builder import build_samples
-    from mis_ext.rollout.custom_generate.function import generate
-    from mis_ext.rollout.definitions.comparable_log_probs import (
+    from mis_ext.rollout.comparable_log_probs import (
         BehaviorLogProbs,
         TrainerLogProbs,
         behavior_log_probs,
         trainer_log_probs,
     )
-    from mis_ext.rollout.definitions.definition import (
+    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
+    from mis_ext.rollout.conversations.builder import build_samples
+    from mis_ext.rollout.custom_generate.function import generate
+    from mis_ext.rollout.definition import (
         Distribution,
         LogProbDefinition,
+        SamplingParameters,
         Speculation,
         Truncation,
         define_log_probs,
         tell_logprobs_mode,
     )
-    from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
-    from mis_ext.rollout.definitions.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
     from mis_ext.rollout.generation import (
         AbortedRequest,
         BoundaryError,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
         read_vllm_completions,
         read_vllm_generate,
     )
+    from mis_ext.rollout.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -61,15 +61,11 @@ else:
             "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind", "Built", "Policy"),
             "conversations.builder": ("build_samples",),
             "custom_generate.function": ("generate",),
-            "definitions.comparable_log_probs": (
-                *("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
-            ),
-            "definitions.definition": (
-                *("Distribution", "LogProbDefinition", "Speculation", "Truncation"),
+            "comparable_log_probs": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
+            "definition": (
+                *("Distribution", "LogProbDefinition", "SamplingParameters", "Speculation", "Truncation"),
                 *("define_log_probs", "tell_logprobs_mode"),
             ),
-            "definitions.sampling_parameters": ("SamplingParameters",),
-            "definitions.vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
             "generation": (
                 *("AbortedRequest", "BoundaryError", "Contradiction", "CountMismatch", "Generation", "LogProbError"),
                 *("MalformedResponse", "NotASample", "RolloutError", "TrainingSample", "UnprovenTokenIds"),
@@ -80,6 +76,7 @@ else:
                 *("read_openai_chat", "read_openai_completions", "read_sglang_chat", "read_sglang_completions"),
                 *("read_sglang_generate", "read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
             ),
+            "vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
         },
     )
 

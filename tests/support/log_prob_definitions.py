@@ -2,8 +2,7 @@
 
 import math
 
-from mis_ext.rollout.definitions.definition import define_log_probs
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definition import SamplingParameters, define_log_probs
 
 # softmax of these is 1/2, 1/4, 1/8, 1/8; at temperature 1/2 it is 16/22, 4/22, 1/22, 1/22.
 PROBABILITIES = (0.5, 0.25, 0.125, 0.125)

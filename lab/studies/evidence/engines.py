@@ -12,7 +12,7 @@ from grpo.block_quantization import FORMATS, SCALE_SUFFIX, BlockQuantizer, round
 from torch import Tensor
 
 from mis_ext.rollout import SamplingParameters, define_log_probs
-from mis_ext.rollout.definitions.comparable_log_probs import kept_mask
+from mis_ext.rollout.comparable_log_probs import kept_mask
 
 from .policy import Product, Shape, Weights, forward, new_caches
 

@@ -9,7 +9,7 @@ from mis_ext.rollout.conversations.boundary import BoundaryKind
 from mis_ext.rollout.conversations.prefix_tree import KnownCall, Place, find_mismatch
 from mis_ext.rollout.conversations.rewriting import Turn, align, marks_of
 from mis_ext.rollout.generation import Generation, Tokenizer
-from mis_ext.rollout.token_bytes import token_bytes_of
+from mis_ext.rollout.vocabulary import token_bytes_of
 
 
 class Comparison(NamedTuple):

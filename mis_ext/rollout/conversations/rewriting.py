@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.boundary import BoundaryKind
 from mis_ext.rollout.generation import REPLACEMENT, Tokenizer
-from mis_ext.rollout.token_bytes import token_bytes_of
+from mis_ext.rollout.vocabulary import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
 _PIECE = re.compile(rf"(?P<space>\s+)|(?P<tag>{_TAG.pattern})|[^\s<{{\[]+|.", re.DOTALL)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, cast
 
-from mis_ext.rollout.definitions.definition import Speculation, define_log_probs
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.definition import SamplingParameters, Speculation, define_log_probs
 from mis_ext.validation import check_known, check_number
 
 KEY = "on_policy_tokens"

@@ -19,7 +19,7 @@ from mis_ext.rollout.generation import (
 )
 from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, open_choice, settle
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
-from mis_ext.rollout.token_bytes import token_bytes_of
+from mis_ext.rollout.vocabulary import token_bytes_of
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from mis_ext.rollout.conversations.boundary import Boundary
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.prefix_tree import find_mismatch
-from mis_ext.rollout.token_bytes import BYTE_LEVEL_ALPHABET, TokenBytes
+from mis_ext.rollout.vocabulary import BYTE_LEVEL_ALPHABET, TokenBytes
 
 TEXT = "a naïve 天気, Погода 🙂👩‍🚀\n\n  <think>x</think><|im_end|>"
 

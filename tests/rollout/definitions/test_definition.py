@@ -6,9 +6,8 @@ import pytest
 import torch
 from log_prob_definitions import LOGITS, NUCLEUS, PROBABILITIES, define, read
 
-from mis_ext.rollout.definitions.comparable_log_probs import behavior_log_probs, trainer_log_probs
-from mis_ext.rollout.definitions.definition import Distribution, Speculation, Truncation
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.comparable_log_probs import behavior_log_probs, trainer_log_probs
+from mis_ext.rollout.definition import Distribution, SamplingParameters, Speculation, Truncation
 
 # Server, its switches, the request, what the tokens were drawn from, and what was returned.
 DEFINITIONS = {

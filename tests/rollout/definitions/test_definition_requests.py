@@ -5,7 +5,7 @@ import math
 import pytest
 from log_prob_definitions import define, read
 
-from mis_ext.rollout.definitions.definition import Speculation
+from mis_ext.rollout.definition import Speculation
 
 
 @pytest.mark.parametrize(

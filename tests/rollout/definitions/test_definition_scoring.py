@@ -6,9 +6,9 @@ import pytest
 import torch
 from log_prob_definitions import LOGITS, PROBABILITIES, define
 
-from mis_ext.rollout.definitions.comparable_log_probs import kept_mask, trainer_log_probs
-from mis_ext.rollout.definitions.definition import Distribution, Truncation
-from mis_ext.rollout.definitions.vocabulary import check_vocabulary, padded_vocab_size, padding_log_mass
+from mis_ext.rollout.comparable_log_probs import kept_mask, padding_log_mass, trainer_log_probs
+from mis_ext.rollout.definition import Distribution, Truncation
+from mis_ext.rollout.vocabulary import check_vocabulary, padded_vocab_size
 
 
 def score(token_ids, distribution, logits=LOGITS, **kwargs) -> list[float]:

@@ -19,9 +19,8 @@ if importlib.util.find_spec("sglang") is None:
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from mis_ext.rollout.definitions.comparable_log_probs import behavior_log_probs, kept_mask, trainer_log_probs
-from mis_ext.rollout.definitions.definition import Distribution, define_log_probs
-from mis_ext.rollout.definitions.sampling_parameters import SamplingParameters
+from mis_ext.rollout.comparable_log_probs import behavior_log_probs, kept_mask, trainer_log_probs
+from mis_ext.rollout.definition import Distribution, SamplingParameters, define_log_probs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.rollout.definitions.definition import Distribution, LogProbDefinition, Truncation
+from mis_ext.rollout.definition import Distribution, LogProbDefinition, Truncation
 
 _MASS_OF_NOTHING = 1e-6
 
@@ -70,7 +70,13 @@ def trainer_log_probs(
         if kept_ids is None:
             kept_TV = kept_mask(scaled_TV.detach().softmax(-1), distribution.truncation)
         else:
-            kept_TV = _listed(scaled_TV, kept_ids)
+            if len(kept_ids) != len(scaled_TV):
+                raise ValueError(f"logits of {len(scaled_TV)} positions and {len(kept_ids)} lists of kept ids")
+            kept_TV = torch.zeros_like(scaled_TV, dtype=torch.bool)
+            for row_V, ids in zip(kept_TV, kept_ids, strict=True):
+                if not ids or not 0 <= min(ids) <= max(ids) < len(row_V):
+                    raise ValueError(f"kept ids must be at least one, from 0 to {len(row_V) - 1}, got {list(ids)[:8]}")
+                row_V[list(ids)] = True
         scaled_TV = scaled_TV.masked_fill(~kept_TV, -torch.inf)
         outside_T = ~kept_TV.gather(1, ids_T[:, None])[:, 0]
     # log softmax((logits + bias) / temperature) over the kept tokens.
@@ -115,11 +121,10 @@ def behavior_log_probs(
     num_unproven = num_outside = 0
     for log_prob, top in zip(log_probs, top_log_probs, strict=True):
         kept = kept_of_list(top, truncation)
-        if kept is None:
-            num_unproven += 1
-            result.append(None)
-        elif log_prob < kept[-1]:
-            num_outside += 1
+        is_outside = kept is not None and log_prob < kept[-1]
+        num_unproven += kept is None
+        num_outside += is_outside
+        if kept is None or is_outside:
             result.append(None)
         else:
             # log p - log(mass of the kept tokens)
@@ -143,21 +148,10 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
         raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, legal are 0 to {size - 1}")
 
 
-def _listed(scaled_TV: Tensor, kept_ids: Sequence[Sequence[int]]) -> Tensor:
-    if len(kept_ids) != len(scaled_TV):
-        raise ValueError(f"logits of {len(scaled_TV)} positions and {len(kept_ids)} lists of kept ids")
-    kept_TV = torch.zeros_like(scaled_TV, dtype=torch.bool)
-    for row_V, ids in zip(kept_TV, kept_ids, strict=True):
-        if not ids or not 0 <= min(ids) <= max(ids) < len(row_V):
-            raise ValueError(f"kept ids must be at least one, from 0 to {len(row_V) - 1}, got {list(ids)[:8]}")
-        row_V[list(ids)] = True
-    return kept_TV
-
-
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
     """``[T, V]``, bool: the tokens that are kept, of probabilities before truncation."""
     sorted_TV, order_TV = probabilities_TV.sort(dim=-1, descending=True, stable=True)
-    num_kept_T = _num_kept(sorted_TV, truncation)
+    _, num_kept_T = _cuts(sorted_TV, truncation)
     rank_V = torch.arange(sorted_TV.shape[1], device=sorted_TV.device)
     return torch.zeros_like(sorted_TV, dtype=torch.bool).scatter(1, order_TV, rank_V < num_kept_T[:, None])
 
@@ -172,51 +166,49 @@ def kept_of_list(top: Sequence[float], truncation: Truncation) -> list[float] | 
     if not ordered:
         return None
     probabilities = torch.tensor([ordered], dtype=torch.float64).exp()
-    num_kept = int(_num_kept(probabilities, truncation))
-    cuts = [num_kept]
-    if truncation.top_p < 1.0 and truncation.mass_of != "all":
-        cuts.append(int(_num_before_top_p(probabilities, truncation)))
+    cuts = [int(cut) for cut in _cuts(probabilities, truncation)]
     # A cut is proven by the token behind it, or by being the k-th.
     is_whole = probabilities.sum().item() > 1 - _MASS_OF_NOTHING
     k = truncation.top_k if truncation.keeps_ties == "none" else None
-    return ordered[:num_kept] if is_whole or all(cut < len(ordered) or cut == k for cut in cuts) else None
+    return ordered[: cuts[-1]] if is_whole or all(cut < len(ordered) or cut == k for cut in cuts) else None
 
 
-def _num_kept(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
-    """``[T]``: how many tokens are kept, from probabilities in descending order; at least one."""
-    num_kept_T = torch.minimum(_num_in_top_k(sorted_TV, truncation), _num_in_min_p(sorted_TV, truncation))
-    if truncation.top_p < 1.0:
-        before_TV = sorted_TV.cumsum(-1) - sorted_TV
-        # top_p is a share of the whole mass, or of the mass of what the filters before it keep.
-        mass_T1: Tensor | float = 1.0
-        if truncation.mass_of != "all":
-            mass_T1 = sorted_TV.cumsum(-1).gather(1, _num_before_top_p(sorted_TV, truncation)[:, None] - 1)
-        limit_T1 = truncation.top_p * mass_T1
-        is_kept_TV = before_TV <= limit_T1 if truncation.keeps_next else before_TV < limit_T1
-        num_in_top_p_T = is_kept_TV.sum(-1)
-        if truncation.keeps_ties == "all":
-            num_in_top_p_T = _num_with_ties(sorted_TV, num_in_top_p_T)
-        num_kept_T = torch.minimum(num_kept_T, num_in_top_p_T)
-    return num_kept_T
+def _cuts(sorted_TV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
+    """``[T]`` twice, of probabilities in descending order: how many decide, and how many are kept, at least one.
 
+    Those that decide pass the filters before top-p; where top-p does not depend on these they are the kept ones.
+    """
 
-def _num_in_top_k(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
+    def with_ties(num_T: Tensor) -> Tensor:
+        return (sorted_TV >= sorted_TV.gather(1, num_T[:, None] - 1)).sum(-1)
+
     width = sorted_TV.shape[1]
     k = width if truncation.top_k is None else min(truncation.top_k, width)
-    num_T = torch.full((len(sorted_TV),), k, device=sorted_TV.device)
-    return num_T if truncation.keeps_ties == "none" else _num_with_ties(sorted_TV, num_T)
+    in_top_k_T = torch.full((len(sorted_TV),), k, device=sorted_TV.device)
+    if truncation.keeps_ties != "none":
+        in_top_k_T = with_ties(in_top_k_T)
+    kept_T = torch.minimum(in_top_k_T, (sorted_TV >= truncation.min_p * sorted_TV[:, :1]).sum(-1))
+    if truncation.top_p == 1.0:
+        return kept_T, kept_T
+    # top_p is a share of the whole mass, or of the mass of what the filters before it keep.
+    filtered_T = in_top_k_T if truncation.mass_of == "top_k" else kept_T
+    sum_TV = sorted_TV.cumsum(-1)
+    limit_T1 = truncation.top_p * (1.0 if truncation.mass_of == "all" else sum_TV.gather(1, filtered_T[:, None] - 1))
+    before_TV = sum_TV - sorted_TV
+    in_top_p_T = (before_TV <= limit_T1 if truncation.keeps_next else before_TV < limit_T1).sum(-1)
+    if truncation.keeps_ties == "all":
+        in_top_p_T = with_ties(in_top_p_T)
+    kept_T = torch.minimum(kept_T, in_top_p_T)
+    return kept_T if truncation.mass_of == "all" else filtered_T, kept_T
 
 
-def _num_with_ties(sorted_TV: Tensor, num_T: Tensor) -> Tensor:
-    """``[T]``: as many tokens and those that are as probable as the last of them."""
-    return (sorted_TV >= sorted_TV.gather(1, num_T[:, None] - 1)).sum(-1)
+def padding_log_mass(logits_TV: Tensor, vocab_size: int, *, temperature: float = 1.0) -> Tensor:
+    """``[T]``, at least 0: by how much the trainer's log-probs are too low because of the padding columns.
 
-
-def _num_in_min_p(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
-    return (sorted_TV >= truncation.min_p * sorted_TV[:, :1]).sum(-1)
-
-
-def _num_before_top_p(sorted_TV: Tensor, truncation: Truncation) -> Tensor:
-    """``[T]``: how many tokens pass the filters that come before top-p."""
-    num_T = _num_in_top_k(sorted_TV, truncation)
-    return num_T if truncation.mass_of == "top_k" else torch.minimum(num_T, _num_in_min_p(sorted_TV, truncation))
+    Args:
+        logits_TV: ``[T, V]``, the trainer's logits, padding columns included.
+        vocab_size: The model's vocabulary; later columns are padding.
+        temperature: What the trainer divides its logits by.
+    """
+    scaled_TV = logits_TV.double() / temperature
+    return scaled_TV.logsumexp(-1) - scaled_TV[:, :vocab_size].logsumexp(-1)
