@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import takewhile
 
 from mis_ext.rollout.generation import REPLACEMENT, Generation, Tokenizer
 
@@ -141,112 +143,91 @@ def detect_post_processing(
         raise TypeError(f"response_text must be a str, got {type(response_text).__name__}")
     kinds = PostProcessingKind
     plain = []
-    for decoding in decodings(generation, tokenizer, skips_special=False):
+    for decoding in _decodings(generation, tokenizer, skips_special=False):
         if response_text == decoding.text:
             return PostProcessing(kind=kinds.EXACT, detail="the text is that of the sampled tokens")
-        plain.append(decoding)
-    endings = [Endings(decoding, generation, tokenizer, stop) for decoding in plain]
-    for ending in endings:
-        if response_text in ending.trimmed:
-            detail = f"the text ends before or with {ending.trimmed[response_text]}, the sampled tokens go on"
+        plain.append((decoding, _trimmed(decoding, generation, tokenizer, stop)))
+    for _, trimmed in plain:
+        if response_text in trimmed:
+            detail = f"the text ends before or with {trimmed[response_text]}, the sampled tokens go on"
             return PostProcessing(kind=kinds.STOP_TRIMMED, detail=detail)
-    stripped = decodings(generation, tokenizer, skips_special=True)
-    for ending in [Endings(decoding, generation, tokenizer, stop) for decoding in stripped]:
-        if response_text in (ending.decoding.text, *ending.trimmed):
+    stripped = []
+    for decoding in _decodings(generation, tokenizer, skips_special=True):
+        stripped.append((decoding, _trimmed(decoding, generation, tokenizer, stop)))
+        if response_text in (decoding.text, *stripped[-1][1]):
             return PostProcessing(kind=kinds.SPECIAL_TOKENS_STRIPPED, detail="special tokens are not in the text")
-        endings.append(ending)
-    return _classify_change(response_text, endings, tokenizer)
+    whole = [decoding for decoding, _ in (*plain, *stripped)]
+    # The texts that something may have been added to, or removed from.
+    bodies = {body for decoding, trimmed in (*plain, *stripped) for body in (decoding.text, *trimmed)}
+    cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+    kind, detail, kept = _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True), cleans_up)
+    num_kept, lost_text = kept or (None, "")
+    return PostProcessing(kind=kind, detail=detail, num_kept=num_kept, lost_text=lost_text)
 
 
-def _classify_change(text: str, endings: Sequence[Endings], tokenizer: Tokenizer) -> PostProcessing:
+def _classify_change(
+    text: str, whole: Sequence[_Decoding], bodies: Sequence[str], cleans_up: bool
+) -> tuple[PostProcessingKind, str, tuple[int, str] | None]:
+    """The class, what differs, and of a text that was cut the whole tokens in it and the text behind these."""
     kinds = PostProcessingKind
-    whole = [ending.decoding for ending in endings]
-    bodies = sorted({body for ending in endings for body in ending.bodies}, key=len, reverse=True)
     # Servers that decode while they sample hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
     if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
         detail = "the text differs only where bytes are no whole character: the decoder leaves such out, or an agent"
-        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
-    begins = [(decoding, shown) for decoding in whole for shown in (decoding.text, decoding.whole_text)]
-    cut = next(((decoding, shown) for decoding, shown in begins if shown.startswith(text)), None)
+        return kinds.UNDECIDABLE, detail, None
+    begins = ((decoding, sampled) for decoding in whole for sampled in (decoding.text, decoding.whole_text))
+    cut = next(((decoding, sampled) for decoding, sampled in begins if sampled.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
     if cut and text.endswith(REPLACEMENT):
         detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
-        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
+        return kinds.UNDECIDABLE, detail, None
     if cut and removed:
-        detail = f"{_show(text)} is both how the sampled text begins and how it ends"
-        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
+        return kinds.UNDECIDABLE, f"{_show(text)} is both how the sampled text begins and how it ends", None
     if cut:
-        return _cut_at_token(text, *cut)
+        decoding, sampled = cut
+        num_kept, inside = decoding.tokens_within(text)
+        end, lost = text if len(text) <= 40 else f"…{text[-40:]}", text[len(inside) :]
+        detail = f"the text was cut after {end!r}; {_show(sampled[len(text) :])} was sampled after it"
+        if lost:
+            detail += f"; the cut is inside token {num_kept}, of which {_show(lost)} was kept"
+        return kinds.PREFIX_TRUNCATED, detail, (num_kept, lost)
     if removed:
-        lost = removed[: len(removed) - len(text)]
-        return PostProcessing(kind=kinds.PREFIX_REMOVED, detail=f"the text lacks its beginning {_show(lost)}")
+        return kinds.PREFIX_REMOVED, f"the text lacks its beginning {_show(removed.removesuffix(text))}", None
     for body in bodies:
         if text.startswith(body):
-            return PostProcessing(kind=kinds.SUFFIX_ADDED, detail=f"{_show(text[len(body) :])} was not sampled")
-    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+            return kinds.SUFFIX_ADDED, f"{_show(text[len(body) :])} was not sampled", None
     if cleans_up and any("".join(text.split()) == "".join(body.split()) for body in bodies):
-        detail = "the text differs only in spaces: the decoder cleans such up, or an agent did"
-        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
-    return PostProcessing(kind=kinds.EDITED, detail=_first_difference(text, [decoding.text for decoding in whole]))
-
-
-def _cut_at_token(text: str, decoding: Decoding, sampled: str) -> PostProcessing:
-    num_kept, inside = decoding.tokens_within(text)
-    end = text if len(text) <= 40 else f"…{text[-40:]}"
-    detail = f"the text was cut after {end!r}; {_show(sampled[len(text) :])} was sampled after it"
-    lost = text[len(inside) :]
-    if lost:
-        detail += f"; the cut is inside token {num_kept}, of which {_show(lost)} was kept"
-    return PostProcessing(kind=PostProcessingKind.PREFIX_TRUNCATED, detail=detail, num_kept=num_kept, lost_text=lost)
-
-
-def _first_difference(text: str, sampled: Sequence[str]) -> str:
-    position, closest = max((_num_shared(text, candidate), candidate) for candidate in sampled)
-    return (
-        f"the first difference is at character {position}: {_show(closest[position:])} was sampled, the text has "
-        f"{_show(text[position:])}"
-    )
-
-
-def _num_shared(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return kinds.UNDECIDABLE, "the text differs only in spaces: the decoder cleans such up, or an agent did", None
+    num_equal = ((sum(takewhile(bool, map(operator.eq, text, each.text))), each.text) for each in whole)
+    position, closest = max(num_equal)
+    shown_there = f"{_show(closest[position:])} was sampled, the text has {_show(text[position:])}"
+    return kinds.EDITED, f"the first difference is at character {position}: {shown_there}", None
 
 
 def _show(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
-_CONTEXT_LENGTH = 8
-_LONGEST_CHARACTER = 4
-
-
-class Decoding:
+class _Decoding:
     """Sampled tokens as text, in one of the ways in which servers decode.
 
-    Args:
-        generation: What was sampled.
-        tokenizer: The server's.
-        skips_special: Whether special tokens have no text.
-        in_context: Whether the tokens are decoded behind the end of the prompt, as servers do that decode while they
-            sample: some decoders drop the space that a text begins with.
+    With ``context``, ids before the sampled ones, the tokens are decoded behind it, as servers do that decode while
+    they sample: some decoders drop the space that a text begins with.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, *, skips_special: bool, in_context: bool) -> None:
-        self.skips_special = skips_special
-        self._tokenizer = tokenizer
-        self._ids = generation.sampled_ids
-        self.num_tokens = len(self._ids)
-        self._context = [*generation.prompt_ids[-_CONTEXT_LENGTH:]] if in_context else []
-        self._context_text = self._decode(self._context) if self._context else ""
-        decoded = self._decode([*self._context, *self._ids])
+    def __init__(self, ids: list[int], tokenizer: Tokenizer, *, skips_special: bool, context: Sequence[int]) -> None:
+        self._tokenizer, self._skips_special = tokenizer, skips_special
+        self._ids, self._context = ids, [*context]
+        self.num_tokens = len(ids)
+        self._context_text = self._decode(self._context)
+        decoded = self._decode([*self._context, *ids])
         self.is_possible = decoded.startswith(self._context_text)
         self.text = decoded[len(self._context_text) :]
 
     @cached_property
     def whole_text(self) -> str:
         """The text without a last character that was cut."""
-        return self.first_whole(self.num_tokens)
+        return self._first_whole(self.num_tokens)
 
     def first(self, num_tokens: int) -> str:
         """The text of the first ``num_tokens`` sampled tokens."""
@@ -254,60 +235,48 @@ class Decoding:
             return self.text
         return self._decode([*self._context, *self._ids[:num_tokens]])[len(self._context_text) :]
 
-    def first_whole(self, num_tokens: int) -> str:
-        """The text of the first ``num_tokens`` sampled tokens, or of up to three fewer so that no character is cut."""
-        texts = (self.first(n) for n in range(num_tokens, max(num_tokens - _LONGEST_CHARACTER, -1), -1))
-        return next((text for text in texts if not text.endswith(REPLACEMENT)), self.first(num_tokens))
-
     def tokens_within(self, text: str) -> tuple[int, str]:
         """How many of the first tokens lie within ``text``, with which the sampled text begins; and their text."""
-        enough = bisect_left(range(self.num_tokens + 1), len(text), key=lambda n: len(self.first_whole(n)))
+        enough = bisect_left(range(self.num_tokens + 1), len(text), key=lambda n: len(self._first_whole(n)))
         num_tokens = min(enough, self.num_tokens)
         while not text.startswith(inside := self.first(num_tokens)):
             num_tokens -= 1
         return num_tokens, inside
 
+    def _first_whole(self, num_tokens: int) -> str:
+        # Of up to three tokens fewer, so that no character is cut: it has at most four bytes.
+        texts = (self.first(n) for n in range(num_tokens, max(num_tokens - 4, -1), -1))
+        return next((text for text in texts if not text.endswith(REPLACEMENT)), self.first(num_tokens))
+
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self.skips_special) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special) if ids else ""
 
 
-def decodings(generation: Generation, tokenizer: Tokenizer, *, skips_special: bool) -> Iterator[Decoding]:
-    """The decodings with different texts, alone first, then in context."""
-    alone = Decoding(generation, tokenizer, skips_special=skips_special, in_context=False)
+def _decodings(generation: Generation, tokenizer: Tokenizer, *, skips_special: bool) -> Iterator[_Decoding]:
+    """The decodings with different texts, alone first, then behind the end of the prompt."""
+    alone = _Decoding(generation.sampled_ids, tokenizer, skips_special=skips_special, context=())
     yield alone
-    behind = Decoding(generation, tokenizer, skips_special=skips_special, in_context=True)
+    context = generation.prompt_ids[-8:]
+    behind = _Decoding(generation.sampled_ids, tokenizer, skips_special=skips_special, context=context)
     if behind.is_possible and behind.text != alone.text:
         yield behind
 
 
-class Endings:
-    """What a decoding's text is without the end that a server leaves out.
-
-    Args:
-        decoding: The text of all sampled tokens.
-        generation: What was sampled.
-        tokenizer: The server's.
-        stop: Stop strings of the request, where the server does not say which one matched.
-    """
-
-    def __init__(self, decoding: Decoding, generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self.decoding = decoding
-        self.trimmed: dict[str, str] = {}
-        """Text that the server may have returned: what it ends at."""
-        self.bodies = {decoding.text}
-        """The texts that something may have been added to, or removed from."""
-        if generation.finish_reason == "length" or not generation.sampled_ids:
-            return
-        last, match = generation.sampled_ids[-1], generation.stop_match
-        without_last = decoding.first(decoding.num_tokens - 1)
-        texts = [tokenizer.decode([last], skip_special_tokens=skips) for skips in (False, True)]
-        is_special = match is None and texts[0] != "" and texts[1] == ""
-        if match == last or is_special:
-            self.trimmed[without_last] = f"the end token {last}"
-        for string in [match] if isinstance(match, str) else (stop if match is None else ()):
-            position = decoding.text.find(string)
-            # The server stops at the token that completes it.
-            if position >= 0 and string not in without_last:
-                for end in (position, position + len(string)):
-                    self.trimmed[decoding.text[:end]] = f"the stop string {string!r}"
-        self.bodies.update(self.trimmed)
+def _trimmed(decoding: _Decoding, generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> dict[str, str]:
+    """The texts that a server may have returned without the end, and what each of them ends at."""
+    if generation.finish_reason == "length" or not generation.sampled_ids:
+        return {}
+    trimmed = {}
+    last, match = generation.sampled_ids[-1], generation.stop_match
+    without_last = decoding.first(decoding.num_tokens - 1)
+    shown, stripped = (tokenizer.decode([last], skip_special_tokens=skips) for skips in (False, True))
+    is_special = match is None and shown != "" and stripped == ""
+    if match == last or is_special:
+        trimmed[without_last] = f"the end token {last}"
+    for string in [match] if isinstance(match, str) else (stop if match is None else ()):
+        position = decoding.text.find(string)
+        # The server stops at the token that completes it.
+        if position >= 0 and string not in without_last:
+            for end in (position, position + len(string)):
+                trimmed[decoding.text[:end]] = f"the stop string {string!r}"
+    return trimmed

@@ -1,1 +1,0 @@
-"""Logs of calls: what is in them, checked conversation by conversation."""
