@@ -12,8 +12,8 @@ from streamed import Event, chunked, counted, generate_events, lines_of, of_sgla
 from truth import versions_of
 
 from mis_ext.rollout.generation import Generation
-from mis_ext.rollout.logs.rollout_log import READERS
 from mis_ext.rollout.readers.server_sent_events import join_stream
+from mis_ext.rollout.rollout_log import READERS
 
 FORMATS = ("sglang", "sglang-chat", "vllm", "vllm-chat", "vllm-completions")
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}

@@ -16,8 +16,8 @@ from mis_ext.tools.cli.command import Result, bytes_bars, grid, require
 
 if TYPE_CHECKING:
     from mis_ext.rollout.generation import Tokenizer
-    from mis_ext.rollout.logs.conversation_report import ConversationCheck
-    from mis_ext.rollout.logs.rollout_log import LoggedCall
+    from mis_ext.rollout.log_report import ConversationCheck
+    from mis_ext.rollout.rollout_log import LoggedCall
 
 _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
@@ -77,8 +77,8 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.logs.conversation_report import LogReport
-    from mis_ext.rollout.logs.rollout_log import RolloutLog
+    from mis_ext.rollout.log_report import LogReport
+    from mis_ext.rollout.rollout_log import RolloutLog
 
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
 def _check_one(
     parsed: argparse.Namespace, tokenizer: Tokenizer | None, calls: Iterator[LoggedCall]
 ) -> ConversationCheck:
-    from mis_ext.rollout.logs.conversation_report import REASONING, check_conversation
+    from mis_ext.rollout.log_report import REASONING, check_conversation
 
     opening, closing = parsed.reasoning or REASONING
     return check_conversation(
@@ -141,7 +141,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print a report of :class:`~mis_ext.rollout.logs.conversation_report.LogReport`: verdict, counts and tables."""
+    """Print a report of :class:`~mis_ext.rollout.log_report.LogReport`: verdict, counts and tables."""
     from rich.console import Console
     from rich.text import Text
 

@@ -58,7 +58,7 @@ def test_a_pipe_is_read(tmp_path) -> None:
 
 
 def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
-    from mis_ext.rollout.logs.rollout_log import RolloutLog
+    from mis_ext.rollout.rollout_log import RolloutLog
 
     path = write(tmp_path, *every_case())
     with RolloutLog([path]) as log:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from responses import recorded, vllm_chat, vllm_completions
 from searching import searching
 
-from mis_ext.rollout.logs import rollout_log
-from mis_ext.rollout.logs.rollout_log import LogLineError, parse_line
+from mis_ext.rollout import rollout_log
+from mis_ext.rollout.rollout_log import LogLineError, parse_line
 
 GENUINE = [recorded(name) for name in ("generate_length", "generate_two", "chat_two", "completions_token_ids")]
 EXCHANGES = [*GENUINE, vllm_chat(), vllm_completions()]

@@ -14,9 +14,9 @@ from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 from mis_ext.rollout import SamplingParameters, define_log_probs, tell_logprobs_mode
 from mis_ext.rollout.generation import AbortedRequest, Contradiction, CountMismatch, LogProbError, MalformedResponse
-from mis_ext.rollout.logs.rollout_log import READERS, parse_line
 from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import read_vllm_chat, read_vllm_completions, read_vllm_generate
+from mis_ext.rollout.rollout_log import READERS, parse_line
 
 FOLDER = Path(__file__).parents[2] / "data" / "rollout_responses" / "vllm"
 READ = {"generate": read_vllm_generate, "chat": read_vllm_chat, "completions": read_vllm_completions}
