@@ -68,7 +68,7 @@ class Call(NamedTuple):
     @property
     def aborted(self) -> bool:
         """Whether the server gave the request up."""
-        return _was_aborted({"meta_info": self.meta_info})
+        return _was_aborted(self.meta_info)
 
 
 class Ended(NamedTuple):
@@ -158,7 +158,7 @@ class Episode:
         try:
             generation = read_sglang_generate(request, response, request_id=request_id)
         except AbortedRequest:
-            if not _was_aborted(response):
+            if not _was_aborted(response.get("meta_info") or {}):
                 raise
             generation = _read_aborted(request, response, request_id)
         if generation.text is None:
@@ -166,28 +166,23 @@ class Episode:
         return Call(generation, generation.text, response["meta_info"], observation)
 
 
-def _was_aborted(response: Mapping[str, Any]) -> bool:
+def _was_aborted(meta_info: Mapping[str, Any]) -> bool:
     """Whether a request that was being sampled, or waited for it, was given up; an error of the server is none."""
-    reason = (response.get("meta_info") or {}).get("finish_reason")
+    reason = meta_info.get("finish_reason")
     return isinstance(reason, Mapping) and reason.get("type") == "abort"
 
 
 def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], request_id: str) -> Generation:
     """What was sampled until the abort: as good as what is sampled up to a token limit."""
-    meta_info = response["meta_info"]
+    meta_info, ids = response["meta_info"], request["input_ids"]
     length = len(meta_info.get("output_token_logprobs") or [])
     if not length:
-        ids = request["input_ids"]
         return Generation(
             request_id=request_id, prompt_ids=ids, sampled_ids=[], log_probs=[], finish_reason="length", text=""
         )
-    params = {**request["sampling_params"], "max_new_tokens": length}
     # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
-    counts = {"prompt_tokens": len(request["input_ids"])}
-    cut = {**counts, **meta_info, "finish_reason": {"type": "length", "length": length}}
-    return read_sglang_generate(
-        {**request, "sampling_params": params}, {**response, "meta_info": cut}, request_id=request_id
-    )
+    cut = {"prompt_tokens": len(ids), **meta_info, "finish_reason": {"type": "length", "length": length}}
+    return read_sglang_generate(request, {**response, "meta_info": cut}, request_id=request_id)
 
 
 def encode_prompt(

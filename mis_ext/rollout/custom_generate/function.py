@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.custom_generate.episode import Call, Ended, Episode, Observation, Turn, encode_prompt
+from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn, encode_prompt
 from mis_ext.rollout.custom_generate.framework import abort_flag, host_name, load_tokenizer
 from mis_ext.rollout.custom_generate.host_args import (
     KEY,
@@ -128,12 +128,52 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         known = len(whole.tokens) - whole.response_length
         token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
     for call in ended.calls:
-        append_observation(args, sample, call.observation)
         start = len(call.generation.prompt_ids)
-        end = start + len(call.generation.sampled_ids)
-        append_sampled(args, sample, token_ids[start:end], log_probs[start:end], call)
-    append_observation(args, sample, ended.unsent)
+        sampled = slice(start, start + len(call.generation.sampled_ids))
+        _append(args, sample, *call.observation)
+        _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], call.meta_info)
+        versions = call.generation.weight_versions
+        # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest.
+        if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
+            sample.weight_versions[-1:] = dict.fromkeys(versions)
+    _append(args, sample, *ended.unsent)
     _count(sample, **built.metrics())
+
+
+def _append(
+    args: Any,
+    sample: Any,
+    text: str,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float] = (),
+    meta_info: Mapping[str, Any] | None = None,
+) -> None:
+    """Append tokens to the host's sample: those of a response, or without its ``meta_info`` those that nobody sampled.
+
+    The host's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
+    """
+    if meta_info is None and not token_ids:
+        return
+    if hasattr(sample, "append_response_tokens"):
+        sampled = {} if meta_info is None else {"log_probs": list(log_probs), "meta_info": dict(meta_info)}
+        trainable = meta_info is not None
+        sample.append_response_tokens(args, tokens=list(token_ids), trainable=trainable, text=text, **sampled)
+        return
+    # A resumed sample may have no mask, which means all ones.
+    loss_mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    sample.tokens = [*sample.tokens, *token_ids]
+    sample.response += text
+    sample.response_length += len(token_ids)
+    sample.loss_mask = [*loss_mask, *[0 if meta_info is None else 1] * len(token_ids)]
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *(log_probs or [0.0] * len(token_ids))]
+    if meta_info is not None:
+        sample.update_from_meta_info(args, dict(meta_info))
+
+
+def _count(sample: Any, **counts: int) -> None:
+    kept = sample.metadata.setdefault(KEY, {})
+    for name, count in counts.items():
+        kept[name] = kept.get(name, 0) + count
 
 
 def check_resumable(sample: Any) -> None:
@@ -143,65 +183,12 @@ def check_resumable(sample: Any) -> None:
         ValueError: The message names the field and both lengths.
     """
     length = sample.response_length
-    fields = {"rollout_log_probs": sample.rollout_log_probs, "loss_mask": sample.loss_mask, "tokens": sample.tokens}
-    if not length:
-        return
-    for name, values in fields.items():
-        # No mask means all ones; the tokens are those of the prompt too.
-        if name == "loss_mask" and values is None:
-            continue
+    # No mask means all ones; the tokens are those of the prompt too.
+    loss_mask = [1] * length if sample.loss_mask is None else sample.loss_mask
+    fields = {"rollout_log_probs": sample.rollout_log_probs, "loss_mask": loss_mask, "tokens": sample.tokens}
+    for name, values in fields.items() if length else ():
         found = len(values or [])
         if found < length or (found > length and name != "tokens"):
             raise ValueError(
                 f"sample {sample.index} is to be resumed: its {name} have {found} entries, its response {length}"
             )
-
-
-def append_sampled(args: Any, sample: Any, token_ids: Sequence[int], log_probs: Sequence[float], call: Call) -> None:
-    """Append the tokens that one request sampled to the host's sample, with their log-probs and a loss mask of 1.
-
-    The host's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
-    """
-    if hasattr(sample, "append_response_tokens"):
-        sample.append_response_tokens(
-            args,
-            tokens=list(token_ids),
-            log_probs=list(log_probs),
-            trainable=True,
-            meta_info=dict(call.meta_info),
-            text=call.text,
-        )
-    else:
-        _extend(sample, token_ids, log_probs, 1, call.text)
-        sample.update_from_meta_info(args, dict(call.meta_info))
-    versions = call.generation.weight_versions
-    # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest of all.
-    if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
-        sample.weight_versions[-1:] = dict.fromkeys(versions)
-
-
-def append_observation(args: Any, sample: Any, observation: Observation) -> None:
-    """Append tokens that nobody sampled to the host's sample, if there are any: a loss mask of 0, log-probs of 0."""
-    text, token_ids = observation
-    if not token_ids:
-        return
-    if hasattr(sample, "append_response_tokens"):
-        sample.append_response_tokens(args, tokens=list(token_ids), trainable=False, text=text)
-        return
-    _extend(sample, token_ids, [0.0] * len(token_ids), 0, text)
-
-
-def _extend(sample: Any, token_ids: Sequence[int], log_probs: Sequence[float], mask: int, text: str) -> None:
-    # A resumed sample may have no mask, which means all ones.
-    loss_mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    sample.tokens = [*sample.tokens, *token_ids]
-    sample.response += text
-    sample.response_length += len(token_ids)
-    sample.loss_mask = [*loss_mask, *[mask] * len(token_ids)]
-    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *log_probs]
-
-
-def _count(sample: Any, **counts: Any) -> None:
-    kept = sample.metadata.setdefault(KEY, {})
-    for name, count in counts.items():
-        kept[name] = kept.get(name, 0) + count

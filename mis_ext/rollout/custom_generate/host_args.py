@@ -124,35 +124,29 @@ def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, A
     Raises:
         ValueError: The sample may be of several datasets, whose options differ.
     """
-    options = dict(getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {})
     tools = sample.metadata.get("tools")
-    return options if tools is None else {**options, "tools": tools}
+    options = getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {}
+    return dict(options) if tools is None else {**options, "tools": tools}
 
 
 def _host_options(args: Any, sample: Any, evaluation: bool) -> Mapping[str, Any] | None:
     general: Mapping[str, Any] | None = getattr(args, "apply_chat_template_kwargs", None)
-    datasets = getattr(args, "eval_datasets", None) if evaluation else None
-    # A sample does not name its dataset, but has what the dataset puts into it.
-    found: dict[str, Mapping[str, Any] | None] = {}
-    for dataset in datasets or ():
-        if _is_of(sample, dataset):
+    # A sample does not name its dataset, but has what the host puts into each sample of it.
+    found: list[tuple[str, Mapping[str, Any] | None]] = []
+    for dataset in (getattr(args, "eval_datasets", None) or ()) if evaluation else ():
+        function = getattr(dataset, "custom_generate_function_path", None)
+        has_metadata = dataset.inject_metadata(sample.metadata) == sample.metadata
+        if has_metadata and function == getattr(sample, "generate_function_path", None):
             own = getattr(dataset, "apply_chat_template_kwargs", None)
-            found[dataset.name] = general if own is None else own
-    for name, options in found.items():
-        first, expected = next(iter(found.items()))
+            found.append((dataset.name, general if own is None else own))
+    for name, options in found:
+        first, expected = found[0]
         if options != expected:
             raise ValueError(
                 f"apply_chat_template_kwargs of the evaluation datasets {first} ({expected}) and {name} ({options}) "
                 f"differ, and sample {sample.index} may be of both: give each a metadata_overrides of its own"
             )
-    return next(iter(found.values()), general)
-
-
-def _is_of(sample: Any, dataset: Any) -> bool:
-    """Whether the sample has what the host puts into each sample of a dataset."""
-    function = getattr(dataset, "custom_generate_function_path", None)
-    metadata: bool = dataset.inject_metadata(sample.metadata) == sample.metadata
-    return metadata and function == getattr(sample, "generate_function_path", None)
+    return found[0][1] if found else general
 
 
 # slime's SGLang returns the kept ids under one of these.
@@ -176,7 +170,11 @@ def warn_of_definition(
         ValueError: A sampling parameter is out of range.
     """
     parameters = SamplingParameters.from_request(sampling_params, server="sglang")
-    speculation = _speculation(args)
+    speculation = None
+    if getattr(args, "sglang_speculative_algorithm", None):
+        flags = (f"sglang_speculative_accept_threshold_{name}" for name in ("single", "acc"))
+        single, acc = (1.0 if (value := getattr(args, flag, None)) is None else value for flag in flags)
+        speculation = Speculation(threshold_single=single, threshold_acc=acc)
     definition = define_log_probs(parameters, server="sglang", speculation=speculation)
     if definition.is_greedy:
         return
@@ -185,14 +183,6 @@ def warn_of_definition(
     is_ignored = is_ignored and any(not any(key in meta for key in _KEPT_IDS) for meta in meta_infos)
     if is_ignored or speculation is not None or not (definition.is_behavior and definition.is_comparable):
         _warn_once("; ".join(definition.explain()))
-
-
-def _speculation(args: Any) -> Speculation | None:
-    if not getattr(args, "sglang_speculative_algorithm", None):
-        return None
-    thresholds = (getattr(args, f"sglang_speculative_accept_threshold_{name}", None) for name in ("single", "acc"))
-    single, acc = (1.0 if threshold is None else threshold for threshold in thresholds)
-    return Speculation(threshold_single=single, threshold_acc=acc)
 
 
 @cache
