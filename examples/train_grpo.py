@@ -1,26 +1,107 @@
 """Train a small decoder by GRPO, with the mismatch between engine and trainer measured and corrected.
 
-The trainer is Megatron-Core, the responses come from a separate inference engine. Start it with torchrun, or use
-``run.sh`` beside this file, which also installs what is needed.
+The trainer is Megatron-Core, the responses come from a separate inference engine. ``run.sh`` beside this file installs
+what is needed and starts it. Where that is installed, ``python examples/train_grpo.py`` checks all that can be checked,
+and starts NPROC ranks (2) with the flags that the configuration needs. ``torchrun`` starts ranks with the flags given.
 """
 
-import torch.distributed as dist
-from grpo.arguments import parse_args
-from grpo.distributed import Ranks, StopRequest
-from grpo.report import refuse_to_replace
-from grpo.run import Run
-from rich.console import Console
+import logging
+import os
+import shlex
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from grpo.arguments import parse_args, parse_command_line
+from grpo.output_dir import make_output_dir
+
+# Unlike the 1 of an error that nobody expected.
+REFUSED = 2
 
 
 def main() -> None:
-    """Run on this rank; torchrun starts one process per rank."""
-    args = parse_args()
-    refuse_to_replace(args.output_dir, resume=args.resume, overwrite=args.overwrite)
+    """Check, start the ranks, or be one of them."""
+    if sys.argv[1:2] == ["--check"]:
+        parse_command_line(sys.argv[2:])
+    elif "RANK" in os.environ:
+        train(parse_args())
+    else:
+        start_ranks(sys.argv[1:])
+
+
+def start_ranks(argv: list[str]) -> None:
+    """Refuse what cannot run, once; then start torchrun on this program."""
+    config = parse_command_line(argv).custom_config_path or Path("yaml/mis.yaml")
+    from launch_flags import launch_flags
+
+    try:
+        argv = [*launch_flags(config), *argv]
+    except (OSError, TypeError, ValueError) as error:
+        refuse(error)
+    num_ranks = os.environ.get("NPROC", "2")
+    args = parse_args(argv, world_size=int(num_ranks))
+    torchrun = ["--standalone", "--nproc-per-node", num_ranks, __file__, *argv]
+    if os.environ.get("DRY_RUN"):
+        print(shlex.join(["torchrun", *torchrun]))
+        return
+    output_dir = make_output_dir(args)
+    torchrun += ["--output-dir", str(output_dir)]
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # That a rank ended is said by the rank, and by the error below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        run.run(run.parse_args(torchrun))
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode != REFUSED:
+            raise
+        with suppress(OSError):
+            # Unless it holds something.
+            output_dir.rmdir()
+        raise SystemExit(REFUSED) from None
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+
+
+def train(args: Namespace) -> None:
+    """Run on this rank."""
+    import torch.distributed as dist
+    from grpo.distributed import Ranks, StopRequest
+    from grpo.loss import load_function
+    from grpo.run import Run
+    from rich.console import Console
+
     stop = StopRequest()
     stop.install()
     ranks = Ranks.start(context_parallel_size=args.context_parallel_size, seed=args.seed)
-    Run(args, ranks, stop).execute(Console())
+    args.output_dir = ranks.broadcast(make_output_dir(args) if ranks.rank == 0 else None)
+    refusal = None
+    try:
+        for path in (args.custom_tis_function_path, args.custom_loss_function_path, args.rollout_data_postprocess_path):
+            if path is not None:
+                load_function(path)
+        run = Run(args, ranks, stop)
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        refusal = error
+    # Also those that could start end here, before they wait for the others.
+    refusals: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal, group=ranks.control_group)
+    for refusal in filter(None, refusals):
+        refuse(refusal, quietly=ranks.rank != 0)
+    run.execute(Console())
     dist.destroy_process_group()
+
+
+def refuse(error: Exception, *, quietly: bool = False) -> NoReturn:
+    """Say why it cannot run, in one line, and exit."""
+    if not quietly:
+        print("train_grpo.py:", " ".join(str(error).split()), file=sys.stderr)
+    raise SystemExit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Command line: the hosts' own flags where they have one."""
+"""Command line: the hosts' own flags where they have one.
+
+Importing it needs no package, so that a wrong command is refused before anything is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,82 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-import torch
-import yaml
-
-from .engine_settings import Scalar, parse_setting
+from .output_dir import refuse_to_replace
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and lay the custom configuration over it.
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line: with some fifty flags, the usage would push the reason off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the flags alone, with the standard library.
 
     Raises:
-        SystemExit: A flag or a combination of flags is not valid.
+        SystemExit: A flag is not valid, or the output folder holds a run that may not be replaced.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    _add_run(parser)
-    _add_rollout(parser)
-    _add_training(parser)
-    _add_evaluation(parser)
-    _add_correction(parser)
-    args = parser.parse_args(argv)
+    return _parse_flags(_parser(), argv)
+
+
+def parse_args(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> argparse.Namespace:
+    """Parse the command line and lay the custom configuration over it.
+
+    Args:
+        argv: The flags; None: of this process.
+        world_size: Number of ranks; None: as torchrun says.
+
+    Raises:
+        SystemExit: A flag or a combination of flags is not valid, or the output folder holds a run.
+    """
+    parser = _parser()
+    args = _parse_flags(parser, argv)
     args.engine_settings = _as_dict(parser, args.engine_settings)
     if args.custom_config_path is not None:
         apply_custom_config(args, args.custom_config_path)
     if args.eps_clip_high is None and getattr(args, "mis_loss_method", None) is None:
         args.eps_clip_high = 0.28
-    _check(parser, args)
+    _check(parser, args, world_size or int(os.environ.get("WORLD_SIZE", "1")))
     _set_model_defaults(parser, args)
+    return args
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="train_grpo.py",
+        description="Trains a small decoder by GRPO. The flags are the hosts' own where they have one.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_run(parser)
+    _add_rollout(parser)
+    _add_training(parser)
+    _add_evaluation(parser)
+    _add_correction(parser)
+    return parser
+
+
+def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    if args.resume and args.overwrite:
+        parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
+    for path in (args.custom_config_path, args.model):
+        if path is not None and not path.exists():
+            parser.error(f"{path} does not exist")
+    try:
+        refuse_to_replace(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
 def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What depends on whether the model is pretrained."""
+    import torch
+
     random = {"task": "counting", "num_layers": 2, "hidden_size": 64, "warmup_steps": 30, "lr": 1e-3, "bf16": False}
     pretrained = {"task": "arithmetic", "num_layers": None, "hidden_size": None, "warmup_steps": 0, "lr": 1e-5}
     pretrained["bf16"] = torch.cuda.is_available()
@@ -52,13 +99,20 @@ def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 def apply_custom_config(args: argparse.Namespace, path: Path) -> None:
     """Set every top-level key of a YAML file as an attribute of ``args``, over what is there, as the hosts do."""
+    import yaml
+
     for key, value in (yaml.safe_load(path.read_text()) or {}).items():
         setattr(args, key, value)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--output-dir", type=Path, default=Path("runs/grpo"), help="metrics, plot and checkpoint")
+    group.add_argument(
+        "--output-dir",
+        type=Path,
+        help="folder of metrics, plot and checkpoint. None: a new one, runs/grpo_ENGINE_NUMBER; with --resume and "
+        "--overwrite the last of these",
+    )
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument("--num-rollout", type=int, default=30, help="steps: rollouts, each followed by training")
@@ -156,25 +210,28 @@ def _add_correction(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-rollout-logprobs", action="store_true", help="the engine's log-probs as PPO denominator")
 
 
-def _setting(text: str) -> tuple[str, Scalar]:
+def _setting(text: str) -> tuple[str, object]:
+    try:
+        from .engine_settings import parse_setting
+    except ImportError:
+        # Without PyYAML, before the installation: it is read after it.
+        return text, None
     try:
         return parse_setting(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, Scalar]]) -> dict[str, Scalar]:
+def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, object]]) -> dict[str, object]:
     by_key = dict(settings)
     if len(by_key) < len(settings):
         parser.error(f"--engine-settings: a key is there twice: {', '.join(key for key, _ in settings)}")
     return by_key
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
     if args.loss_type == "policy_loss":
         _check_own_loss(parser, args)
-    if args.resume and args.overwrite:
-        parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
     if args.engine_settings and args.rollout_engine != "sglang":
         parser.error(f"--engine-settings are of --rollout-engine sglang, the engine is {args.rollout_engine}")
     if args.eval_interval is not None:
@@ -187,7 +244,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.rollout_top_p != 1 and args.rollout_engine != "sglang":
         parser.error(f"--rollout-top-p needs --rollout-engine sglang, the engine is {args.rollout_engine}")
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
-    dp_size = int(os.environ.get("WORLD_SIZE", "1")) // args.context_parallel_size
+    dp_size = world_size // args.context_parallel_size
     if num_samples % (dp_size * args.num_steps_per_rollout * args.micro_batch_size):
         parser.error(
             f"{num_samples} samples per rollout (--rollout-batch-size x --n-samples-per-prompt) do not divide into "

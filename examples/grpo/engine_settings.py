@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import yaml
+from yaml import YAMLError, safe_load
 
 Scalar = str | int | float | bool | None
 
@@ -56,8 +56,8 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     if not key.isidentifier() or not equals:
         raise ValueError(f"{text!r}: expected key=value")
     try:
-        value = yaml.safe_load(value_text)
-    except yaml.YAMLError as error:
+        value = safe_load(value_text)
+    except YAMLError as error:
         raise ValueError(f"{text!r}: the value is not YAML: {error}") from None
     if not isinstance(value, Scalar):
         raise ValueError(f"{text!r}: the value is a {type(value).__name__}, expected a number, a word, true or false")

@@ -70,19 +70,6 @@ def read_metrics(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def refuse_to_replace(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Stop the program if the folder holds the metrics of a run, and nobody said what to do with them.
-
-    Raises:
-        SystemExit: With the message.
-    """
-    if read_metrics(output_dir / "metrics.jsonl") and not (resume or overwrite):
-        raise SystemExit(
-            f"{output_dir} holds a run: go on with it (--resume), replace its metrics, plot and checkpoint "
-            "(--overwrite), or choose another folder (--output-dir)"
-        )
-
-
 def plot(rows: list[Row], path: Path) -> None:
     """Draw the five panels over the steps."""
     figure, axes = plt.subplot_mosaic("AA;BC;DE", figsize=(11, 9), layout="constrained")

@@ -29,7 +29,7 @@ MISSING = [
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
-from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, learned, on_ranks, run_program, target, train
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, learned, leave_a_run, on_ranks, target, train
 from grpo import engine_settings
 from grpo.arguments import parse_args
 from grpo.engine import Completion
@@ -241,39 +241,6 @@ def test_the_attention_backend_is_one_that_is_installed(
     assert attention_backend(head_dim=head_dim) == backend
 
 
-@pytest.mark.whole_run
-@pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh"])
-@pytest.mark.parametrize(
-    ("arguments", "switch"),
-    [
-        ([], "--use-tis"),
-        (["--custom-config-path", "yaml/metrics_only.yaml"], "--get-mismatch-metrics"),
-        (["--custom-config-path=yaml/metrics_only.yaml", "--num-rollout", "3"], "--get-mismatch-metrics"),
-    ],
-)
-def test_the_run_script_measures_or_corrects_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str], switch: str
-):
-    environment = tmp_path / "bin"
-    environment.mkdir()
-    (environment / "python").symlink_to(sys.executable)
-    (environment / "torchrun").write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" > {tmp_path}/submitted\n")
-    (environment / "torchrun").chmod(0o755)
-    (tmp_path / ".installed").touch()
-    # A link's interpreter does not know the packages of its environment.
-    packages = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    submitted = os.environ | {"VENV": str(tmp_path), "PYTHONPATH": packages}
-    subprocess.run(["bash", str(EXAMPLES / script), *arguments], env=submitted, check=True)
-    words = (tmp_path / "submitted").read_text().splitlines()
-    flags = words[words.index("examples/train_grpo.py") + 1 :]
-    assert ({"--use-tis", "--get-mismatch-metrics"} & {*flags}) == {switch}
-    monkeypatch.chdir(ROOT)
-    args = parse_args(flags)
-    assert args.custom_tis_function_path == "mis_ext.compute_mis_weights_with_cp"
-    assert args.custom_config_path.name == ("metrics_only.yaml" if arguments else "mis.yaml")
-    assert args.use_tis is (switch == "--use-tis")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_engine_reports_the_log_probs_of_its_tokens_under_the_latest_weights(dtype: torch.dtype, tolerance: float):
@@ -365,12 +332,6 @@ def test_interrupted_run_leaves_metrics_plot_and_checkpoint(interrupted: Path):
     assert (interrupted / "checkpoint.pt").exists()
 
 
-def leave_a_run(folder: Path) -> None:
-    left = {"metrics.jsonl": '{"step": 0}\n{"step": 1}\n', "metrics.png": "plot", "checkpoint.pt": "weights"}
-    for name, content in left.items():
-        (folder / name).write_text(content)
-
-
 @pytest.mark.whole_run
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
@@ -411,19 +372,6 @@ def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
     assert {"sglang", "megatron-core", "mis_ext"} < settings["versions"].keys()
     assert settings["device"]
     assert settings["ranks"] == 2
-
-
-@pytest.mark.whole_run
-@pytest.mark.filterwarnings("ignore")
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    leave_a_run(tmp_path)
-    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    with pytest.raises(SystemExit) as refused:
-        run_program("--output-dir", str(tmp_path), *SMALL_RUN)
-    for part in (str(tmp_path), "--resume", "--overwrite"):
-        assert part in str(refused.value)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == left
 
 
 def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,176 @@
+"""How a run of the example starts: with the flags that it needs, in a folder of its own, or not at all."""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, leave_a_run
+from grpo.arguments import parse_args
+from grpo.output_dir import make_output_dir
+
+SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh"])
+
+
+def start(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def before_the_installation(tmp_path: Path) -> dict[str, str]:
+    """An interpreter without packages, and an environment that is not there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nexec {Path(sys.executable).resolve()} -S "$@"\n')
+    python.chmod(0o755)
+    return {"PYTHON": str(python), "PYTHONPATH": "", "VENV": str(tmp_path / "venv")}
+
+
+@SCRIPTS
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        (["--num-rolouts", "3"], ["--num-rolouts"]),
+        (["--num-rollout", "three"], ["--num-rollout", "three"]),
+        (["--output-dir", "HOLDS_A_RUN"], ["HOLDS_A_RUN", "--resume", "--overwrite"]),
+        (["--output-dir", "HOLDS_A_RUN", "--resume", "--overwrite"], ["--resume", "--overwrite"]),
+        (["--output-dir", "EMPTY", "--resume"], ["EMPTY", "checkpoint"]),
+        (["--custom-config-path", "yaml/miss.yaml"], ["yaml/miss.yaml"]),
+        (["--model", "no/folder"], ["no/folder"]),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
+    tmp_path: Path, before_the_installation: dict[str, str], script: str, arguments: list[str], reasons: list[str]
+) -> None:
+    places = {"HOLDS_A_RUN": tmp_path / "run", "EMPTY": tmp_path / "empty"}
+    for place in places.values():
+        place.mkdir()
+    leave_a_run(places["HOLDS_A_RUN"])
+    before = content(tmp_path)
+    words = [str(places.get(word, word)) for word in ["bash", f"examples/{script}", *arguments]]
+    refused = start(words, **before_the_installation)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert all(str(places.get(reason, reason)) in line for reason in reasons)
+    assert content(tmp_path) == before
+
+
+@SCRIPTS
+def test_help_installs_nothing(before_the_installation: dict[str, str], script: str) -> None:
+    # What a flag of YAML values is, only PyYAML can tell: nothing is refused without it.
+    flags = ["--engine-settings", "mem_fraction_static=0.1", "--help"]
+    helped = start(["bash", f"examples/{script}", *flags], **before_the_installation)
+    assert helped.returncode == 0, helped.stderr
+    assert "--output-dir" in helped.stdout
+    assert not Path(before_the_installation["VENV"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "switch"),
+    [
+        ("run.sh", [], "--use-tis"),
+        ("run_sglang.sh", ["--custom-config-path", "yaml/metrics_only.yaml"], "--get-mismatch-metrics"),
+        ("run.sh", ["--custom-config-path=yaml/metrics_only.yaml", "--num-rollout", "3"], "--get-mismatch-metrics"),
+    ],
+)
+@pytest.mark.whole_run
+def test_a_run_measures_or_corrects_as_the_configuration_says(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str], switch: str
+) -> None:
+    shown = start(["bash", f"examples/{script}", *arguments], DRY_RUN="1", **installed)
+    assert shown.returncode == 0, shown.stderr
+    words = shown.stdout.split()
+    flags = words[words.index(str(EXAMPLES / "train_grpo.py")) + 1 :]
+    assert ({"--use-tis", "--get-mismatch-metrics"} & {*flags}) == {switch}
+    monkeypatch.chdir(ROOT)
+    args = parse_args(flags)
+    assert args.rollout_engine == ("sglang" if script == "run_sglang.sh" else "transformers")
+    assert args.custom_tis_function_path == "mis_ext.compute_mis_weights_with_cp"
+    assert args.custom_config_path.name == ("metrics_only.yaml" if arguments else "mis.yaml")
+    assert args.use_tis is (switch == "--use-tis")
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """An environment that the scripts take for one of their own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".installed").touch()
+    # A link's interpreter does not know the packages of its environment.
+    return {"VENV": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--micro-batch-size", "7"], "256 samples"),
+        (["--custom-config-path", "BROKEN"], "BROKEN"),
+    ],
+)
+def test_what_needs_packages_to_be_seen_is_refused_before_a_rank_starts(
+    installed: dict[str, str], tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("mis: {weight: [\n")
+    words = [str(broken) if word == "BROKEN" else word for word in arguments]
+    refused = start(["bash", "examples/run.sh", *words], DRY_RUN="1", **installed)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert reason.replace("BROKEN", str(broken)) in line
+
+
+def test_each_run_gets_a_folder_of_its_own_by_engine_and_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def made(engine: str, *, resume: bool = False, overwrite: bool = False, output_dir: Path | None = None) -> str:
+        args = Namespace(rollout_engine=engine, resume=resume, overwrite=overwrite, output_dir=output_dir)
+        return str(make_output_dir(args))
+
+    assert made("transformers", overwrite=True) == "runs/grpo_transformers_1"
+    assert made("sglang") == "runs/grpo_sglang_1"
+    (tmp_path / "runs" / "grpo_transformers_best").mkdir()
+    numbered = [made("transformers") for _ in range(10)]
+    assert numbered == [f"runs/grpo_transformers_{number}" for number in range(2, 12)]
+    assert made("transformers", resume=True) == numbered[-1]
+    assert made("transformers", overwrite=True) == numbered[-1]
+    assert made("sglang", overwrite=True) == "runs/grpo_sglang_1"
+    assert made("sglang", output_dir=Path("elsewhere/mine")) == "elsewhere/mine"
+    assert (tmp_path / "elsewhere" / "mine").is_dir()
+
+
+@pytest.mark.whole_run
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_second_run_leaves_the_first_as_it_is(tmp_path: Path) -> None:
+    first = tmp_path / "runs" / "grpo_transformers_1"
+    first.mkdir(parents=True)
+    leave_a_run(first)
+    before = content(first)
+    run = start([sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--num-rollout", "1"], cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert content(first) == before
+    assert "runs/grpo_transformers_2/metrics.jsonl" in run.stdout
+    assert (tmp_path / "runs" / "grpo_transformers_2" / "checkpoint.pt").exists()
+
+
+@pytest.mark.whole_run
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_what_one_rank_refuses_ends_all_in_one_line(tmp_path: Path) -> None:
+    """Only the first rank has an engine, and would wait for the second."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['sglang'] = None\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--rollout-engine", "sglang"]
+    refused = start(command, cwd=tmp_path, PYTHONPATH=paths)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "needs sglang" in line
+    assert not [*tmp_path.glob("runs/*")]
