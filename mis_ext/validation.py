@@ -68,12 +68,15 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
     raise ValueError(f"{key} must be one of {' | '.join(choices)}, got {value!a}{did_you_mean(value, choices)}")
 
 
-def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keys outside ``known``; a misspelling gets the nearest known key."""
+def check_known(
+    where: str, keys: Iterable[str], known: Collection[str], *, meant: Mapping[str, str] | None = None
+) -> None:
+    """Refuse keys outside ``known``; one of ``meant`` gets what it stands for, a misspelling the nearest known key."""
     unknown = [key for key in keys if key not in known]
     if unknown:
+        meant = meant or {}
         # In ASCII: a Cyrillic letter would look like the one that is meant.
-        hints = "; ".join(f"{key!a}{did_you_mean(key, known)}" for key in unknown)
+        hints = "; ".join(f"{key!a}{did_you_mean(meant.get(key, key), known)}" for key in unknown)
         raise ValueError(f"unknown {where}: {hints}. Known: {', '.join(sorted(known))}")
 
 
@@ -97,8 +100,18 @@ def check_list(key: str, value: Any) -> list[Any]:
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
     """A suggestion to append to an error message, or nothing."""
-    near = difflib.get_close_matches(str(value).casefold(), list(choices), n=1)
+    said = str(value).casefold()
+    # The beginning of a name, by whole words, is nearer than a name of few letters.
+    near = [choice for choice in choices if choice.startswith(f"{said}_")] or difflib.get_close_matches(
+        said, list(choices), n=1
+    )
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def nearest(value: Any, choices: Iterable[str]) -> str:
+    """Three of many ``choices``, for an error message: those that ``value`` is most like."""
+    near = difflib.get_close_matches(str(value).casefold(), list(dict.fromkeys(choices)), n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(near)}"
 
 
 def _yaml_hint(value: Any) -> str:

@@ -50,6 +50,17 @@ _INSTEAD_OF_NULL = {
     "rs_level": "use_rs: false for no gate",
 }
 
+_OTHER_WORDS = {
+    f"{prefix}_{word}": f"{prefix}_{bound}"
+    for prefix in ("tis", "rs")
+    for bound, words in {
+        "upper_bound": ("cap", "max", "high", "threshold", "imp_ratio_cap", "clip_high"),
+        "lower_bound": ("min", "low", "floor"),
+    }.items()
+    for word in words
+} | {"mis_veto": "rs_veto_threshold"}
+"""What others call a key: too far from its name for a comparison of letters."""
+
 _USUAL = {"token": "0.5 and 2", "sequence": "0.5 and 2 for short responses", "geometric": "0.99 and 1.001"}
 """Bounds of a gate, by level."""
 
@@ -94,7 +105,7 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
 
 def _check_names(mapping: _Mapping) -> None:
     with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_CLIPS]
-    check_known("keys", with_prefix, FLAT_KEYS)
+    check_known("keys", with_prefix, FLAT_KEYS, meant=_OTHER_WORDS)
     known = {*READ_KEYS, *STRAY_KEYS}
     refuse_near_misses((key for key in mapping if not key.startswith(PREFIXES) and key not in known), keys=READ_KEYS)
     refuse_strays(mapping, advice=STRAY_KEYS)

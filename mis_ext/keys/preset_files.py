@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mis_ext.validation import did_you_mean
+from mis_ext.validation import nearest
 
 _FOLDER = Path(__file__).parents[1] / "_presets"
 
@@ -32,7 +32,7 @@ def preset_path(name: str) -> Path:
     """
     names = list_presets()
     if name not in names:
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+        raise ValueError(f"no preset {name!r}: {nearest(name, names)}; mis-ext presets lists all")
     return _FOLDER / f"{name}.yaml"
 
 

@@ -21,7 +21,7 @@ from mis_ext.methods import (
 )
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
-from mis_ext.validation import check_mapping, did_you_mean
+from mis_ext.validation import check_mapping, nearest
 
 _FAMILIES = (
     ppo,
@@ -50,7 +50,7 @@ def find_method(name: str) -> PublishedMethod:
         ValueError: There is no such method.
     """
     if name not in METHODS:
-        raise ValueError(f"no method {name!r}{did_you_mean(name, METHODS)}; there are {', '.join(METHODS)}")
+        raise ValueError(f"no method {name!r}: {nearest(name, METHODS)}; mis-ext methods lists all")
     return METHODS[name]
 
 

@@ -19,6 +19,9 @@ from mis_ext.methods import METHODS
 
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
+    "{use_tis: true, tis_cap: 2.0}": r"'tis_cap' \(did you mean 'tis_upper_bound'\?\)",
+    "{use_tis: true, rs_max: 2.0}": r"'rs_max' \(did you mean 'rs_upper_bound'\?\)",
+    "{use_tis: true, rs_veto: 1.0e-4}": r"'rs_veto' \(did you mean 'rs_veto_threshold'\?\)",
     "{use_tis: true, mis_metric: all}": r"mis_metric.*did you mean 'mis_metric",
     "{use_tis: true, tis_level: tokn}": r"tis_level must be one of token \| sequence .*'tokn'.*did you mean 'token'",
     "{use_tis: false, tis_level: tokn}": r"tis_level",

@@ -299,7 +299,7 @@ def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsy
     ("text", "message"),
     [
         ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo already corrects for the behavior policy"),
-        ("mis_loss_method: aipp\n", "did you mean 'aipo'"),
+        ("mis_loss_method: aipp\n", "the nearest are aipo, "),
         ("mis_loss_method: {name: aipo, high: -1.0}\n", "aipo: high must be in (0, inf), got -1.0"),
     ],
 )
@@ -322,4 +322,16 @@ def test_a_double_weight_that_a_file_only_warns_of_is_a_note(tmp_path, capsys) -
 def test_a_misspelt_name_gets_the_nearest_of_both_lists(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "dppo_tw"])
-    assert "no preset and no method 'dppo_tw' (did you mean 'dppo_tv'?)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no preset and no method 'dppo_tw': the nearest are dppo_tv, " in error
+    assert "mis-ext presets and mis-ext methods list all" in error
+
+
+def test_a_folder_or_a_file_of_a_presets_name_hides_no_preset(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = explained(capsys, "mis")
+    (tmp_path / "mis").mkdir()
+    assert explained(capsys, "mis") == preset
+    (tmp_path / "icepop").write_text("use_tis: true\n")
+    assert "MIS of tokens" not in str(explained(capsys, "./icepop"))
+    assert explained(capsys, "./icepop")["steps"] != explained(capsys, "icepop")["steps"]

@@ -1,6 +1,7 @@
 """`mis-ext report` on files of the hosts, on broken ones, and what it writes."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -268,7 +269,7 @@ def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "miss"], "did you mean 'mis'"),
+        (["--preset", "miss"], "the nearest are mis, "),
         (["--config", "nothing.yaml"], "nothing.yaml"),
         (["--worst", "-1"], "--worst"),
     ],
@@ -279,6 +280,18 @@ def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(dumps), "--out", str(tmp_path / "out"), *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_report_says_which_one_it_replaces(tmp_path, capsys) -> None:
+    dumps, out = tmp_path / "run.jsonl", tmp_path / "out"
+    dumps.write_text('{"log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n')
+    out.mkdir()
+    arguments = ["report", str(dumps), "--out", str(out), "--preset", "mis"]
+    assert main(arguments) == 0
+    assert "in the place of" not in capsys.readouterr().out
+    os.utime(out / "report.html", (0, 12 * 60 * 60))
+    assert main(arguments) == 0
+    assert "in the place of the report of 1970-01-01" in capsys.readouterr().out
 
 
 def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:

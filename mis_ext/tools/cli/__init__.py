@@ -63,7 +63,7 @@ def _run(parsed: argparse.Namespace) -> int:
     """Run a command and print its result, for people or for programs; the exit code."""
     if not parsed.json:
         # Before the work: the result is shown with it.
-        require(*parsed.shown_with, install="mis_ext[cli], or take --json")
+        require(*parsed.shown_with, to_show=True)
     result: Result = parsed.run(parsed)
     if parsed.json:
         print(json.dumps(to_jsonable(result.content), allow_nan=False))

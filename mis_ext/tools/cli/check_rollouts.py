@@ -59,12 +59,12 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
-    parser.set_defaults(run=run, shown_with=("rich",))
+    parser.set_defaults(run=run, shown_with=("rich", "msgspec"))
 
 
 def run(parsed: argparse.Namespace) -> Result:
     """Check the logs; the exit code is 0 if they passed, else 1."""
-    require("msgspec", install="mis_ext[cli]")
+    require("msgspec")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
     if parsed.reasoning is not None and "" in parsed.reasoning:
@@ -129,7 +129,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.exists():
         raise OSError(f"--tokenizer {path} does not exist")
-    require("transformers", install="transformers")
+    require("transformers")
     import transformers
 
     if path.is_dir():

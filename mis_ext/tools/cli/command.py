@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -36,54 +37,84 @@ def grid(rows: Iterable[tuple[str, str]]) -> Any:
     return grid
 
 
-def require(*modules: str, install: str) -> None:
-    """Say what to install, before any work is done.
+def require(*modules: str, to_show: bool = False) -> None:
+    """Say what to install, all at once, before any work is done.
+
+    Args:
+        *modules: Their names, which are those of their packages too.
+        to_show: Whether the command can print JSON without those that draw.
 
     Raises:
         OSError: A module is not there; the message says how to get it.
     """
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise OSError(f"needs {module}: pip install {install}") from error
+    missing = [module for module in modules if not _is_there(module)]
+    if missing:
+        instead = ", or take --json" if to_show and {*missing} <= {"rich", "matplotlib"} else ""
+        raise OSError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}{instead}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 Advance = Callable[[int], None]
 """Says how many bytes more were read."""
 
-_LARGE = 1 << 24
-"""Bytes that take seconds to read: worth a view of the progress."""
+_LARGE = 1 << 22
+"""Bytes that may take seconds to read: worth a view of the progress, or a line in a log."""
 
 
 def watch(paths: Sequence[Path], *, min_files: int = 1) -> Iterable[Path]:
     """The paths one by one; from ``min_files`` on, with a view of how many are read."""
+    size = sum(path.stat().st_size for path in paths if path.is_file())
     if find_spec("rich") is None:
+        _say("reading", size)
         return paths
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    is_quick = len(paths) < min_files
-    return track(paths, "reading", console=console, transient=True, disable=is_quick or not console.is_terminal)
+    is_hidden = len(paths) < min_files or not console.is_terminal
+    if is_hidden:
+        _say("reading", size)
+    return track(paths, "reading", console=console, transient=True, disable=is_hidden)
+
+
+def _say(title: str, size: int) -> None:
+    """One line where there is no bar to see, such as in a log."""
+    if size >= _LARGE:
+        print(f"{title} {size / 1e6:,.0f} MB", file=sys.stderr)
 
 
 @contextmanager
 def bytes_bars(*, size: int) -> Iterator[Callable[[str, int], Advance]]:
     """Bars for work on a log of ``size`` bytes: what is yielded makes one, of its title and of how many there are."""
+
+    def line(title: str, total: int) -> Advance:
+        _say(title, total)
+        return lambda num_bytes: None
+
     if find_spec("rich") is None:
-        yield lambda title, total: lambda num_bytes: None
+        yield line
         return
     from rich import progress as columns
     from rich.console import Console
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield line
+        return
     with columns.Progress(
         columns.TextColumn("{task.description}"),
         columns.BarColumn(),
         columns.DownloadColumn(),
         columns.TransferSpeedColumn(),
         columns.TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
         disable=size < _LARGE,
     ) as progress:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mis_ext.keys.presets import Spelt
     from mis_ext.tools.explain import Effect, Explanation
 
+_DEFAULT = "mis"
+"""The preset to take first."""
 _OF_WEIGHT = ("above_high", "below_low", "weight_mean")
 _NUMBERS = {
     "ess_token": "ESS of token ratios",
@@ -92,16 +94,19 @@ def _spelt(name: str) -> Spelt:
     from mis_ext.keys.preset_files import list_presets, preset_path
     from mis_ext.keys.presets import read_file, read_method
     from mis_ext.methods import METHODS
-    from mis_ext.validation import did_you_mean
+    from mis_ext.validation import nearest
 
-    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+    if Path(name).suffix in (".yaml", ".yml"):
         return read_file(name)
+    # Before the folder: one called mis would hide the preset. A file of that name is ./mis.
     if name in list_presets():
         return read_file(preset_path(name))
     if name in METHODS:
         return read_method(METHODS[name])
-    names = (*list_presets(), *METHODS)
-    raise ValueError(f"no preset and no method {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+    if Path(name).exists():
+        return read_file(name)
+    near = nearest(name, (*list_presets(), *METHODS))
+    raise ValueError(f"no file, no preset and no method {name!r}: {near}; mis-ext presets and mis-ext methods list all")
 
 
 def _show_explanation(name: str, found: Explanation) -> None:
@@ -175,7 +180,8 @@ def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "presets",
         help="the YAML files of mis_ext: what each does, and when to use it",
-        description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path.",
+        description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path: "
+        "mis-ext presets mis > mis.yaml",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
     parser.set_defaults(run=run_presets, shown_with=())
@@ -189,7 +195,8 @@ def run_presets(arguments: argparse.Namespace) -> Result:
         file = preset_text(arguments.name)
         remarks = preset_remarks(arguments.name)._asdict()
         return Result({"name": arguments.name, **remarks, "yaml": file}, lambda: print(file, end=""))
-    presets = [{"name": name, **preset_remarks(name)._asdict()} for name in list_presets()]
+    names = sorted(list_presets(), key=lambda name: name != _DEFAULT)
+    presets = [{"name": name, **preset_remarks(name)._asdict()} for name in names]
     return Result({"presets": presets}, lambda: _show_presets(presets))
 
 
@@ -200,7 +207,7 @@ def _show_presets(presets: list[dict[str, str]]) -> None:
         print(each["name"])
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
-    print("\nmis-ext presets NAME prints the file, mis-ext explain NAME its effect.")
+    print("\nmis-ext presets NAME > mis.yaml writes the file, mis-ext explain NAME says what it does.")
 
 
 def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

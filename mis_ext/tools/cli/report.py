@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"where to write; default {_OUT}. With --json nothing is written unless it is given",
+        help=f"where to write; default {_OUT}. A report that is there is replaced. With --json nothing is written "
+        "unless it is given",
     )
     parser.add_argument(
         "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
@@ -81,20 +83,34 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
     )
-    parser.set_defaults(run=run, shown_with=("rich",))
+    parser.set_defaults(run=run, shown_with=("rich", "matplotlib"))
 
 
 def run(parsed: argparse.Namespace) -> Result:
     """Make the report of the files, and write it."""
     out = _OUT if parsed.out is None and not parsed.json else parsed.out
     if out is not None:
-        require("matplotlib", install="mis_ext[report]")
+        require("matplotlib")
     report = _report(parsed)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
+    replaced = None if out is None else _date_of(out / "report.html")
     if out is not None:
         _write(report, out)
-    return Result(report.to_dict(), lambda: show(report, out or _OUT))
+
+    def show_all() -> None:
+        show(report, out or _OUT)
+        if replaced is not None:
+            print(f"  in the place of the report of {replaced}")
+
+    return Result(report.to_dict(), show_all)
+
+
+def _date_of(file: Path) -> str | None:
+    """When a file was written; None where there is none."""
+    if not file.exists():
+        return None
+    return datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
 
 
 def _report(parsed: argparse.Namespace) -> Report:

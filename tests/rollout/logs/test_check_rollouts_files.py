@@ -83,3 +83,14 @@ def test_the_progress_of_a_large_log_is_shown(tmp_path, monkeypatch, capfd) -> N
     # Bytes done of all bytes, and the time that is left.
     assert f"{size:.1f}/{size:.1f} kB" in shown
     assert "0:00:00" in shown
+
+
+def test_a_log_gets_a_line_where_a_terminal_has_a_bar(tmp_path, monkeypatch, capfd) -> None:
+    from mis_ext.tools.cli import command
+
+    path = write(tmp_path, *good())
+    report_of(path)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(command, "_LARGE", 1)
+    report_of(path)
+    assert capfd.readouterr().err == "reading 0 MB\nchecking 0 MB\n"

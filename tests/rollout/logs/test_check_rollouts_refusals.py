@@ -111,4 +111,13 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
 def test_without_a_module_the_error_says_what_to_install(tmp_path, capsys, monkeypatch, module) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     message = error_of(capsys, write(tmp_path, *good()))
-    assert f"needs {module}: pip install mis_ext[cli]" in message
+    assert f"needs {module}: pip install {module}" in message
+    # Logs are read with msgspec, whatever is printed.
+    assert ("--json" in message) == (module == "rich")
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path, capsys, monkeypatch) -> None:
+    for module in ("rich", "msgspec"):
+        monkeypatch.setitem(sys.modules, module, None)
+    message = error_of(capsys, write(tmp_path, *good()))
+    assert message.endswith("needs rich and msgspec: pip install rich msgspec\n")
