@@ -114,11 +114,12 @@ def host_flags() -> Names:
 
 
 def methods() -> Iterator[str]:
-    """Each method, and its parameters with their defaults."""
+    """Each method, and its parameters with their defaults, their words, and what is legal."""
     for name, row in mis_ext.methods.METHODS.items():
         yield name
         yield from (f"{name}: {parameter}: {value}" for parameter, value in row.defaults.items())
         for parameter, legal in row.legal.items():
+            yield f"{name}: {parameter} in {legal}"
             yield from (f"{name}: {parameter}: {word}" for word in legal.split(" | ") if re.fullmatch("[a-z_]+", word))
 
 

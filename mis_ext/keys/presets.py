@@ -19,8 +19,8 @@ from mis_ext.keys.native import NATIVE_KEY, native_keys_of
 from mis_ext.keys.preset_files import preset_path
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LOSS_KEYS, LossSettings
-from mis_ext.methods.as_correction import HookMethod, as_correction
 from mis_ext.methods.catalogue import ChosenMethod, find_method
+from mis_ext.methods.first_update import HookMethod, as_correction
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
 

@@ -16,10 +16,9 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import STATISTICS, Policy
 from mis_ext.loss.objective import Objective, bounds_of
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
-from mis_ext.methods.batch import Batch
-from mis_ext.methods.kl_terms import Penalty
+from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method
-from mis_ext.methods.reductions import Reductions
+from mis_ext.methods.parts import Penalty
 
 
 class LossTokens(NamedTuple):

@@ -9,10 +9,8 @@ from typing import Literal, NamedTuple
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
 from mis_ext.loss.settings import KlPenalty, LossSettings
-from mis_ext.methods.factors import Factor, RatioWeight
-from mis_ext.methods.kl_terms import Estimator, KlTerm
 from mis_ext.methods.method import Method
-from mis_ext.methods.surrogates import Ratio, Score
+from mis_ext.methods.parts import Estimator, Factor, KlTerm, Ratio, RatioWeight, Score
 
 LOW_VAR_CAP = 10.0
 """The hosts' bound of ``low_var_kl``, in nats."""

@@ -33,8 +33,8 @@ from mis_ext.loss.metrics import (
 )
 from mis_ext.loss.objective import Objective, objective_of
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.batch import Reductions
 from mis_ext.methods.method import graph_of
-from mis_ext.methods.reductions import Reductions
 
 Reducer = Callable[[Tensor], Tensor]
 

@@ -1,19 +1,197 @@
-"""What a method looks at: log-probs of up to four policies, advantages and masks of one call, finite everywhere."""
+"""What a method looks at, one number per token: reductions over sequences and the batch, and the tokens of one call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mis_ext.correction.collectives import Group, gather_rows, group_size, min_over_ranks, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
-from mis_ext.methods.reductions import Reductions
+from mis_ext.correction.graph_layout import GraphLayout
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.order_statistic import covering_value
+from mis_ext.correction.segments import Runs, running_sums, whole_rows
+from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
+from mis_ext.correction.token_index import to_device
+
+Over = Literal["tokens", "sequences"]
+
+WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
+"""Reductions that a token without a value makes unknown for its sequence."""
+
+
+class Reductions:
+    """Reductions over the tokens of a mask, without a loop over sequences. Each gathers one small row of all ranks.
+
+    Args:
+        layout: Where the local tokens lie, or :class:`GraphLayout` for a graph of ``torch.compile``.
+        cp_group: Ranks that hold other parts of the same sequences.
+        dp_group: Ranks that hold other sequences, without context parallelism.
+    """
+
+    def __init__(
+        self, layout: PackedLayout | GraphLayout, *, cp_group: Group | None = None, dp_group: Group | None = None
+    ) -> None:
+        if layout.is_whole != (group_size(cp_group) == 1):
+            raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
+        self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
+        self.has_other_sequences = group_size(dp_group) > 1
+        """Whether other ranks hold sequences that this one does not see."""
+
+    def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
+        """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
+        if reduce == "token":
+            return values_T
+        if reduce == "max":
+            return -self.reduce(-values_T, mask_T, "min")
+        if reduce == "min":
+            lowest_S = self._layout.reduce(torch.where(mask_T, values_T, torch.inf)[None], "min")[0]
+            return self.to_tokens(min_over_ranks(lowest_S, self._cp_group))
+        if reduce == "batch_rank_mean":
+            return self._batch_rank_mean(values_T, mask_T)
+        if reduce == "batch_mean":
+            count = self.batch_total(torch.ones_like(values_T), mask_T).clamp_min(1)
+            return (self.batch_total(values_T, mask_T) / count).expand_as(values_T)
+        masked_T = torch.where(mask_T, values_T, 0.0)
+        if reduce == "prefix":
+            return self._prefix_sum(masked_T)
+        if reduce in OF_SEGMENTS:
+            masked_R, mask_R = self._whole(masked_T, mask_T)
+            segments = Runs.of(mask_R, self._layout.sequence_R)
+            (total_R,) = segments.sums([masked_R], self._layout.longest_response)
+            # All tokens of a run are of the mask, so that its length is their number.
+            return self._local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
+        if reduce == "sum":
+            return self.to_tokens(self._sums(masked_T[None])[0])
+        total_S, count_S = self._sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
+        return self.to_tokens(total_S / count_S.clamp_min(1.0))
+
+    def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """Of ``[..., T]``: the sums of the values under the mask over the tokens of all ranks."""
+        total = torch.where(mask_T, values_T, 0.0).sum(-1)
+        for group in (self._cp_group, self._dp_group):
+            total = sum_over_ranks(total, group)
+        return total
+
+    def covering_value(self, values_T: Tensor, mask_T: Tensor, share: Tensor) -> Tensor:
+        """0-dim: the smallest value that this share of those under the mask, of all ranks, do not exceed."""
+        return covering_value(values_T.float(), mask_T, share=share, groups=(self._cp_group, self._dp_group))
+
+    def count(self, mask_T: Tensor) -> Tensor:
+        """``[T]``: how many tokens of the mask the sequence of each token has."""
+        return self.to_tokens(self._sums(mask_T.float()[None])[0])
+
+    def position(self, mask_T: Tensor) -> Tensor:
+        """``[T]``: its place among the tokens of the mask in its sequence, from 1."""
+        return self._prefix_sum(mask_T.long())
+
+    def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """``[S]``: the sum of each sequence over the tokens of the mask."""
+        return self._sums(torch.where(mask_T, values_T, 0)[None])[0]
+
+    def to_tokens(self, values_S: Tensor) -> Tensor:
+        """``[T]``: the value of each token's sequence."""
+        return self._layout.spread(values_S)
+
+    def _sums(self, rows_FT: Tensor) -> Tensor:
+        """``[F, S]``: sums over all tokens of each sequence."""
+        return sum_over_ranks(self._layout.sum_over_sequences(rows_FT), self._cp_group)
+
+    def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        if self.has_other_sequences:
+            raise ValueError("a rank among all tokens of the batch needs them on one rank: pass no dp_group")
+        values_R, counted_R = self._whole(values_T, mask_T)
+        order_R = torch.where(counted_R, values_R, torch.inf).argsort(stable=True)
+        ranked_R = counted_R[order_R]
+        place_R = torch.arange(len(order_R), device=order_R.device)
+        # A scan, because cumsum of floats is not deterministic on a GPU.
+        total_R = running_sums(torch.where(ranked_R, values_R[order_R], 0.0).double(), place_R, len(order_R))
+        running_R = total_R / ranked_R.cumsum(0).clamp_min(1)
+        return self._local_part(torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype)))
+
+    def _whole(self, values_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        """``[R]`` each: values and mask of the tokens of whole responses."""
+        if self._layout.is_whole:
+            return values_T, mask_T
+        rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
+        values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group)
+        return values_R, mask_R > 0.0
+
+    def _local_part(self, values_R: Tensor) -> Tensor:
+        layout = self._layout
+        return values_R if isinstance(layout, GraphLayout) else layout.local_part(values_R)
+
+    def _prefix_sum(self, values_T: Tensor) -> Tensor:
+        layout = self._layout
+        if isinstance(layout, GraphLayout) or layout.is_whole:
+            return running_sums(values_T, layout.offset_T, layout.longest)
+        pieces = layout.pieces
+        piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
+        values_T = running_sums(values_T, offset_T, max(pieces.lengths, default=0))
+        is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
+        # One token of each piece, so that the order of additions does not matter.
+        total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))
+        mine_SP = start_P.view(-1, pieces.per_sequence)
+        starts_WSP = gather_rows(mine_SP, self._cp_group)
+        totals_WSP = gather_rows(total_P.view_as(mine_SP), self._cp_group)
+        is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
+        earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
+        return values_T + earlier_SP.flatten().index_select(0, piece_T)
+
+
+@functools.lru_cache(maxsize=2)
+def _piece_index(
+    lengths: tuple[int, ...], whole_starts: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which contiguous run each token is in, its offset there, and where each run begins in the whole responses."""
+    length_P, start_P = torch.tensor([lengths, whole_starts], dtype=torch.int64)
+    total = sum(lengths)
+    piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)
+    offset_T = torch.arange(total) - (length_P.cumsum(0) - length_P)[piece_T]
+    piece_T, offset_T, start_P = to_device([piece_T, offset_T, start_P], device)
+    return piece_T, offset_T, start_P
+
+
+def terms_of_mean(reductions: Reductions, mask_T: Tensor, over: Over, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[T]``: how many terms of a mean each token of the mask is: 1, or 1 / tokens of its sequence."""
+    count_T = reductions.count(mask_T).to(dtype)
+    return torch.ones_like(count_T) if over == "tokens" else count_T.clamp_min(1.0).reciprocal()
+
+
+def mean_weights(
+    counted_T: Tensor,
+    *,
+    over: Over,
+    layout: PackedLayout,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+) -> Tensor:
+    """``[T]`` float32: multiply losses of tokens by it, and sum over tokens and ranks for their mean.
+
+    ``counted_T`` says whose mean: the response mask for denominators that do not depend on what is rejected, what a
+    method keeps for those of kept tokens. Both differ by one factor: ``loss(response) = loss(kept) * kept / response``,
+    with terms of the mean counted on both sides. A sequence without a counted token is no term.
+
+    Args:
+        counted_T: ``[T]`` bool.
+        over: ``tokens``: all alike. ``sequences``: the mean of per-sequence means.
+        layout: Where the local tokens lie.
+        cp_group: Ranks that hold other parts of the same sequences.
+        dp_group: Ranks that hold other sequences.
+    """
+    reductions = Reductions(layout, cp_group=cp_group, dp_group=dp_group)
+    term_T = terms_of_mean(reductions, counted_T, over)
+    total = reductions.batch_total(term_T, counted_T)
+    # Of sequences the sum of 1 / n is their number up to rounding, and none is 0.
+    return torch.where(total > 0.0, term_T / torch.where(total > 0.0, total, 1.0), 0.0)
 
 
 class Batch:
-    """One call's tokens. A token without a finite log-prob of every policy that is used is not ``valid_T``.
+    """One call's tokens, finite everywhere. Without a finite log-prob of every policy a token is not ``valid_T``.
 
     Args:
         log_probs: ``[T]`` per policy that the method uses, nats, detached.
@@ -70,9 +248,8 @@ class Batch:
         """``[T]`` on the scale of its bounds (a ratio: its log), over the valid tokens that ``of`` means."""
         key = (name, pair, reduce, of)
         if key not in self._reduced:
-            values_T = self._values(pair)[STATISTICS[name].token]
             mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
-            self._reduced[key] = self.reductions.reduce(values_T, mask_T, reduce)
+            self._reduced[key] = self.reductions.reduce(self._of_tokens(name, pair), mask_T, reduce)
         return self._reduced[key]
 
     def worst(self, name: str, pair: Pair, reduce: Reduce, *, of: When = "always") -> Tensor:
@@ -80,11 +257,10 @@ class Batch:
 
         A minimum with a NaN is NaN, so that one reduction finds both.
         """
-        values_T = self._values(pair)[STATISTICS[name].token] + self._zero_or_nan_T
         mask_T = self.response_T
         if of != "always":
             mask_T = mask_T & (self.when(of, pair) | ~self.valid_T)
-        return self.reductions.reduce(values_T, mask_T, reduce)
+        return self.reductions.reduce(self._of_tokens(name, pair) + self._zero_or_nan_T, mask_T, reduce)
 
     def when(self, when: When, pair: Pair) -> Tensor:
         """``[T]`` bool: tokens for which the condition holds, by advantage or by the move of the ratio away from 1."""
@@ -110,9 +286,11 @@ class Batch:
             self._position_T = position_T.to(self.advantages_T.dtype)
         return self._position_T
 
-    def _values(self, pair: Pair) -> NamedValues:
+    def _of_tokens(self, name: str, pair: Pair) -> Tensor:
         if pair not in self._statistics:
             numerator_T, denominator_T = map(self.log_prob, pair)
+            # Formulas of the correction, whose names are those of its one pair.
             given = {"log_ratio": numerator_T - denominator_T, "proximal": numerator_T, "behavior": denominator_T}
             self._statistics[pair] = NamedValues(given, TOKEN_FORMULAS)
-        return self._statistics[pair]
+        values_T: Tensor = self._statistics[pair][STATISTICS[name].token]
+        return values_T

@@ -1,44 +1,24 @@
-"""All published methods by name, and the one that a configuration file chooses."""
+"""All published methods by name: the one that a configuration file chooses, and what is printed of them."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from mis_ext.methods import (
-    control_variates,
-    covariance,
-    decoupled,
-    kl_penalties,
-    masks,
-    ppo,
-    reinforce,
-    second_moment,
-    sequence_ratio,
-    smooth,
-    trust_region,
-)
+from mis_ext.columns import hanging
+from mis_ext.correction.tables import Table
+from mis_ext.methods import decoupled, ppo, reinforce, trust_region
+from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.method import Method
-from mis_ext.methods.published import PublishedMethod
+from mis_ext.methods.published import SYMBOLS, PublishedMethod
 from mis_ext.validation import check_mapping, nearest
 
-_FAMILIES = (
-    ppo,
-    decoupled,
-    masks,
-    reinforce,
-    trust_region,
-    sequence_ratio,
-    smooth,
-    second_moment,
-    covariance,
-    kl_penalties,
-    control_variates,
-)
-
 METHODS: dict[str, PublishedMethod] = {
-    row.name: row for row in chain.from_iterable(family.FAMILY for family in _FAMILIES)
+    name: row
+    for family in (ppo, decoupled, reinforce, trust_region)
+    for name, row in vars(family).items()
+    if isinstance(row, PublishedMethod)
 }
 """All published methods by name, family after family."""
 
@@ -85,3 +65,66 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
     where = f"{key}: {name}"
     parameters = row.checked(where, given)
     return ChosenMethod(row.name, tuple(parameters.items()), row.make(**parameters))
+
+
+def methods_table() -> Table:
+    """Every method with its family, objective and source."""
+    return Table(
+        ("family", "method", "objective of a token", "source"),
+        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in METHODS.values()),
+    )
+
+
+def list_methods() -> str:
+    """Every method's name and objective, family after family."""
+    width = max(map(len, METHODS))
+    lines: list[str] = []
+    for family in dict.fromkeys(row.family for row in METHODS.values()):
+        rows = [row for row in METHODS.values() if row.family == family]
+        lines += [family, *(hanging(f"  {row.name:{width}}  ", row.formula) for row in rows), ""]
+    return "\n".join([*lines, hanging("", SYMBOLS)])
+
+
+def describe_method(row: PublishedMethod) -> str:
+    """When to use a method, its objective, parameters, log-probs and source, as text."""
+    facts = method_facts(row)
+    parameters = ", ".join(
+        f"{name}={f'{value:g}' if isinstance(value, float) else value} in {facts['legal'][name]}"
+        for name, value in row.defaults.items()
+    )
+    parts = {
+        "objective": row.formula,
+        "parameters": parameters or "none",
+        "log-probs": ", ".join(facts["log_probs"]),
+        "hook alone": f"no: {facts['why_not']}" if facts["why_not"] else "yes",
+        "whole loss": f"mis_loss_method: {row.name}",
+        "file": f"mis-ext methods {row.name} --yaml",
+        "source": row.paper,
+    }
+    shown = "\n".join(hanging(f"{title + ':':12}", text) for title, text in parts.items())
+    # A line of its own: what stands behind an empty line, and each of When, Claims, Counter-claims.
+    paragraphs = re.split(r"\n(?=\n|[A-Z][a-z-]+: )", row.text)
+    text = "\n".join(hanging("", each) for each in paragraphs)
+    return f"{row.name} ({row.family})\n\n{text}\n\n{shown}\n\n{hanging('', SYMBOLS)}"
+
+
+def method_facts(row: PublishedMethod) -> dict[str, Any]:
+    """What is known of a method, for programs; ``why_not`` says why the hook alone cannot do it, None where it can."""
+    method = row.method
+    why_not = None
+    try:
+        as_correction(method)
+    except ValueError as error:
+        why_not = str(error)
+    return {
+        "name": row.name,
+        "family": row.family,
+        "objective": row.formula,
+        "text": row.text,
+        "parameters": row.defaults,
+        "legal": row.legal,
+        "log_probs": list(method.policies),
+        "hook_alone": why_not is None,
+        "why_not": why_not,
+        "source": row.paper,
+    }

@@ -1,4 +1,7 @@
-"""What a method does at the first update of a rollout, where the current policy still is the proximal one."""
+"""A method where the current policy still is the proximal one: at the first update of a rollout, and in the hook.
+
+The hook alone can do PPO, which is the host's, with weights and gates between the two engines.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,58 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.methods.as_correction import as_correction
+from mis_ext.correction.statistics import STALENESS
+from mis_ext.correction.weights import Weight
+from mis_ext.methods.batch import Reductions
 from mis_ext.methods.method import Method
-from mis_ext.methods.reductions import Reductions
+from mis_ext.methods.parts import Ratio
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 48, 8
 _PROBE_SPREAD = (1e-3, 8.0)
+
+
+class HookMethod(NamedTuple):
+    """What the hook computes, and what the host must have at ``--eps-clip``, ``-high`` and ``-c``; None is no flag."""
+
+    config: CorrectionConfig
+    low: float
+    high: float
+    dual: float | None
+
+
+def as_correction(method: Method) -> HookMethod:
+    """The method as a configuration of the hook.
+
+    Raises:
+        ValueError: The hook alone cannot do it; the message says why.
+    """
+    clip = method.surrogate
+    if not isinstance(clip, Ratio) or (clip.pair, clip.level) != (STALENESS, "token"):
+        what = f"{clip.level} ratio {' / '.join(clip.pair)}" if isinstance(clip, Ratio) else "no clipped ratio"
+        raise ValueError(f"its surrogate ({what}) is not the host's, a clipped token ratio current / proximal")
+    low, high, dual = clip.low, clip.high, clip.dual
+    is_outward = (clip.sides, clip.spread) == ("outward", "token")
+    if not (is_outward and isinstance(low, float) and isinstance(high, float) and isinstance(dual, float | None)):
+        raise ValueError("its clip is not the host's: outward, at two numbers")
+    if method.terms:
+        raise ValueError("it has an additive term: a KL term is the host's (--use-kl-loss), others need the whole loss")
+    if method.normalize_over is not None:
+        raise ValueError("it normalises the weights of the whole loss")
+    for factor in method.factors:
+        if not isinstance(factor, Gate | Weight):
+            raise ValueError(f"the hook has no {type(factor).__name__}")
+        if factor.hook_obstacle is not None:
+            raise ValueError(factor.hook_obstacle)
+    weights = [factor for factor in method.factors if isinstance(factor, Weight)]
+    gates = tuple(factor for factor in method.factors if isinstance(factor, Gate))
+    if not weights and not gates:
+        raise ValueError("it corrects nothing: it is the host's own loss, and needs no hook")
+    if len(weights) > 1:
+        raise ValueError("it has two weights, the hook has one")
+    config = CorrectionConfig(weight=weights[0] if weights else None, gates=gates)
+    return HookMethod(config, 1.0 - low, high - 1.0, dual)
 
 
 class FirstUpdate(NamedTuple):
@@ -63,8 +111,7 @@ def first_update(
         keep_mask_T: ``[T]`` bool, what the correction keeps; None for everything.
     """
     method = without_terms(method)
-    current_T = proximal_logprobs_T
-    given = {"behavior": behavior_logprobs_T, "proximal": proximal_logprobs_T, "current": current_T}
+    given = {"behavior": behavior_logprobs_T, "proximal": proximal_logprobs_T, "current": proximal_logprobs_T}
     batch = method.batch_of(
         {policy: given[policy] for policy in method.policies},
         advantages_T=advantages_T,

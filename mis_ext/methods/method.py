@@ -17,11 +17,8 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.statistics import Policy, Reduce
 from mis_ext.correction.weights import Weight
-from mis_ext.methods.batch import Batch
-from mis_ext.methods.factors import Factor, evaluate
-from mis_ext.methods.kl_terms import Term
-from mis_ext.methods.reductions import WHOLE_SEQUENCE, Over, Reductions, terms_of
-from mis_ext.methods.surrogates import Surrogate
+from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Over, Reductions, terms_of_mean
+from mis_ext.methods.parts import Factor, Surrogate, Term, evaluate
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -86,6 +83,10 @@ class Method:
                     raise ValueError(f"factors[{i}]: {key}: {value!r} has no effect in a method")
 
     @property
+    def _parts(self) -> tuple[Surrogate | Factor | Term, ...]:
+        return (self.surrogate, *self.factors, *self.terms)
+
+    @property
     def policies(self) -> tuple[Policy, ...]:
         """Whose log-probs it needs, the current policy's always."""
         pairs = [factor.pair for factor in self.factors]
@@ -99,10 +100,6 @@ class Method:
         return frozenset((self.surrogate.reduce, *(factor.reduce for factor in self.factors)))
 
     @property
-    def _all_reduces(self) -> frozenset[Reduce]:
-        return self.reduces.union(term.reduce for term in self.terms)
-
-    @property
     def weighs_behavior(self) -> bool:
         """Whether the gradient is weighed by the behavior policy, so that another such weight counts it twice."""
         pairs = [self.surrogate.pair or ()]
@@ -113,12 +110,13 @@ class Method:
     @property
     def averages_over_batch(self) -> bool:
         """Whether a number of all tokens enters, of whatever sequence and rank."""
-        return self.normalize_over is not None or "batch_mean" in self._all_reduces
+        return self.normalize_over is not None or any(part.reduce == "batch_mean" for part in self._parts)
 
     @property
     def is_of_tokens(self) -> bool:
         """Whether each token's coefficient follows from its own log-probs alone."""
-        return self._all_reduces <= {"token"} and self.surrogate.spread == "token" and self.normalize_over is None
+        is_token = self.surrogate.spread == "token" and all(part.reduce == "token" for part in self._parts)
+        return is_token and self.normalize_over is None
 
     @property
     def multiplies_ratios(self) -> bool:
@@ -178,17 +176,17 @@ class Method:
             "current": current_logprobs_T,
             "reference": reference_logprobs_T,
         }
-        log_probs = {policy: given[policy] for policy in self.policies}
         if self.needs_state_values and state_values_T is None:
             raise ValueError("this method weighs the value of the token's state: pass state_values_T")
-        tensors: dict[str, Tensor | None] = {"advantages": advantages_T, "response_mask": response_mask_T}
-        if state_values_T is not None:
-            tensors["state_values"] = state_values_T
-        tensors.update(log_probs.items())
-        for name, values_T in tensors.items():
+        log_probs: dict[Policy, Tensor] = {}
+        for policy in self.policies:
+            values_T = given[policy]
             if values_T is None:
-                raise ValueError(f"this method compares with the {name} policy: pass {name}_logprobs_T")
-            if values_T.shape != (layout.num_local_tokens,):
+                raise ValueError(f"this method compares with the {policy} policy: pass {policy}_logprobs_T")
+            log_probs[policy] = values_T
+        tensors = {"advantages": advantages_T, "response_mask": response_mask_T, "state_values": state_values_T}
+        for name, values_T in (tensors | log_probs).items():
+            if values_T is not None and values_T.shape != (layout.num_local_tokens,):
                 raise ValueError(
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )
@@ -196,7 +194,7 @@ class Method:
         if compiled and (cp_group is not None or dp_group is not None):
             raise ValueError("compiled: ranks exchange numbers inside of the method; pass no cp_group and no dp_group")
         arguments: dict[str, Any] = {
-            "log_probs": {name: values_T for name, values_T in log_probs.items() if values_T is not None},
+            "log_probs": log_probs,
             "advantages_T": advantages_T,
             "response_mask_T": response_mask_T.bool(),
             "reductions": Reductions(layout if whole is None else whole, cp_group=cp_group, dp_group=dp_group),
@@ -246,7 +244,7 @@ class Method:
         if self.normalize_over is not None:
             counted_T = batch.valid_T if self.normalize_over == "all_tokens" else live_T
             over: Over = "sequences" if self.normalize_over == "sequences" else "tokens"
-            share_T = terms_of(batch.reductions, counted_T, over, weight_T.dtype)
+            share_T = terms_of_mean(batch.reductions, counted_T, over, weight_T.dtype)
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
         return Weighed(weight_T, live_T, kept_T)

@@ -74,7 +74,7 @@ class PublishedMethod:
 
     Attributes:
         name: By which it is known.
-        family: The module that it stands in.
+        family: What it is listed under.
         formula: The objective of a token, in the symbols of :data:`SYMBOLS`.
         paper: Authors and title, and the arXiv id if there is one.
         make: The function; its defaults are those of the paper.
@@ -96,12 +96,12 @@ class PublishedMethod:
             TypeError: A value has the wrong type.
         """
         unbounded = {
-            name
+            name: math.inf
             for name, value in parameters.items()
             if name in self.defaults and _is_bound(self._hints[name]) and isinstance(value, Real) and value == math.inf
         }
         rest = {name: value for name, value in parameters.items() if name not in unbounded}
-        return self.make(**self.checked(self.name, rest), **dict.fromkeys(unbounded, math.inf))
+        return self.make(**self.checked(self.name, rest), **unbounded)
 
     def checked(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """The ``given`` parameters as the method takes them, without those that are None; ``where`` is for messages."""
@@ -131,8 +131,7 @@ class PublishedMethod:
     @property
     def legal(self) -> dict[str, str]:
         """What each parameter may be, as text: ``(0, 1]``, a list ``[0, inf) x (first, inf)``, or its words."""
-        hints = self._hints
-        return {name: _legal(hints[name]) for name in self.defaults}
+        return {name: _legal(self._hints[name]) for name in self.defaults}
 
     @property
     def _hints(self) -> dict[str, Any]:
@@ -140,26 +139,24 @@ class PublishedMethod:
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
-    return tuple(chain.from_iterable(map(get_args, literals)))
+    # Of a Literal, also where None may take its place.
+    return tuple(chain.from_iterable(get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is Literal))
+
+
+def _range(hint: Any) -> Range | None:
+    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)
 
 
 def _is_bound(hint: Any) -> bool:
-    return any(isinstance(each, Range) and each.is_bound for each in getattr(hint, "__metadata__", ()))
+    return (legal := _range(hint)) is not None and legal.is_bound
 
 
 def _legal(hint: Any) -> str:
-    if words := _words(hint):
-        return " | ".join(words)
+    """As text; empty where a hint does not say what is legal."""
     if get_origin(hint) is tuple:
-        return " x ".join(map(_legal, get_args(hint)))
-    return str(hint.__metadata__[0])
-
-
-def _is_declared(hint: Any) -> bool:
-    if get_origin(hint) is tuple:
-        return all(map(_is_declared, get_args(hint)))
-    return bool(_words(hint)) or any(isinstance(each, Range) for each in getattr(hint, "__metadata__", ()))
+        kinds = [*map(_legal, get_args(hint))]
+        return " x ".join(kinds) if all(kinds) else ""
+    return " | ".join(_words(hint)) or str(_range(hint) or "")
 
 
 def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
@@ -172,16 +169,22 @@ def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
             raise ValueError(f"{key} must be a list of {len(kinds)} numbers, got {value!r}")
         pairs = enumerate(zip(values, kinds, strict=True))
         return tuple(_checked(f"{key}[{i}]", each, kind, {"first": values[0]}) for i, (each, kind) in pairs)
-    number = hint.__metadata__[0].checked(key, value, others)
-    if hint.__origin__ is int:
-        if number != int(number):
-            raise ValueError(f"{key} must be a whole number, got {value!r}")
-        return int(number)
-    return number
+    legal = _range(hint)
+    assert legal is not None
+    number = legal.checked(key, value, others)
+    if hint.__origin__ is float:
+        return number
+    if number != int(number):
+        raise ValueError(f"{key} must be a whole number, got {value!r}")
+    return int(number)
 
 
-def published(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], PublishedMethod]:
+def published(
+    *, formula: str, paper: str, family: str | None = None
+) -> Callable[[Callable[..., Method]], PublishedMethod]:
     """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text.
+
+    The ``family`` is by default the name of the module.
 
     Raises:
         TypeError: A parameter of the function does not say what is legal.
@@ -190,10 +193,9 @@ def published(*, formula: str, paper: str) -> Callable[[Callable[..., Method]], 
     def decorate(make: Callable[..., Method]) -> PublishedMethod:
         text = inspect.getdoc(make)
         assert text is not None
-        family = make.__module__.rpartition(".")[2]
-        row = PublishedMethod(make.__name__, family, formula, paper, make, text)
+        row = PublishedMethod(make.__name__, family or make.__module__.rpartition(".")[2], formula, paper, make, text)
         for name in row.defaults:
-            if not _is_declared(row._hints.get(name)):
+            if not _legal(row._hints.get(name)):
                 raise TypeError(f"{row.name}: {name}: annotate it with a Range, or a Literal of its words")
         return row
 

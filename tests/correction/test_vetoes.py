@@ -12,7 +12,7 @@ from zigzag import take
 import mis_ext
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Keep, Method, Score
-from mis_ext.methods.as_correction import as_correction
+from mis_ext.methods.first_update import as_correction
 
 needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
 backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])

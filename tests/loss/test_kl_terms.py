@@ -8,8 +8,7 @@ import torch
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import STALENESS, TOTAL
 from mis_ext.methods import KlTerm
-from mis_ext.methods.batch import Batch
-from mis_ext.methods.reductions import Reductions
+from mis_ext.methods.batch import Batch, Reductions
 
 ESTIMATES = {
     "k1": lambda d: d,

@@ -8,6 +8,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK
+from method_cases import HOOK as HOOK_CAN
 from method_cases import parameters
 from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
@@ -19,8 +20,8 @@ from mis_ext.hosts.megatron import plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
-from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.catalogue import ChosenMethod, choose_method
+from mis_ext.methods.first_update import as_correction
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
@@ -280,15 +281,6 @@ def test_modes_are_methods() -> None:
     assert_same(computed(behavior | clip | {"mis_loss_mode": "bypass"}), computed(behavior | method))
     mode = computed(GATES | behavior | {"mis_loss_mode": "reinforce"})
     assert_same(mode, computed(GATES | behavior | UNSET | {"mis_loss_method": "reinforce"}))
-
-
-HOOK_CAN = []
-for _name, _row in METHODS.items():
-    try:
-        as_correction(_row.method)
-    except ValueError:
-        continue
-    HOOK_CAN.append(_name)
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate with bounds")

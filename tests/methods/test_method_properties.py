@@ -12,7 +12,7 @@ from mis_ext import PackedLayout, Weight
 from mis_ext.correction.formula import MAX_NATS
 from mis_ext.correction.statistics import MISMATCH, STALENESS, TOKEN_FORMULAS, TOTAL
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio, RatioWeight, Score
-from mis_ext.methods.reductions import WHOLE_SEQUENCE, mean_weights
+from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
 
@@ -358,7 +358,7 @@ def test_m2po_keeps_as_many_tokens_as_any_choice_within_the_budget() -> None:
 
 
 def test_dcpo_bounds_solve_their_equation_and_stop_at_the_cap() -> None:
-    from mis_ext.methods.surrogates import ProbabilityBound
+    from mis_ext.methods.parts import ProbabilityBound
 
     class Fixed:
         log_probs = torch.tensor([1.0, 0.8, 0.5, 0.1, 1e-5], dtype=torch.float64).log()

@@ -13,7 +13,7 @@ from zigzag import local_tokens
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Method, RatioWeight, Score
-from mis_ext.methods.reductions import mean_weights
+from mis_ext.methods.batch import mean_weights
 
 NEEDS_ALL_TOKENS = "m2po"
 NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"

@@ -20,8 +20,8 @@ from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.native import NATIVE_KEY, native_keys_of
 from mis_ext.keys.presets import method_yaml
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
-from mis_ext.methods.as_correction import as_correction
 from mis_ext.methods.catalogue import choose_method
+from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
 
 # The presets of the hook that are a row of the methods, under their flat keys.

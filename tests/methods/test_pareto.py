@@ -15,8 +15,7 @@ from zigzag import local_tokens
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import Method, RatioWeight, Score
-from mis_ext.methods.pareto import ParetoWeight, smooth_weights
-from mis_ext.methods.rejection_control import Accept
+from mis_ext.methods.sequence_weights import Accept, ParetoWeight, smooth_weights
 
 
 def lognormal(n: int, spread: float, seed: int = 0) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 
 from mis_ext.cli import main
 from mis_ext.methods import METHODS, Method, find_method
+from mis_ext.methods.catalogue import describe_method
 from mis_ext.methods.published import SYMBOLS
-from mis_ext.methods.table import describe_method
 
 
 def test_the_list_names_every_method_with_its_objective(capsys) -> None:

@@ -230,8 +230,8 @@ def run_methods(arguments: argparse.Namespace) -> Result:
     """The list, or one method with the file that runs it."""
     from mis_ext.keys.presets import method_yaml
     from mis_ext.methods import METHODS, find_method
+    from mis_ext.methods.catalogue import describe_method, list_methods, method_facts
     from mis_ext.methods.published import SYMBOLS
-    from mis_ext.methods.table import describe_method, list_methods, method_facts
 
     if arguments.name is None:
         if arguments.yaml:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_ext.correction.formula import MAX_LOG_RATIO, inside
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.methods.pareto import smooth_weights
+from mis_ext.methods.sequence_weights import smooth_weights
 from mis_ext.tools.explain.law import GaussianLaw
 from mis_ext.tools.report.part import Origin, Part
 
@@ -366,7 +366,7 @@ MIN_WEIGHTS = 25
 
 
 def k_hat(log_weights: Tensor) -> float:
-    """See :class:`mis_ext.methods.pareto.Smoothed`; NaN for fewer than 25 weights, 0 where the largest are equal.
+    """See :class:`~mis_ext.methods.sequence_weights.Smoothed`; NaN of fewer than 25, 0 where the largest are equal.
 
     Args:
         log_weights: ``[S]``, finite.

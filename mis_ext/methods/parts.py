@@ -1,0 +1,328 @@
+"""What a method is made of. All methods share these parts; a part of one method stands beside it.
+
+Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound there
+stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
+:class:`~mis_ext.Weight` does not.
+
+Factors multiply that gradient without carrying any: weights and gates of the correction, of whatever pair of policies.
+Each looks at the same valid tokens, whatever the others reject, so that their order does not matter.
+
+Terms are subtracted: divergences between two policies, as estimated on the sampled token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
+from mis_ext.correction.gates import Action, Gate
+from mis_ext.correction.statistics import STALENESS, STATISTICS, Pair, Reduce, When
+from mis_ext.correction.weights import REDUCTIONS, Level, Weight
+from mis_ext.methods.batch import Batch
+
+Spread = Literal["token", "sequence"]
+Estimator = Literal["k1", "k2", "k3", "squared"]
+
+# Surrogates.
+
+
+class Slope(NamedTuple):
+    """``[T]`` each: objective and derivative by log pi, per unit of advantage; where a bound stopped it."""
+
+    value_T: Tensor
+    slope_T: Tensor
+    is_clipped_T: Tensor
+
+
+class Surrogate:
+    """The part of a method's loss that carries the gradient.
+
+    Attributes:
+        pair: Numerator and denominator of its ratio; None if it has none.
+        reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
+        spread: ``sequence``: each token's gradient is the mean over its sequence. ``token``: its own.
+    """
+
+    __slots__ = ()
+    pair: Pair | None = None
+    reduce: Reduce = "token"
+    spread: Spread = "token"
+
+    def evaluate(self, batch: Batch) -> Slope:
+        """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score(Surrogate):
+    """``A log pi``: all that weighs the token stands in the factors."""
+
+    def evaluate(self, batch: Batch) -> Slope:
+        """Per token ``[T]``, as :meth:`Surrogate.evaluate`: log pi, whose slope is 1."""
+        log_prob_T = batch.log_prob("current")
+        return Slope(log_prob_T, torch.ones_like(log_prob_T), torch.zeros_like(batch.valid_T))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingBound:
+    """``exp(log_bound * t ** power)`` for the ``t``-th token of a response: as a sum of ``t`` log-ratios spreads."""
+
+    log_bound: float
+    power: float = 0.5
+
+    def log_edge(self, batch: Batch, _pair: Pair) -> Tensor:
+        """``[T]``: log of the bound of each token, in nats."""
+        return self.log_bound * batch.position_T.pow(self.power)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbabilityBound:
+    """The ratio ``r`` with ``q r (r - 1) = gain``, ``q`` the denominator's probability: wide where a token is rare.
+
+    Args:
+        gain: Positive for a bound above 1, negative for one below, which is 1/2 where the equation has no solution.
+        cap: Largest bound.
+    """
+
+    gain: float
+    cap: float = 10.0
+
+    def log_edge(self, batch: Batch, pair: Pair) -> Tensor:
+        """``[T]``: log of the bound of each token, in nats."""
+        # r = (1 + sqrt(1 + 4 gain / q)) / 2
+        discriminant_T = (1.0 + 4.0 * self.gain / batch.log_prob(pair[1]).exp()).clamp_min(0.0)
+        return ((1.0 + discriminant_T.sqrt()) * 0.5).clamp_max(self.cap).log()
+
+
+RatioBound = float | GrowingBound | ProbabilityBound
+"""Of a ratio with gradient: a number, or one that follows from the token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio(Surrogate):
+    """``A`` times the ratio of ``pair`` at ``level``, clipped.
+
+    Args:
+        pair: Numerator, the current policy, and denominator.
+        level: ``token``; ``geometric``: of the whole sequence; ``prefix``: up to the token, with a gradient through the
+            token's own log-prob only.
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+        sides: ``outward``: the smaller of clipped and unclipped objective, so that only a move away from ratio 1 is
+            stopped. ``both``: whatever the sign of the advantage.
+        dual: Upper bound where the advantage is negative, or None.
+        spread: ``sequence``: each token's gradient is the mean over its sequence, as where every token's ratio is that
+            of the sequence and carries its gradient. ``token``: its own.
+    """
+
+    pair: Pair = STALENESS
+    level: Level = "token"
+    low: RatioBound | None = None
+    high: RatioBound | None = None
+    sides: Literal["outward", "both"] = "outward"
+    dual: RatioBound | None = None
+    spread: Spread = "token"
+    reduce: Reduce = field(init=False, repr=False, compare=False, default="token")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduce", REDUCTIONS[self.level])
+
+    def evaluate(self, batch: Batch) -> Slope:
+        """Per token ``[T]``, as :meth:`Surrogate.evaluate`: the ratio, whose slope is the ratio, 0 beyond a bound."""
+        log_ratio_T = batch.log_ratio(self.pair, self.reduce)
+        low, high, dual = (self._log_edge(bound, batch) for bound in (self.low, self.high, self.dual))
+        if self.sides == "both":
+            bounded_T = _clamped(log_ratio_T, low, high)
+            low = high = None
+        else:
+            bounded_T = log_ratio_T
+        if high is not None:
+            bounded_T = torch.where(batch.advantages_T > 0.0, _clamped(bounded_T, None, high), bounded_T)
+        if low is not None or dual is not None:
+            bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
+        value_T, is_clipped_T = bounded_exp(bounded_T), bounded_T != log_ratio_T
+        return Slope(value_T, torch.where(is_clipped_T, 0.0, value_T), is_clipped_T)
+
+    def _log_edge(self, bound: RatioBound | None, batch: Batch) -> Tensor | float | None:
+        if isinstance(bound, (GrowingBound, ProbabilityBound)):
+            return bound.log_edge(batch, self.pair)
+        return None if bound is None else STATISTICS["ratio"].edge(bound)
+
+
+def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor:
+    # One after the other: clamp takes no tensor beside a number.
+    values_T = values_T if low is None else values_T.clamp(min=low)
+    return values_T if high is None else values_T.clamp(max=high)
+
+
+# Factors.
+
+Keep = Gate
+"""The name of a gate in methods."""
+
+
+class OtherFactor:
+    """A weight of tokens, or a rule that drops some, beside :class:`~mis_ext.Gate` and :class:`~mis_ext.Weight`.
+
+    Attributes:
+        pair: Numerator and denominator of the ratio, each a policy.
+        reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
+        action: What becomes of a token that it drops; None of a weight, which drops none.
+    """
+
+    __slots__ = ()
+    pair: Pair
+    reduce: Reduce = "token"
+    action: Action | None = None
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """``[T]``: a weight, at least 0, or bool: whether to keep."""
+        raise NotImplementedError
+
+
+Factor = Gate | Weight | OtherFactor
+
+
+def RatioWeight(
+    *,
+    pair: Pair,
+    level: Level = "token",
+    low: float | None = None,
+    high: float | None = None,
+    power: float = 1.0,
+    when: When = "always",
+) -> Weight:
+    """The weight whose mode follows from the bounds that are given; arguments as of :class:`~mis_ext.Weight`."""
+    if low is None:
+        mode = "unbounded" if high is None else "truncate"
+        return Weight(pair=pair, level=level, mode=mode, high=high, power=power, when=when)
+    high = torch.inf if high is None else high
+    return Weight(pair=pair, level=level, mode="clip", low=low, high=high, power=power, when=when)
+
+
+def evaluate(factor: Factor, batch: Batch) -> Tensor:
+    """``[T]``: a weight, or bool: whether the token stays; without gradient."""
+    if isinstance(factor, OtherFactor):
+        return factor.evaluate(batch)
+    if isinstance(factor, Weight):
+        # bound((proximal / behavior)^power), of the token or of what the level says
+        log_ratio_T = batch.log_ratio(factor.pair, factor.reduce)
+        weight_T = factor.bounded(log_ratio_T if factor.power == 1.0 else log_ratio_T * factor.power)
+        return weight_T if factor.when == "always" else torch.where(batch.when(factor.when, factor.pair), weight_T, 1.0)
+    # low <= statistic <= high: one comparison for each bound that there is, and at least one, which NaN fails.
+    reduced = batch.worst if factor.is_veto else batch.statistic
+    value_T = reduced(factor.statistic, factor.pair, factor.reduce, of=factor.of_tokens)
+    if factor.high is None:
+        is_inside_T = value_T >= factor.log_low
+    elif factor.low is None:
+        is_inside_T = value_T <= factor.log_high
+    else:
+        is_inside_T = (value_T >= factor.log_low) & (value_T <= factor.log_high)
+    return is_inside_T if factor.when == "always" else is_inside_T | ~batch.when(factor.when, factor.pair)
+
+
+# Terms.
+
+
+class Penalty(NamedTuple):
+    """``[T]`` each: the penalty, and its derivative by log pi."""
+
+    value_T: Tensor
+    slope_T: Tensor
+
+
+class Term:
+    """A KL term or another penalty per token, which is subtracted from the objective.
+
+    Attributes:
+        pair: The policies that it compares.
+        scale: What it is multiplied by.
+        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
+        reduce: What it looks at besides the token itself.
+        needs_state_values: Whether it looks at the value of the token's state.
+    """
+
+    __slots__ = ()
+    pair: Pair
+    scale: float
+    on: Literal["valid", "kept"] = "valid"
+    reduce: Reduce = "token"
+    needs_state_values: bool = False
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All pairs of policies that it compares."""
+        return (self.pair,)
+
+    def evaluate(self, batch: Batch) -> Penalty:
+        """Value and slope ``[T]`` of each token, not yet multiplied by ``scale``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KlTerm(Term):
+    """``scale`` times an estimate of how far the current policy is from another one, subtracted from the objective.
+
+    With ``d = log(current / other)``:
+
+    | estimator | value | its gradient's coefficient | the gradient's expectation |
+    |---|---|---|---|
+    | ``k1`` | ``d`` | 1 | 0 on-policy: no penalty at all |
+    | ``k2`` | ``d^2 / 2`` | ``d`` | that of ``KL(current, other)``, on-policy |
+    | ``k3`` | ``exp(-d) - 1 + d`` | ``1 - exp(-d)`` | that of ``KL(other, current)``, on-policy |
+    | ``squared`` | ``d^2`` | ``2 d`` | twice that of ``k2`` |
+
+    With ``importance`` the value is multiplied by that ratio ``w``, with gradient through ``w``: the coefficient is
+    ``w`` times the sum of value and coefficient. Of ``k3`` that is ``w d``, and its expectation is the gradient of
+    ``KL(current, other)``, whatever sampled.
+
+    Args:
+        estimator: As above.
+        scale: What it is multiplied by.
+        pair: The current policy, and the other one.
+        importance: The ratio that makes it unbiased: current by what the token was sampled from; or None.
+        cap: Largest absolute value, beyond which the gradient stops; or None.
+        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
+
+    References:
+        Schulman, Approximating KL Divergence, 2020; DeepSeek-V3.2, arXiv:2512.02556 (unbiased).
+    """
+
+    estimator: Estimator
+    scale: float
+    pair: Pair = ("current", "reference")
+    importance: Pair | None = None
+    cap: float | None = None
+    on: Literal["valid", "kept"] = "valid"
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Numerator and denominator of each of its ratios."""
+        return (self.pair,) if self.importance is None else (self.pair, self.importance)
+
+    def evaluate(self, batch: Batch) -> Penalty:
+        """Value and slope ``[T]`` of each token in nats, not yet multiplied by ``scale``."""
+        log_ratio_T = batch.log_ratio(self.pair)
+        if self.estimator == "k1":
+            value_T, slope_T = log_ratio_T, torch.ones_like(log_ratio_T)
+        elif self.estimator == "k3":
+            excess_T = bounded_expm1(-log_ratio_T)
+            value_T, slope_T = excess_T + log_ratio_T.clamp(min=-MAX_LOG_RATIO), -excess_T
+        else:
+            factor = 0.5 if self.estimator == "k2" else 1.0
+            # No bound of an exponent: its square is finite for all log-probs that engines give.
+            near_T = log_ratio_T.clamp(-MAX_NATS, MAX_NATS)
+            value_T, slope_T = factor * near_T.square(), 2.0 * factor * near_T
+        if self.importance is not None:
+            importance_T = bounded_exp(batch.log_ratio(self.importance))
+            # Of k3 the sum is the log-ratio itself, without the digits that the difference of two exponentials loses.
+            through_T = log_ratio_T if self.estimator == "k3" else value_T + slope_T
+            value_T, slope_T = importance_T * value_T, importance_T * through_T
+        if self.cap is not None:
+            slope_T = torch.where(value_T.abs() <= self.cap, slope_T, 0.0)
+            value_T = value_T.clamp(-self.cap, self.cap)
+        return Penalty(value_T, slope_T)
