@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.config import CorrectionConfig
     from mis_ext.correction.gates import Gate
     from mis_ext.correction.layout import PackedLayout
-    from mis_ext.correction.metric_row import GroupNumber, Mean
+    from mis_ext.correction.metrics import GroupNumber, Mean
     from mis_ext.correction.normalization import WeightScale
     from mis_ext.correction.pipeline import Correction, compute_correction
     from mis_ext.correction.statistics import STATISTICS
@@ -45,7 +45,7 @@ else:
             "correction.config": ("CorrectionConfig",),
             "correction.gates": ("Gate",),
             "correction.layout": ("PackedLayout",),
-            "correction.metric_row": ("GroupNumber", "Mean"),
+            "correction.metrics": ("GroupNumber", "Mean"),
             "correction.normalization": ("WeightScale",),
             "correction.pipeline": ("Correction", "compute_correction"),
             "correction.statistics": ("STATISTICS",),

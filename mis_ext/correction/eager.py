@@ -11,22 +11,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.correction.backend import Outputs, Sequences
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import mask_as_float, zero_outside
-from mis_ext.correction.metric_row import inverse, known_or_mean, mean_value, own_value, term
-from mis_ext.correction.metrics import GROUP_FORMULAS
+from mis_ext.correction.log_ratio import Streams, mask_as_float, zero_outside
+from mis_ext.correction.metrics import GROUP_FORMULAS, inverse, known_or_mean, mean_value, own_value, term
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.passes import (
-    Outputs,
-    Sequences,
-    Streams,
-    named_band_scales,
-    scale_values,
-    total_values,
-    with_scatters,
-)
-from mis_ext.correction.plan import Column, Plan
+from mis_ext.correction.plan import Column, Plan, named_band_scales, scale_values, total_values, with_scatters
 
 _BITS = 8
 
@@ -39,7 +30,7 @@ class MetricValues(NamedTuple):
 
 
 class EagerSequences(NamedTuple):
-    """:class:`~mis_ext.correction.passes.Sequences` as tensors."""
+    """:class:`~mis_ext.correction.backend.Sequences` as tensors."""
 
     values: NamedValues
     totals_A: Tensor
@@ -47,7 +38,7 @@ class EagerSequences(NamedTuple):
 
 
 class EagerBackend:
-    """See :class:`~mis_ext.correction.passes.Backend`."""
+    """See :class:`~mis_ext.correction.backend.Backend`."""
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
@@ -65,12 +56,12 @@ class EagerBackend:
         self._masks: dict[int, Tensor] = {}
 
     def take_segments(self, segments_FT: Tensor) -> None:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         named = dict(zip(self.plan.segment_names, segments_FT.unbind(), strict=True))
         self._tokens = NamedValues(self._given | named, self.plan.token)
 
     def token_statistics(self) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         columns, num_sums = self.plan.columns, self.plan.num_sum_columns
         sums_FS = self._reduce(columns[:num_sums], "sum")
         status_FS = sums_FS.new_full((1, sums_FS.shape[1]), torch.inf)
@@ -79,7 +70,7 @@ class EagerBackend:
         return torch.cat([sums_FS, self._reduce(columns[num_sums:], "min"), status_FS])
 
     def keep_bits(self) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         position_T = self.layout.index.position_T
         assert position_T is not None
         flags_R = torch.zeros(self.layout.num_whole_tokens, dtype=torch.uint8, device=position_T.device)
@@ -88,7 +79,7 @@ class EagerBackend:
         return (padded.view(-1, _BITS) << _bit_numbers(padded.device)).sum(1, dtype=torch.uint8)
 
     def sequences(self, gathered_WFS: Tensor) -> EagerSequences:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         columns, num_sums = self.plan.columns, self.plan.num_sum_columns
         sums_FS, minima_FS = gathered_WFS[:, :num_sums].sum(0), gathered_WFS[:, num_sums:].amin(0)
         rows = [*sums_FS.unbind(), *minima_FS.unbind()]
@@ -101,7 +92,7 @@ class EagerBackend:
         return EagerSequences(values, self._totals(values, metrics, failed_S=rows[-1]), metrics)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         num_sums = self.plan.num_sum_totals
         sums_A = with_scatters(self.plan, gathered_WA[:, :num_sums].sum(0), of_rows_AN=gathered_WA.T)
         return torch.cat([sums_A, gathered_WA[:, num_sums:].amin(0)])
@@ -115,7 +106,7 @@ class EagerBackend:
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         assert isinstance(sequences, EagerSequences)
         plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
         totals = total_values(plan, sequences.totals_A)
@@ -142,7 +133,7 @@ class EagerBackend:
         return Outputs(weights_T, loss_mask_R, metrics)
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         weighed_T = values_T * weights_T
         return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
 

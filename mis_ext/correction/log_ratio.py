@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mis_ext.correction.layout import PackedLayout
 
 
 class TokenRatios(NamedTuple):
@@ -64,3 +67,19 @@ def zero_outside(mask: Tensor, values: Tensor, *, out: Tensor | None = None) -> 
     else:
         kept = torch.ops.aten.threshold_backward.grad_input(values, mask, 0.0, grad_input=out)
     return kept
+
+
+class Streams(NamedTuple):
+    """What comes in: log-probs of the local tokens ``[T]``, and the mask of whole responses ``[R]``, any dtype."""
+
+    proximal_logprobs_T: Tensor
+    behavior_logprobs_T: Tensor
+    response_mask_R: Tensor
+
+    def token_ratios(self, layout: PackedLayout) -> TokenRatios:
+        """``[T]`` log-ratios of the local tokens in nats, float32, with the masks that say which are valid."""
+        return compute_log_ratio(
+            proximal_logprobs_T=self.proximal_logprobs_T,
+            behavior_logprobs_T=self.behavior_logprobs_T,
+            response_mask_T=layout.local_part(self.response_mask_R).bool(),
+        )

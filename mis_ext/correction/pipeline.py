@@ -7,24 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import choose_backend
+from mis_ext.correction.backend import Backend, Outputs, Sequences, choose_backend
 from mis_ext.correction.collectives import Group, gather_rows, group_size, mark_failed, merge_bits
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.metric_row import GroupNumber, Mean, Metric, MetricRow
-from mis_ext.correction.metrics import GROUP_FORMULAS
+from mis_ext.correction.log_ratio import Streams
+from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric, MetricRow
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.passes import (
-    Backend,
-    Outputs,
-    Sequences,
-    Streams,
-    named_band_scales,
-    scale_values,
-    total_values,
-)
-from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.correction.plan import Plan, named_band_scales, plan_of, scale_values, total_values
 from mis_ext.correction.segments import segment_values
 
 

@@ -33,14 +33,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, needed_names, where, where_positive
+from mis_ext.correction.formula import MAX_NATS, Formula, NamedValues, bounded_exp, needed_names, where, where_positive
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
-from mis_ext.correction.metric_row import PREFIX, MetricRow
-from mis_ext.correction.metrics import GROUP_FORMULAS
-from mis_ext.correction.normalization import SCALE_FORMULAS, term_formulas
+from mis_ext.correction.metrics import GROUP_FORMULAS, PREFIX, MetricRow
+from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale, term_formulas
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
 from mis_ext.correction.triton.symbols import check_operations
 
@@ -337,3 +337,50 @@ def _all_pass(mask: str, gates: Iterable[Gate]) -> Formula:
         return kept
 
     return Formula(passes, (mask, *(name for test in tests for name in test.needs)))
+
+
+def total_values(plan: Plan, totals_A: Tensor) -> dict[str, Tensor]:
+    """Totals by name, 0-dim; a maximum was stored as the minimum of negated values."""
+    return {
+        total.name: -value if total.operation == "max" else value
+        for total, value in zip(plan.totals, totals_A.unbind()[:-1], strict=True)
+    }
+
+
+def with_scatters(plan: Plan, sums_A: Tensor, *, of_rows_AN: Tensor) -> Tensor:
+    """The sums of what sequences or ranks gave, changed in place: to a scatter those of their means are added.
+
+    So it keeps its digits where all numbers are close to each other and far from 0; a difference of squares does not.
+
+    References:
+        Chan, Golub, LeVeque, Algorithms for Computing the Sample Variance, 1983.
+    """
+    for place, count, total in plan.scatters:
+        count_N, total_N = of_rows_AN[count], of_rows_AN[total]
+        distance_N = total_N / count_N.clamp_min(1.0) - sums_A[total] / sums_A[count].clamp_min(1.0)
+        sums_A[place].add_((count_N * distance_N.square()).sum())
+    return sums_A
+
+
+def named_band_scales(plan: Plan, band_scales_N: Tensor) -> dict[str, Tensor]:
+    """Scales of the bands that have a target, by the names that formulas use."""
+    return dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
+
+
+def scale_values(
+    plan: Plan,
+    *,
+    totals: Mapping[str, Tensor],
+    over_group: Mapping[str, Tensor],
+    rollout_scale: WeightScale | None,
+) -> dict[str, Tensor]:
+    """What the weights of this call are scaled by, under the names that formulas use; 1 where it is not configured."""
+    config = plan.config
+    found: Mapping[str, Tensor] | NamedValues
+    if config.scope == "rollout" and rollout_scale is not None:
+        found = rollout_scale._asdict()
+    else:
+        found = NamedValues(over_group if config.scope == "data_parallel" else totals, SCALE_FORMULAS)
+    factors = dict.fromkeys(WeightScale._fields, torch.ones_like(totals["total_num_response"]))
+    factors |= {name: found[name] for name in config.scale_factors}
+    return factors | {"scale_factor": factors["denominator_factor"] / factors["mean_weight"]}

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.correction.backend import Backend
 from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.passes import Backend
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.

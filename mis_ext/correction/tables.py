@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.metric_row import MetricRow
+from mis_ext.correction.metrics import MetricRow
 from mis_ext.correction.statistics import STATISTICS
 from mis_ext.correction.weights import BOUNDS, Weight
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.correction.collectives import covering_value
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.order_statistic import covering_value
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.hosts.groups import Groups

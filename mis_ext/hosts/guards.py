@@ -1,25 +1,33 @@
-"""Checks of the first micro-batches for mistakes that no later metric would show as such.
+"""What a session watches: mistakes in the data, masks, how much is rejected, and the failures of other ranks.
 
-A check stays armed until it has seen enough tokens of this rank and found nothing, or has warned. The first look waits
-for the device; later ones read what has arrived meanwhile, and find a mistake a call late.
+The first look of each waits for the device. Later ones read what has arrived meanwhile, so that nobody waits, and find
+a mistake a call late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
 
 from mis_ext.checks.limits import FEW_SEQUENCES_ESS, MAX_MEAN_ABS_DIFF, MIN_TOKENS
 from mis_ext.checks.token_sums import TokenSums, added, are_suspicious, token_sums
+from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import PackedStreams
-from mis_ext.hosts.readback import RunningReadback, is_capturing
+from mis_ext.hosts.packing import PackedStreams, check_mask, mask_extremes, refuse_extremes
 
 if TYPE_CHECKING:
     from mis_ext.tools.diagnosis.cause import Diagnosis
+
+_CALLS_PER_LOOK = 8
+_SLOTS = 64
 
 ENOUGH_TOKENS = MIN_TOKENS
 """A check that has seen so many tokens, or pairs of them, has judged and is done."""
@@ -31,6 +39,174 @@ SUSPECTS = ("stale_weights", "retokenised_samples", "top_p_or_top_k", "large_mis
 
 class MismatchWarning(UserWarning):
     """The data or the configuration make the correction weak, useless or suspicious."""
+
+
+class AsyncReadback:
+    """One tensor on its way from the device to the host, which the host takes without waiting once it has arrived."""
+
+    def __init__(self) -> None:
+        self._sent: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self.is_empty = True
+
+    def send(self, values: Tensor) -> None:
+        """Send ``values`` to the host, in place of what is on its way."""
+        self.is_empty = False
+        if not values.is_cuda:
+            self._sent = (values, None)
+            return
+        on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._sent = (on_host, copied)
+
+    def receive(self) -> list[float] | None:
+        """The numbers, once; None while there are none."""
+        if self._sent is None:
+            return None
+        values, copied = self._sent
+        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
+            return None
+        self._sent, self.is_empty = None, True
+        numbers: list[float] = values.tolist()
+        return numbers
+
+
+class RunningReadback:
+    """What several calls have counted together. The first look waits for the device, later ones read what is there."""
+
+    def __init__(self, merge: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._merge = merge
+        self._counted: Tensor | None = None
+        self._readback = AsyncReadback()
+
+    def add(self, counted: Tensor) -> list[float] | None:
+        """Everything that was counted until now, or on a device until a while ago; None while nothing has arrived."""
+        is_first = self._counted is None
+        self._counted = counted if self._counted is None else self._merge(self._counted, counted)
+        if is_first or not counted.is_cuda:
+            numbers: list[float] = self._counted.tolist()
+            return numbers
+        arrived = self._readback.receive()
+        if self._readback.is_empty:
+            self._readback.send(self._counted)
+        return arrived
+
+
+def is_capturing(values: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can be sent."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class RejectionMonitor:
+    """Warns, once, when more is rejected than the user thought possible.
+
+    Looks at one call in eight, from the first on, and is a call late: so it never waits for the device.
+    """
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._readback = AsyncReadback()
+        self._names: tuple[str, ...] = ()
+        self._warned = False
+        self._num_calls = 0
+
+    def observe(self, correction: Correction) -> None:
+        """Look at what was sent for if it has arrived, and send for this call's totals if it is their turn."""
+        if self._warned or is_capturing(correction.totals_A):
+            return
+        self._num_calls += 1
+        arrived = self._readback.receive()
+        if arrived is not None:
+            self._warn_above(dict(zip(self._names, arrived[:-1], strict=True)))
+        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
+            self._names = tuple(total.name for total in correction.plan.totals)
+            self._readback.send(correction.totals_A)
+
+    def _warn_above(self, totals: dict[str, float]) -> None:
+        for what, kept, original in (
+            ("tokens", totals["total_num_kept"], totals["total_num_response"]),
+            ("sequences", totals["total_has_kept"], totals["total_has_response"]),
+        ):
+            share = 1.0 - kept / original if original else 0.0
+            if share > self._max_fraction:
+                self._warned = True
+                warnings.warn(
+                    f"{share:.1%} of the {what} of a micro-batch were rejected, more than mis_max_reject_fraction = "
+                    f"{self._max_fraction:g}: the bounds are too tight for this mismatch (see "
+                    "mis_kept_token_fraction and mis_kept_seq_fraction; this warning comes once)",
+                    MismatchWarning,
+                    stacklevel=5,
+                )
+
+
+class MaskMonitor:
+    """Refuses masks that say neither yes nor no of a token.
+
+    The first look waits for the device. Then it looks at one call in eight, and is a call late.
+    """
+
+    def __init__(self) -> None:
+        self._readback = AsyncReadback()
+        self._num_calls = 0
+
+    def observe(self, mask: Tensor) -> None:
+        """Look at what was sent for if it has arrived, and send for the extremes of this mask if it is its turn.
+
+        Raises:
+            ValueError: A value is below 0 or not finite.
+        """
+        if is_capturing(mask):
+            return
+        self._num_calls += 1
+        if self._num_calls == 1:
+            check_mask(mask)
+            return
+        arrived = self._readback.receive()
+        if arrived is not None:
+            refuse_extremes(arrived)
+        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
+            extremes = mask_extremes(mask)
+            if extremes is not None:
+                self._readback.send(extremes)
+
+
+class StatusMonitor:
+    """Raises when another rank failed: at once on a CPU and at the first call, else a call late without waiting."""
+
+    def __init__(self) -> None:
+        self._slots: Tensor | None = None
+        self._next = 0
+
+    def observe(self, status: Tensor) -> None:
+        """Raise if a rank has failed whose data a call of this session needed.
+
+        Raises:
+            RuntimeError: It names the rank, whose own error says why.
+        """
+        if is_capturing(status):
+            return
+        if self._slots is None:
+            raise_if_failed(float(status))
+        if not status.is_cuda:
+            return
+        if self._slots is None:
+            self._slots = torch.full((_SLOTS,), torch.inf, pin_memory=True)
+        # Four bytes arrive whole, now or later; a status that has not arrived yet is seen by a later call.
+        raise_if_failed(float(self._slots.min()))
+        self._slots[self._next].copy_(status, non_blocking=True)
+        self._next = (self._next + 1) % _SLOTS
+
+
+def raise_if_failed(status: float) -> None:
+    """Raise an error if a status names a rank on which the correction failed.
+
+    Raises:
+        RuntimeError: It names the rank, whose own error says why.
+    """
+    rank = failed_rank(status)
+    if rank is not None:
+        raise RuntimeError(f"the correction failed on rank {rank}; the error of that rank says why")
 
 
 class Finding(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group, gather_objects
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.metric_row import GroupNumber, Mean, Metric
+from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.correction.passes import Streams
+from mis_ext.correction.log_ratio import Streams, TokenRatios
 from mis_ext.hosts.groups import Groups
 
 

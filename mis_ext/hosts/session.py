@@ -18,8 +18,14 @@ from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
-from mis_ext.hosts.guards import DataGuards, MismatchWarning
-from mis_ext.hosts.monitor import MaskMonitor, RejectionMonitor, StatusMonitor, raise_if_failed
+from mis_ext.hosts.guards import (
+    DataGuards,
+    MaskMonitor,
+    MismatchWarning,
+    RejectionMonitor,
+    StatusMonitor,
+    raise_if_failed,
+)
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.keys.given import config_given
 

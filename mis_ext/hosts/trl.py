@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_ext.correction.metric_row import PREFIX, Mean, Metric
+from mis_ext.correction.metrics import PREFIX, Mean, Metric
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.own_trainer import correct_padded

@@ -9,14 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows, group_size, min_over_ranks, sum_over_ranks
+from mis_ext.correction.collectives import (
+    Group,
+    covering_value,
+    gather_rows,
+    group_size,
+    min_over_ranks,
+    sum_over_ranks,
+)
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.graph_layout import GraphLayout
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.order_statistic import covering_value
+from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
 from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
-from mis_ext.correction.token_index import to_device
 
 Over = Literal["tokens", "sequences"]
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.token_index import runs, to_device
+from mis_ext.correction.layout import PackedLayout, runs, to_device
 from mis_ext.correction.zigzag import owned_chunks
 
 

@@ -6,8 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import launching_on
-from mis_ext.correction.triton.launcher import Launcher
+from mis_ext.correction.triton.launch import Launcher, launching_on
 from mis_ext.scoring.passes import BITS, Coefficients, Finished, Normalizer, RowSums, Targets
 from mis_ext.scoring.triton_kernels import finish_kernel, gradient_kernel, row_sums_kernel
 

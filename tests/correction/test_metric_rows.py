@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
-from mis_ext.correction.passes import Streams
+from mis_ext.correction.log_ratio import Streams
 
 FUZZ = searching(15)
 # Weights are applied as they are: a normaliser belongs to the batch.

@@ -12,7 +12,7 @@ import torch
 
 import mis_ext
 from mis_ext.correction.formula import Formula, where
-from mis_ext.correction.metric_row import row
+from mis_ext.correction.metrics import row
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, HookReduce, Statistic
 from mis_ext.correction.triton.symbols import METHODS, Symbol, check_operations

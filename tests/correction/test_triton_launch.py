@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-launch = pytest.importorskip("mis_ext.correction.triton.launcher")
+launch = pytest.importorskip("mis_ext.correction.triton.launch")
 
 
 class Kernel:

@@ -18,7 +18,7 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, PackedStreams, Session, prepare_rollout
-from mis_ext.correction.order_statistic import covering_value
+from mis_ext.correction.collectives import covering_value
 from mis_ext.hosts.runs import session_for
 
 LENGTHS = [7, 1, 40, 3, 19, 64, 2, 33]

@@ -13,7 +13,7 @@ from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.hosts.readback import RunningReadback
+from mis_ext.hosts.guards import RunningReadback
 from mis_ext.hosts.runs import session_for
 
 LOWEST = {

@@ -10,7 +10,7 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext.correction.collectives import gather_rows, merge_bits
-from mis_ext.hosts.monitor import MaskMonitor
+from mis_ext.hosts.guards import MaskMonitor
 from mis_ext.tools.report.part import Part
 
 

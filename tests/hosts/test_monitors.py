@@ -11,8 +11,7 @@ import torch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.correction.collectives import failed_rank, mark_failed
-from mis_ext.hosts.monitor import RejectionMonitor, StatusMonitor, raise_if_failed
-from mis_ext.hosts.readback import AsyncReadback, RunningReadback
+from mis_ext.hosts.guards import AsyncReadback, RejectionMonitor, RunningReadback, StatusMonitor, raise_if_failed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")

@@ -18,7 +18,7 @@ import pytest
 import torch
 import trl_cases as cases
 
-from mis_ext.correction.metric_row import GroupNumber, Mean
+from mis_ext.correction.metrics import GroupNumber, Mean
 from mis_ext.hosts.trl import MisTrainer, log_metrics
 
 with lzma.open(Path(__file__).parents[1] / "data" / "trl" / "numbers.json.xz", "rt") as file:

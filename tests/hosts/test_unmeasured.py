@@ -38,7 +38,7 @@ def without(samples: Samples, index: int) -> Samples:
     return Samples(*(column[:index] + column[index + 1 :] for column in columns))
 
 
-def of_samples(keys: dict) -> list[mis_ext.correction.metric_row.MetricRow]:
+def of_samples(keys: dict) -> list[mis_ext.correction.metrics.MetricRow]:
     return [row for row in mis_ext.config_from_mapping(keys).selected_rows if row.over in ("valid_tokens", "sequences")]
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from mis_ext import GroupNumber, Mean
-from mis_ext.correction.metric_row import Metric
+from mis_ext.correction.metrics import Metric
 
 
 def _mean(total: float, count: float) -> Mean:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mis_ext.correction.backend import Outputs, Sequences
 from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.log_ratio import Streams, TokenRatios
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.passes import Outputs, Sequences, Streams, named_band_scales
-from mis_ext.correction.plan import Plan
+from mis_ext.correction.plan import Plan, named_band_scales
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
-from mis_ext.correction.triton.kernels import weigh_kernel, whole_mask_kernel
+from mis_ext.correction.triton.kernels import TILE, weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
-from mis_ext.correction.triton.tiles import TILE, tiles_of
 
+_MAX_TOKENS = 2**31 - TILE
 _whole_mask_kernel = kernel(whole_mask_kernel)
 _whole_mask = BoundKernel(_whole_mask_kernel, HAS_BITS=False, TILE=TILE)
 _whole_mask_from_bits = BoundKernel(_whole_mask_kernel, HAS_BITS=True, TILE=TILE)
@@ -25,7 +29,7 @@ _weigh = BoundKernel(kernel(weigh_kernel), BLOCK=TILE)
 
 
 class FusedSequences:
-    """:class:`~mis_ext.correction.passes.Sequences` in two buffers."""
+    """:class:`~mis_ext.correction.backend.Sequences` in two buffers."""
 
     def __init__(
         self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor, band_scales_N: Tensor
@@ -35,7 +39,7 @@ class FusedSequences:
 
     @property
     def values(self) -> NamedValues:
-        """See :class:`~mis_ext.correction.passes.Sequences`."""
+        """See :class:`~mis_ext.correction.backend.Sequences`."""
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
         masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "keep_sequence")}
@@ -48,7 +52,7 @@ def _nonzero(row_S: Tensor) -> Formula:
 
 
 class TritonBackend:
-    """See :class:`~mis_ext.correction.passes.Backend`."""
+    """See :class:`~mis_ext.correction.backend.Backend`."""
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams = Streams._make([stream.contiguous() for stream in streams])
@@ -67,15 +71,15 @@ class TritonBackend:
 
     @property
     def tokens(self) -> TokenRatios:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         return self.streams.token_ratios(self.layout)
 
     def take_segments(self, segments_FT: Tensor) -> None:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         self._segments_TF = segments_FT.T.contiguous()
 
     def token_statistics(self) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         local, layout = self._tiles.local, self.layout
         num_columns, num_sequences = len(self.plan.columns), layout.num_sequences
         partials = self._empty(num_columns, local.num_tiles, dtype=torch.float64)
@@ -103,7 +107,7 @@ class TritonBackend:
         return statistics
 
     def keep_bits(self) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`; every sequence begins at a whole byte."""
+        """See :class:`~mis_ext.correction.backend.Backend`; every sequence begins at a whole byte."""
         local, whole = self._tiles.local, self._tiles.whole
         assert whole is not None
         keep_bits = self._empty(self._tiles.num_keep_bytes, dtype=torch.uint8)
@@ -126,7 +130,7 @@ class TritonBackend:
         return keep_bits
 
     def sequences(self, gathered_WFS: Tensor) -> FusedSequences:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         num_sequences = self.layout.num_sequences
         num_blocks = max(1, -(-num_sequences // SEQUENCES_PER_BLOCK))
         rows = self._empty(len(self._programs.rows), num_sequences)
@@ -138,7 +142,7 @@ class TritonBackend:
         return FusedSequences(self.plan, self._programs.rows, rows, totals_A, self.band_scales_N)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         totals = self._empty(gathered_WA.shape[1])
         self._programs.merge_totals(1, gathered_WA, totals, gathered_WA.shape[0])
         return totals
@@ -152,7 +156,7 @@ class TritonBackend:
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         assert isinstance(sequences, FusedSequences)
         local, layout, plan = self._tiles.local, self.layout, self.plan
         num_tokens = layout.num_local_tokens
@@ -193,7 +197,7 @@ class TritonBackend:
         )
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.passes.Backend`."""
+        """See :class:`~mis_ext.correction.backend.Backend`."""
         weighed: Tensor = _Weigh.apply(values_T, weights_T)  # type: ignore[no-untyped-call]
         return weighed
 
@@ -240,3 +244,72 @@ def _weighed(values: Tensor, weights: Tensor) -> Tensor:
     num_tokens = values.numel()
     _weigh(-(-num_tokens // TILE), values, weights, weighed, num_tokens, varying=(values.dtype,))
     return weighed
+
+
+class Tiles(NamedTuple):
+    """Tiles of ``P`` pieces, as ``locate_tile`` in the kernels reads them.
+
+    ``table`` is int32 on the device: the piece of each tile ``[num_tiles]``; then of each piece the first tile
+    ``[P + 1]``, the first token ``[P + 1]``, and the first token in the whole responses ``[P]``.
+    """
+
+    table: Tensor
+    num_tiles: int
+    num_pieces: int
+
+
+class LayoutTiles(NamedTuple):
+    """Tiles of the local tokens, and where these are not all tokens, of the whole responses too.
+
+    ``keep_byte_S`` says where the keep bits of each sequence begin, ``[S + 1]`` int32; whole bytes per sequence.
+    """
+
+    local: Tiles
+    whole: Tiles | None
+    keep_byte_S: Tensor | None
+    num_keep_bytes: int
+
+
+@functools.lru_cache(maxsize=2)
+def tiles_of(layout: PackedLayout) -> LayoutTiles:
+    """The tiles of ``layout``: one copy to its device, which the host does not wait for."""
+    if layout.num_whole_tokens > _MAX_TOKENS:
+        raise ValueError(f"the Triton backend takes at most {_MAX_TOKENS} tokens, got {layout.num_whole_tokens}")
+    pieces, lengths = layout.pieces, layout.response_lengths
+    local = _host_table(pieces.lengths, pieces.whole_starts)
+    if layout.is_whole:
+        (table,) = _to_device([local], layout.device)
+        return LayoutTiles(_tiles(table, len(pieces.lengths)), None, None, 0)
+    whole = _host_table(lengths, _offsets(lengths)[:-1])
+    keep_bytes = _offsets((length + 7) // 8 for length in lengths)
+    table, whole_table, keep_byte_S = _to_device([local, whole, keep_bytes], layout.device)
+    return LayoutTiles(
+        local=_tiles(table, len(pieces.lengths)),
+        whole=_tiles(whole_table, len(lengths)),
+        keep_byte_S=keep_byte_S,
+        num_keep_bytes=keep_bytes[-1],
+    )
+
+
+def _host_table(lengths: Sequence[int], whole_starts: Sequence[int]) -> array[int]:
+    # The lengths of a micro-batch are new in training, so this runs once per call: iterators, which are faster here
+    # than small tensors.
+    tiles = [(length + (TILE - 1)) // TILE for length in lengths]
+    piece_of_tile = array("i", chain.from_iterable(map(repeat, range(len(tiles)), tiles)))
+    return piece_of_tile + _offsets(tiles) + _offsets(lengths) + array("i", whole_starts)
+
+
+def _offsets(counts: Iterable[int]) -> array[int]:
+    return array("i", accumulate(counts, initial=0))
+
+
+def _tiles(table: Tensor, num_pieces: int) -> Tiles:
+    return Tiles(table, num_tiles=len(table) - 3 * num_pieces - 2, num_pieces=num_pieces)
+
+
+def _to_device(tables: list[array[int]], device: torch.device) -> tuple[Tensor, ...]:
+    host = torch.frombuffer(sum(tables[1:], tables[0]), dtype=torch.int32)
+    if device.type == "cuda":
+        # Pinned memory, so that the copy does not wait for the device.
+        host = host.pin_memory()
+    return torch.split(host.to(device, non_blocking=True), list(map(len, tables)))

@@ -14,10 +14,9 @@ import triton
 from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
-from mis_ext.correction.triton import device, kernels
+from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
 from mis_ext.correction.triton.symbols import Program, Symbol
-from mis_ext.correction.triton.tiles import TILE
 
 _TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, segments, band_scales"
 _TOKEN_SYMBOLS = {
@@ -42,9 +41,7 @@ def generate_namespace(plan: Plan) -> dict[str, Any]:
     name = f"<mis_ext kernels {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     # Triton reads the source of a function from its file.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace = dict(vars(kernels))
-    namespace |= {key: value for key, value in vars(device).items() if not key.startswith("__")}
-    namespace |= {"triton": triton, "__name__": f"{__name__}.{name}"}
+    namespace = vars(kernels) | {"triton": triton, "__name__": f"{__name__}.{name}"}
     exec(compile(source, name, "exec"), namespace)
     return namespace
 
@@ -254,7 +251,7 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
         return bound(kernels.decisions_kernel, NUM_RANKS=num_ranks, BLOCK=SEQUENCES_PER_BLOCK)
 
     num_columns, num_totals = len(plan.columns), len(plan.totals) + 1
-    sizes = {"SEGMENTS": len(plan.segment_names), "TILE": TILE}
+    sizes = {"SEGMENTS": len(plan.segment_names), "TILE": kernels.TILE}
     ((scatter, count, total),) = plan.scatters or ((-1, -1, -1),)
     return Programs(
         token_statistics=bound(kernels.token_statistics_kernel, **sizes),

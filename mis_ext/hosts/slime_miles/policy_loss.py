@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.token_index import runs, to_device
+from mis_ext.correction.layout import PackedLayout, runs, to_device
 from mis_ext.hosts.batches import (
     Batch,
     Host,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mis_ext.correction.triton.launch import launching_on
-from mis_ext.correction.triton.launcher import IS_HIP, Launcher
+from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, seen_keys, split_runs
 from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
     BLOCK_N,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.backend import triton_obstacle
-from mis_ext.correction.triton.launcher import IS_HIP
+from mis_ext.correction.triton.launch import IS_HIP
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

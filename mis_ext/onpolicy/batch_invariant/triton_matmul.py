@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import launching_on
-from mis_ext.correction.triton.launcher import IS_HIP, Launcher
+from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
 from mis_ext.onpolicy.batch_invariant.triton_inputs import (
     FLOAT32_PRODUCTS,
     check_products,

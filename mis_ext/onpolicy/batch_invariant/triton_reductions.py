@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel, launching_on
-from mis_ext.correction.triton.launcher import Launcher
+from mis_ext.correction.triton.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
 from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
