@@ -23,7 +23,7 @@ SENTENCE = re.compile(r"(?<=[.:;!?])\s+(?=[^a-z])|\s*\|\s*")
 
 def claims(text: str) -> set[str]:
     """Sentences and cells that say a number or what is missing."""
-    text = re.sub(r"^```.*?^```$|<!--.*?-->|<[^>]*>", " ", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$|<!--.*?-->|</?[a-z][^>]*>", " ", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n|\n(?=[-|#])", LINK.sub(r"\1", text))
     found = (_plain(each) for paragraph in paragraphs for each in SENTENCE.split(" ".join(paragraph.split())))
     return {each for each in found if CLAIM.search(each)}
