@@ -1,15 +1,18 @@
-"""From the calls of a conversation to training samples."""
+"""From the calls of a conversation to training samples: what each prompt continues, and what is trained.
+
+Ids decide where they can, else the bytes of the tokens.
+"""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import get_args
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, get_args
 
 from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
-from mis_ext.rollout.conversations.classification import Comparison, compare
-from mis_ext.rollout.conversations.prefix_tree import KnownCall, PrefixTree
+from mis_ext.rollout.conversations.prefix_tree import KnownCall, Place, PrefixTree, find_mismatch
+from mis_ext.rollout.conversations.rewriting import Turn, align, marks_of
 from mis_ext.rollout.generation import (
     LARGEST_ID,
     BoundaryError,
@@ -20,9 +23,14 @@ from mis_ext.rollout.generation import (
     TrainingSample,
     find_illegal_id,
 )
+from mis_ext.rollout.vocabulary import token_bytes_of
 from mis_ext.validation import check_choice
 
+# Tokens shown on each side of a mismatch, and those in which a marker before a turn may lie.
 _CONTEXT_TOKENS = 8
+_MARKER_TOKENS = 16
+_BEST_FIRST = (BoundaryKind.TRUNCATED_GENERATION, BoundaryKind.RETEMPLATED, BoundaryKind.REASONING_STRIPPED)
+_REWRITTEN = (BoundaryKind.RETOKENIZED, *_BEST_FIRST)
 
 
 def build_samples(
@@ -58,100 +66,56 @@ def build_samples(
         ValueError: An unknown policy, or the tokenizer is of unknown form.
     """
     check_choice("policy", policy, get_args(Policy))
-    calls = tuple(generations)
-    builder = _Builder(policy=policy, tokenizer=tokenizer, vocab_size=vocab_size, reasoning=reasoning)
-    for call in calls:
-        builder.add(call)
-    return Built(
-        samples=collect_samples(builder.calls),
-        boundaries=tuple(builder.boundaries),
-        generations=len(calls),
-        empty_generations=sum(not call.sampled_ids for call in calls),
-        sampled_tokens=sum(len(call.sampled_ids) for call in calls),
-    )
-
-
-class _Builder:
-    def __init__(
-        self, *, policy: Policy, tokenizer: Tokenizer | None, vocab_size: int | None, reasoning: tuple[str, str]
-    ) -> None:
-        self.calls: list[KnownCall] = []
-        self.boundaries: list[Boundary] = []
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._largest_id = LARGEST_ID if vocab_size is None else vocab_size - 1
-        self._reasoning = reasoning
-        self._tree = PrefixTree()
-        self._previous: Generation | None = None
-
-    def add(self, call: Generation) -> None:
-        """Take one more call."""
+    given = tuple(generations)
+    largest_id = LARGEST_ID if vocab_size is None else vocab_size - 1
+    calls, boundaries, tree = list[KnownCall](), list[Boundary](), PrefixTree()
+    previous: Generation | None = None
+    for call in given:
         prompt = call.prompt_ids if isinstance(call.prompt_ids, list) else [*call.prompt_ids]
-        place = self._tree.find(prompt)
-        self._check(call, prompt, first_new=place.depth)
-        last = self.calls[-1] if self.calls else None
-        found = compare(call, prompt, place, last, tokenizer=self._tokenizer, reasoning=self._reasoning)
-        action = choose_action(self._policy, call, found)
+        place = tree.find(prompt)
+        _check(call, prompt, first_new=place.depth, largest_id=largest_id)
+        last = calls[-1] if calls else None
+        found = _compare(call, prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
+        action = choose_action(policy, call, found)
         # Known ids were checked; what equals them in the prompt may be True or 1.0.
         if found.position is not None or place.depth != (place.ancestor.end if place.ancestor else 0):
             prompt = place.with_known_ids(prompt)
         known = KnownCall(
-            number=len(self.calls), generation=call, prompt=prompt, spans=[*found.spans], ancestor=place.ancestor
+            number=len(calls), generation=call, prompt=prompt, spans=[*found.spans], ancestor=place.ancestor
         )
         known.spans.append((len(prompt), known.end))
-        if self._previous is not None:
-            self._record(self._previous, known, found, action)
-        self._previous = call
+        if previous is not None:
+            boundary = _describe(previous, known, found, action, tokenizer)
+            if action is BoundaryAction.RAISED:
+                raise _error(boundary)
+            boundaries.append(boundary)
+        previous = call
         if not call.sampled_ids or action is BoundaryAction.DROPPED:
-            return
+            continue
         for each in (place.ancestor, found.rewritten):
             if each is not None:
                 each.continued = True
-        self._tree.add(known, place)
-        self.calls.append(known)
+        tree.add(known, place)
+        calls.append(known)
+    return Built(
+        samples=collect_samples(calls),
+        boundaries=tuple(boundaries),
+        generations=len(given),
+        empty_generations=sum(not call.sampled_ids for call in given),
+        sampled_tokens=sum(len(call.sampled_ids) for call in given),
+    )
 
-    def _check(self, call: Generation, prompt: list[int], *, first_new: int) -> None:
-        for name, values in (("log-probs", call.log_probs), ("weight versions", call.weight_versions)):
-            if values is not None and len(values) != len(call.sampled_ids):
-                counts = f"{len(call.sampled_ids)} sampled ids, but {len(values)} {name}"
-                raise CountMismatch(call.request_id, counts)
-        for key, ids, start in (("prompt_ids", prompt, first_new), ("sampled_ids", call.sampled_ids, 0)):
-            index = find_illegal_id(ids[start:], self._largest_id)
-            if index is not None:
-                found = f"got {reprlib.repr(ids[start + index])}"
-                message = f"{key}[{start + index}] must be an int in [0, {self._largest_id}], {found}"
-                raise MalformedResponse(call.request_id, message)
 
-    def _record(self, previous: Generation, call: KnownCall, found: Comparison, action: BoundaryAction) -> None:
-        kind, position, compared = found.kind, found.position, found.compared
-        earlier = previous if compared is None else compared.generation
-        if position is None and not previous.sampled_ids:
-            kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
-        is_used = action is not BoundaryAction.DROPPED
-        boundary = Boundary(
-            kind=kind,
-            action=action,
-            earlier=earlier.request_id,
-            later=call.generation.request_id,
-            continues=call.ancestor.generation.request_id if call.ancestor is not None and is_used else None,
-        )
-        if position is not None and compared is not None:
-            expected_id, found_id = compared.known(position, position + 1), call.prompt[position : position + 1]
-            around = slice(max(0, position - _CONTEXT_TOKENS), position + _CONTEXT_TOKENS)
-            boundary = replace(
-                boundary,
-                position=position,
-                expected_id=expected_id[0] if expected_id else None,
-                found_id=found_id[0] if found_id else None,
-                expected_text=self._decode(compared.known(around.start, around.stop)),
-                found_text=self._decode(call.prompt[around]),
-            )
-        if action is BoundaryAction.RAISED:
-            raise _error(boundary)
-        self.boundaries.append(boundary)
-
-    def _decode(self, ids: list[int]) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([*map(int, ids)], skip_special_tokens=False)
+def _check(call: Generation, prompt: list[int], *, first_new: int, largest_id: int) -> None:
+    for name, values in (("log-probs", call.log_probs), ("weight versions", call.weight_versions)):
+        if values is not None and len(values) != len(call.sampled_ids):
+            raise CountMismatch(call.request_id, f"{len(call.sampled_ids)} sampled ids, but {len(values)} {name}")
+    for key, ids, start in (("prompt_ids", prompt, first_new), ("sampled_ids", call.sampled_ids, 0)):
+        index = find_illegal_id(ids[start:], largest_id)
+        if index is not None:
+            found = f"got {reprlib.repr(ids[start + index])}"
+            message = f"{key}[{start + index}] must be an int in [0, {largest_id}], {found}"
+            raise MalformedResponse(call.request_id, message)
 
 
 def choose_action(policy: Policy, call: Generation, found: Comparison) -> BoundaryAction:
@@ -163,6 +127,175 @@ def choose_action(policy: Policy, call: Generation, found: Comparison) -> Bounda
     if found.kind is BoundaryKind.DUPLICATE or not call.sampled_ids:
         return BoundaryAction.DROPPED
     return BoundaryAction.SPLIT
+
+
+def _describe(
+    previous: Generation, call: KnownCall, found: Comparison, action: BoundaryAction, tokenizer: Tokenizer | None
+) -> Boundary:
+    kind, position, compared = found.kind, found.position, found.compared
+    earlier = previous if compared is None else compared.generation
+    if position is None and not previous.sampled_ids:
+        kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
+    is_used = action is not BoundaryAction.DROPPED
+    expected_id = found_id = expected_text = found_text = None
+    if position is not None and compared is not None:
+        start, stop = max(0, position - _CONTEXT_TOKENS), position + _CONTEXT_TOKENS
+        expected, there = compared.known(start, stop), call.prompt[start:stop]
+        expected_id, found_id = (next(iter(ids[position - start :]), None) for ids in (expected, there))
+        if tokenizer is not None:
+            decode = partial(tokenizer.decode, skip_special_tokens=False)
+            expected_text, found_text = (decode([*map(int, ids)]) for ids in (expected, there))
+    return Boundary(
+        kind=kind,
+        action=action,
+        earlier=earlier.request_id,
+        later=call.generation.request_id,
+        continues=call.ancestor.generation.request_id if call.ancestor is not None and is_used else None,
+        position=position if compared is not None else None,
+        expected_id=expected_id,
+        found_id=found_id,
+        expected_text=expected_text,
+        found_text=found_text,
+    )
+
+
+class Comparison(NamedTuple):
+    """How a prompt compares with the calls before it.
+
+    Attributes:
+        kind: The class; None where only a tokenizer could tell and none was given.
+        compared: The call that it was compared with; None where none sampled before it.
+        position: The first mismatch; None where the ids continue.
+        spans: The prompt's ids that hold what was sampled.
+    """
+
+    kind: BoundaryKind | None
+    compared: KnownCall | None
+    position: int | None
+    spans: list[tuple[int, int]]
+
+    @property
+    def rewritten(self) -> KnownCall | None:
+        """The call that the prompt goes on from in other ids."""
+        return self.compared if self.kind in _REWRITTEN and self.position is not None else None
+
+
+def _compare(
+    call: Generation,
+    prompt: list[int],
+    place: Place,
+    last: KnownCall | None,
+    *,
+    tokenizer: Tokenizer | None,
+    reasoning: tuple[str, str],
+) -> Comparison:
+    """The class of a boundary, and the call that proves it.
+
+    The prompt of ``call`` parts at ``place`` from those of the calls before, of which ``last`` is the last one that
+    sampled. A tokenizer says what ids mean where they differ; ``reasoning`` are the markers around a reasoning block.
+    """
+    # Ids decide first: a repeated call, a prompt that begins with all that is known, the same prompt once more.
+    ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
+    for each in same:
+        before = each.generation
+        if call.sampled_ids and (before.sampled_ids, before.log_probs) == (call.sampled_ids, call.log_probs):
+            return Comparison(BoundaryKind.DUPLICATE, each, len(prompt), [])
+    if last is None:
+        return Comparison(BoundaryKind.CONTIGUOUS, None, None, [])
+    if ancestor is not None and not ancestor.continued:
+        closed = ancestor.was_cut and len(prompt) > ancestor.end
+        kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
+        return Comparison(kind, ancestor, None, ancestor.spans)
+    if same:
+        return Comparison(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
+    # Then the text of the ids, as far as a tokenizer tells it.
+    return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
+
+
+def _compare_text(
+    prompt: list[int], place: Place, last: KnownCall, *, tokenizer: Tokenizer | None, reasoning: tuple[str, str]
+) -> Comparison:
+    ancestor = place.ancestor
+    spans = ancestor.spans if ancestor else []
+    differing, found, tried = list[tuple[KnownCall, int]](), list[Comparison](), set[KnownCall]()
+    for each in _candidates(prompt, place, last, tokenizer):
+        if each in tried:
+            continue
+        tried.add(each)
+        # The ids of the latest are known to be those of the prompt so far.
+        position = place.depth if each is place.latest else find_mismatch(each.known(), prompt)
+        if position is not None and position < each.end:
+            differing.append((each, position))
+            if tokenizer is None:
+                return Comparison(None, each, position, spans)
+            found += _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
+            if found and found[-1].kind is BoundaryKind.RETOKENIZED:
+                return found[-1]
+    if found:
+        return min(found, key=lambda each: _BEST_FIRST.index(each.kind))
+    if ancestor is None:
+        return Comparison(BoundaryKind.HISTORY_EDITED, *differing[0], [])
+    # What is known of the latest calls may be all there, and they were continued in other tokens only.
+    compared, position = differing[0] if differing else (ancestor, ancestor.end)
+    return Comparison(BoundaryKind.FORK, compared, position, spans)
+
+
+def _candidates(prompt: list[int], place: Place, last: KnownCall, tokenizer: Tokenizer | None) -> Iterator[KnownCall]:
+    """The calls that the prompt may go on from in other tokens."""
+    yield place.latest or last
+    yield last
+    # In which of the calls of one prompt does it part from the latest?
+    call = place.latest or last
+    while call.ancestor is not None and call.ancestor.end > place.depth:
+        call = call.ancestor
+    if tokenizer is not None and len(call.siblings) > 1:
+        start = min(place.depth, len(call.prompt))
+        text, before = _bytes_of(prompt[start:], tokenizer), call.prompt[start:]
+        for each in call.siblings:
+            if text.startswith(_bytes_of(before + each.generation.sampled_ids, tokenizer)):
+                yield each
+
+
+def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> bytes:
+    return b"".join(map(token_bytes_of(tokenizer).__getitem__, ids))
+
+
+def _align(
+    known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
+) -> list[Comparison]:
+    """How the prompt writes a call and those before it; nothing where it does not hold them."""
+    spans = known_call.spans
+    # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
+    first = next(number for number, (_, end) in enumerate(spans) if position < end)
+    while first and spans[first - 1][1] == spans[first][0]:
+        first -= 1
+    origin = max(spans[first - 1][1] if first else 0, min(position, spans[first][0]) - _MARKER_TOKENS)
+    table = token_bytes_of(tokenizer)
+    known = known_call.known(origin)
+    pieces = [*map(table.__getitem__, known)]
+    turns, end = list[Turn](), origin
+    for start, stop in spans[first:]:
+        turn = Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop))))
+        # What goes on without a template is one turn: its middle is no end, and may be inside a character.
+        if turns and not turn.template:
+            turn = Turn(turns[-1].template, turns.pop().sampled + turn.sampled)
+        turns.append(turn)
+        end = stop
+    theirs = [*map(table.__getitem__, prompt[origin:])]
+    found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
+    if found is None:
+        return []
+    kind = found.kind
+    if kind is not BoundaryKind.REASONING_STRIPPED:
+        if known_call.was_cut and position >= spans[-1][0]:
+            kind = BoundaryKind.TRUNCATED_GENERATION
+        # A special token and the same characters in plain tokens are another conversation.
+        same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
+        before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
+        if found.end is not None and before != now:
+            return []
+    moved = [(origin + start, origin + stop) for start, stop in found.spans]
+    return [Comparison(kind, known_call, position, spans[:first] + moved)]
 
 
 def _error(boundary: Boundary) -> BoundaryError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from mis_ext.rollout.generation import Generation
@@ -80,7 +82,8 @@ class Node:
             # Slices are compared in C.
             theirs = ids[position : position + len(mine)]
             if mine != theirs:
-                return start - self.start + _first_difference(mine, theirs)
+                num_equal: int = sum(takewhile(bool, map(operator.eq, mine, theirs)))
+                return start - self.start + num_equal
             position += len(mine)
         return self.size
 
@@ -186,12 +189,3 @@ def find_mismatch(known: list[int], prompt: list[int]) -> int | None:
     """The first index at which a prompt differs from what is known, None if all of that is there."""
     equal = Node(known, 0, len(known), None).count_equal(prompt, 0)
     return None if equal == len(known) else equal
-
-
-def _first_difference(mine: list[int], theirs: list[int]) -> int:
-    """The index of the first difference of two lists that differ."""
-    low, high = 0, len(mine)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if mine[low:middle] == theirs[low:middle] else (low, middle)
-    return low
