@@ -37,8 +37,7 @@ import triton
 from interpreted import dot_row_by_row
 
 from mis_ext.onpolicy.batch_invariant import triton_attention as attention
-from mis_ext.onpolicy.batch_invariant import triton_matmul as matmul
-from mis_ext.onpolicy.batch_invariant import triton_mixtures as mixtures
+from mis_ext.onpolicy.batch_invariant import triton_products as products
 from mis_ext.onpolicy.batch_invariant import triton_reductions as reductions
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 from mis_ext.onpolicy.bits import same_bits
@@ -176,10 +175,10 @@ def _product(name: str, a: Tensor, b: Tensor) -> Case:
         name,
         f"{a.shape[0]} x {a.shape[1]} x {b.shape[1]}",
         a.dtype,
-        ours=lambda: matmul.mm(a, b),
+        ours=lambda: products.mm(a, b),
         torch=lambda: a @ b,
         checked=lambda out: out[rows],
-        alone=lambda: torch.cat([matmul.mm(a[row : row + 1], b) for row in rows]),
+        alone=lambda: torch.cat([products.mm(a[row : row + 1], b) for row in rows]),
         exact=lambda: a[rows].double() @ b.double(),
         megatron=_megatron_product(a, b),
     )
@@ -200,10 +199,10 @@ def _experts(tokens: int, topk: int, num_experts: int, K: int, N: int, dtype: to
         "experts",
         f"{tokens} x {topk} of {num_experts}, {K} x {N}",
         dtype,
-        ours=lambda: mixtures.grouped_rows(a, b, ends),
+        ours=lambda: products.grouped_rows(a, b, ends),
         torch=lambda: torch._grouped_mm(a, b, offs=ends),
         checked=lambda out: out[rows],
-        alone=lambda: torch.cat([matmul.mm(a[row : row + 1], b[e]) for row, e in zip(rows, experts, strict=True)]),
+        alone=lambda: torch.cat([products.mm(a[row : row + 1], b[e]) for row, e in zip(rows, experts, strict=True)]),
         exact=lambda: torch.stack([a[row].double() @ b[e].double() for row, e in zip(rows, experts, strict=True)]),
     )
 
@@ -217,10 +216,10 @@ def _experts_gradient(tokens: int, topk: int, num_experts: int, K: int, N: int, 
         "experts, weight gradient",
         f"{tokens} x {topk} of {num_experts}, {K} x {N}",
         dtype,
-        ours=lambda: mixtures.grouped_sums(a, b, ends),
+        ours=lambda: products.grouped_sums(a, b, ends),
         torch=lambda: torch._grouped_mm(a, b, offs=ends),
         checked=lambda out: out[-1:],
-        alone=lambda: mixtures.grouped_sums(a[:, last], b[last], only),
+        alone=lambda: products.grouped_sums(a[:, last], b[last], only),
         exact=lambda: (a[:, last].double() @ b[last].double()).unsqueeze(0),
     )
 
@@ -231,7 +230,7 @@ def _combine(tokens: int, topk: int, width: int, dtype: torch.dtype) -> Case:
 
     def ours(index: Tensor, source: Tensor, length: int) -> Tensor:
         out = source.new_zeros(length, width)
-        mixtures.add_rows_(out, index, source)
+        products.add_rows_(out, index, source)
         return out
 
     def alone(row: int) -> Tensor:

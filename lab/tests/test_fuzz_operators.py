@@ -9,7 +9,7 @@ import pytest
 import torch
 from fuzz_operators import OUTCOMES, Sample, _ways, check, draw, run
 
-from mis_ext.onpolicy.batch_invariant import overrides, row_reductions
+from mis_ext.onpolicy.batch_invariant import cpu_rows, overrides
 
 aten = torch.ops.aten
 # Of torch: sparse and complex results, outputs of another shape.
@@ -42,15 +42,15 @@ def test_a_silent_row_is_printed_and_fails(monkeypatch, capsys):
 
 PLANTS = {
     "integers as they are": (aten.mul.Tensor, overrides, "_rounded", lambda factor, x: factor),
-    "sums over experts": (aten.sum.dim_IntList, row_reductions, "is_over_rows", lambda x, dim: dim == [x.dim() - 1]),
+    "sums over experts": (aten.sum.dim_IntList, cpu_rows, "is_over_rows", lambda x, dim: dim == [x.dim() - 1]),
     "a factor of integers": (
         aten.add.Scalar,
         overrides,
         "_of_integers",
         lambda f, args, kwargs: f(*args, **kwargs),
     ),
-    "one number": (aten.var.correction, row_reductions, "_ANOTHER_WAY_ALONE", frozenset()),
-    "elementwise": (aten.cosh.default, overrides.elementwise, "compute", lambda func, *args, **kwargs: func(*args)),
+    "one number": (aten.var.correction, cpu_rows, "_ANOTHER_WAY_ALONE", frozenset()),
+    "elementwise": (aten.cosh.default, cpu_rows, "elementwise", lambda func, *args, **kwargs: func(*args)),
 }
 
 
@@ -87,7 +87,7 @@ def test_a_sample_is_called_as_it_is_without_dimensions_and_by_keyword():
     ],
 )
 def test_a_sample_that_raises_or_differs_in_the_mode_only_is_found(planted, outcome, monkeypatch):
-    monkeypatch.setattr(overrides.elementwise, "compute", planted)
+    monkeypatch.setattr(cpu_rows, "elementwise", planted)
     assert check(COSH).startswith(outcome)
 
 

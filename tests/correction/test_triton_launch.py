@@ -77,7 +77,7 @@ def test_on_amd_triton_looks_anew_as_it_assumes_that_tensors_below_2_gb_stay_so(
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_few_rows_get_other_tiles_on_hopper_only(monkeypatch, capability, dtype) -> None:
-    matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
+    matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_products")
     monkeypatch.setattr(matmul, "_is_hopper", lambda _: capability == (9, 0))
     for rows, columns in ((1, 5), (64, 1000), (65, 1000), (16, 8192), (3, 10**6)):
         tile, usual = matmul.choose_tile(torch.empty(rows, 4, dtype=dtype), columns), matmul.TILES[dtype]

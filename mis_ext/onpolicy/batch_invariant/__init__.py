@@ -1,8 +1,8 @@
 """Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them.
 
-``mode`` puts ``overrides`` in the place of torch's operators: ``attention``, ``mixtures``, ``row_reductions`` and
-``elementwise`` compute, ``operators`` says what passes and what is refused. ``devices`` chooses the arithmetic, of
-``cpu`` or of ``cuda`` with the Triton files; ``packed_sequences`` says how sequences lie, on both.
+``mode`` puts ``overrides`` in the place of torch's operators: ``attention``, ``mixtures`` and ``cpu_rows`` compute,
+``operators`` says what passes and what is refused. ``devices`` chooses the arithmetic, of ``cpu`` or of the Triton
+files; ``packed_sequences`` says how sequences lie, on both.
 """
 
 from mis_ext.onpolicy.batch_invariant.attention import attention

@@ -105,7 +105,8 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor]:
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, key_slots)
     with torch.autocast(query.device.type, enabled=False):
-        return devices.kernels_for(query).attention_forward(query, key, value, packing)
+        result: tuple[Tensor, Tensor] = devices.attention_on(query).attention_forward(query, key, value, packing)
+    return result
 
 
 @_attention_forward.register_fake
@@ -134,8 +135,10 @@ def _attention_backward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
+    backward = devices.attention_on(query).attention_backward
     with torch.autocast(query.device.type, enabled=False):
-        return devices.kernels_for(query).attention_backward(grad_output, query, key, value, output, lse, packing)
+        grads: tuple[Tensor, Tensor, Tensor] = backward(grad_output, query, key, value, output, lse, packing)
+    return grads
 
 
 @_attention_backward.register_fake

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant import row_reductions
+from mis_ext.onpolicy.batch_invariant import cpu_rows
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, Runs, gather_keys, split_runs
 
 TILE_ROWS = 16
@@ -136,12 +136,7 @@ class _Tiles(NamedTuple):
     num_blocks_N: Tensor
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences in fixed blocks of keys, and its log-sum-exp; see :func:`.attention.attention`.
 
     Blocks start at the first key that a query sees. One of which it sees nothing changes no bit of its running maximum,
@@ -181,13 +176,7 @@ def attention_forward(
 
 
 def attention_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    packing: Packing,
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`attention_forward`, in the same tiles and blocks, from its exact weights.
 
@@ -229,7 +218,7 @@ def attention_backward(
     def summed(per_head: Tensor, x: Tensor) -> Tensor:
         # Rounded as the gradient of a head of its own: models that mask repeat the heads, and then do not.
         rounded = per_head[:, : len(x), : x.shape[2]].to(x.dtype).reshape(x.shape[1], group, len(x), x.shape[2])
-        total: Tensor = row_reductions.reduce(torch.ops.aten.sum.dim_IntList, rounded, [1])
+        total: Tensor = cpu_rows.reduce(torch.ops.aten.sum.dim_IntList, rounded, [1])
         return total.transpose(0, 1).contiguous()
 
     return (

@@ -28,7 +28,7 @@ def grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Any:
     """``aten._grouped_mm`` with the bits of ``a[rows] @ b[group]``: a row's depend on it and its group's matrix alone.
 
     Args:
@@ -48,12 +48,12 @@ def grouped_mm(
     if bias is not None or out_dtype not in (None, a.dtype):
         raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
     _check_groups(a, b, offs)
-    kernels = devices.kernels_for(a)
+    products = devices.products_on(a)
     if offs is None:
-        return kernels.bmm(a, b)
+        return products.bmm(a, b)
     if a.dim() == 3 and b.dim() == 2:
-        return kernels.grouped_rows(b.t(), a.transpose(1, 2), offs).t()
-    return kernels.grouped_rows(a, b, offs) if b.dim() == 3 else kernels.grouped_sums(a, b, offs)
+        return products.grouped_rows(b.t(), a.transpose(1, 2), offs).t()
+    return products.grouped_rows(a, b, offs) if b.dim() == 3 else products.grouped_sums(a, b, offs)
 
 
 def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
@@ -194,7 +194,7 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
         index = index * length + place
     num_dims, packed = index.dim(), out.contiguous()
     rows = source.reshape(index.numel(), math.prod(source.shape[num_dims:]))
-    devices.kernels_for(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
+    devices.products_on(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
     if packed is not out:
         out.copy_(packed)
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mis_ext.onpolicy.batch_invariant import devices, elementwise, mixtures, row_reductions
+from mis_ext.onpolicy.batch_invariant import cpu_rows, devices, mixtures
 from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attention
 from mis_ext.onpolicy.batch_invariant.operators import kind_of
 
@@ -145,7 +145,7 @@ def _without_override(func: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[
         return func(args[0], _rounded(args[1], x), **kwargs)
     if kind == "passes without factor" and kwargs.get("alpha", args[2] if len(args) > 2 else 1) == 1:
         return func(*args, **kwargs)
-    return elementwise.compute(func, *args, **kwargs)
+    return cpu_rows.elementwise(func, *args, **kwargs)
 
 
 def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +158,7 @@ def _of_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return override(func, *args, **kwargs)
         kind = kind_of(func)
         if kind in ("elementwise", "passes without factor"):
-            return elementwise.compute(func, *args, **kwargs)
+            return cpu_rows.elementwise(func, *args, **kwargs)
         if kind == "one by one":
             return _one_by_one(func, args, kwargs)
     return result
@@ -222,15 +222,15 @@ def _override_of(func: Any) -> Callable[..., Any] | None:
 
 def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=2)
-    return devices.kernels_for(a).mm(a, b)
+    return devices.products_on(a).mm(a, b)
 
 
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
     if b.shape[2] == 1 < a.shape[1] and a.shape[2] > 1:
         # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
-        return devices.kernels_for(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-    return devices.kernels_for(a).bmm(a, b)
+        return devices.products_on(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
+    return devices.products_on(a).bmm(a, b)
 
 
 def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
@@ -238,37 +238,37 @@ def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
 
 
 def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if alpha == beta == 1:
+    if alpha == beta == 1 and bias.dtype == a.dtype:
         _check_factors(a, b, num_dims=2)
-        return devices.kernels_for(a).addmm(_expanded(bias, a, b), a, b)
-    return _sum(_mm(func, a, b), _expanded(bias, a, b), beta, alpha)
+        return devices.products_on(a).addmm(bias.expand(a.shape[0], b.shape[1]), a, b)
+    return _plus_bias(_mm)(func, bias, a, b, beta=beta, alpha=alpha)
 
 
-def _baddbmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return _sum(_bmm(func, a, b), _expanded(bias, a, b), beta, alpha)
+def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """The product times ``alpha``, and ``beta`` times a bias of its dtype that broadcasts to it."""
+
+    def override(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        product = multiply(func, a, b)
+        if bias.dtype != product.dtype:
+            raise RuntimeError(f"a bias must have the dtype of the product, got {bias.dtype} and {product.dtype}")
+        bias = bias.expand(product.shape)
+        scaled = product if alpha == 1 else product * alpha
+        # With beta 0 the bias counts for nothing, whatever it holds.
+        return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
+
+    return override
 
 
-def _addmv(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return _sum(_mv(func, a, b), _expanded(bias, a), beta, alpha)
-
-
-def _addr(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _outer(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if a.dim() != 1 or b.dim() != 1 or a.dtype != b.dtype:
         pair = f"{[*a.shape]}, {a.dtype} and {[*b.shape]}, {b.dtype}"
         raise RuntimeError(f"addr takes two vectors of one dtype, got {pair}")
-    a, b = a.unsqueeze(1), b.unsqueeze(0)
-    return _sum(a * b, _expanded(bias, a, b), beta, alpha)
-
-
-def _sum(product: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
-    scaled = product if alpha == 1 else product * alpha
-    # With beta 0 the bias counts for nothing, whatever it holds.
-    return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
+    return a.unsqueeze(1) * b.unsqueeze(0)
 
 
 def _dist(func: Any, a: Tensor, b: Tensor, p: float = 2) -> Any:
     difference = a - b
-    return row_reductions.reduce(aten.linalg_vector_norm.default, difference, p, [*range(difference.dim())])
+    return cpu_rows.reduce(aten.linalg_vector_norm.default, difference, p, [*range(difference.dim())])
 
 
 def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
@@ -284,17 +284,35 @@ def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
         raise RuntimeError(f"shapes {[*a.shape]} and {[*b.shape]} cannot be multiplied")
 
 
-def _expanded(bias: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
-    """The bias in the shape of the product; an error where it has another dtype or does not broadcast to it."""
-    if bias.dtype != a.dtype:
-        raise RuntimeError(f"a bias must have the dtype of the product, got {bias.dtype} and {a.dtype}")
-    return bias.expand(a.shape[:-1] if b is None else (*a.shape[:-1], b.shape[-1]))
-
-
 def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
     if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1:
-        row_reductions.refuse_masked_beginning(x)
-    return _row(row_reductions.softmax, "softmax")(func, x, dim, half_to_float)
+        refuse_masked_beginning(x)
+    return _row(cpu_rows.softmax, "softmax")(func, x, dim, half_to_float)
+
+
+# No score is as low. Masks have minus infinity, or the least number of the dtype, 65,504 in float16.
+_MASKED = -3e4
+
+
+def refuse_masked_beginning(scores: Tensor) -> None:
+    """Refuse attention scores ``[..., queries, keys]`` whose first key is masked where a later one is not.
+
+    On CUDA the product of its shares and the values adds up blocks that start at that key: at padding on the left, at
+    the sequence before in a pack, at a key that has left a window.
+
+    Raises:
+        NotImplementedError: There is such a row.
+    """
+    if scores.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Nothing may be read there.
+        return
+    rows = scores[scores[..., 0] < _MASKED] if scores.shape[-1] > 1 else scores[..., :0]
+    if rows.numel() and bool((rows.amax(-1) > _MASKED).any()):
+        raise NotImplementedError(
+            "softmax of scores whose first keys are masked (padding on the left, packs, sliding windows) has no "
+            'batch-invariant form in eager attention on cuda: take attn_implementation="sdpa"; a model without it '
+            "(GPT-OSS) is exact on a CPU, and on cuda with sequences no longer than its window, padded on the right"
+        )
 
 
 def _dot(func: Any, a: Tensor, b: Tensor) -> Any:
@@ -307,19 +325,19 @@ def _row(on_cpu: Callable[..., Any], on_cuda: str) -> Callable[..., Any]:
     def override(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_cuda:
             return on_cpu(func, x, *args, **kwargs)
-        from mis_ext.onpolicy.batch_invariant import cuda
+        from mis_ext.onpolicy.batch_invariant import triton_reductions
 
-        return getattr(cuda, on_cuda)(x, *args, **kwargs)
+        return getattr(triton_reductions, on_cuda)(x, *args, **kwargs)
 
     return override
 
 
 def _sums(on_cuda: str) -> Callable[..., Any]:
     """Sums over the first dimension and others are over the batch, and no concern of a row."""
-    reduce_rows = _row(row_reductions.reduce, on_cuda)
+    reduce_rows = _row(cpu_rows.reduce, on_cuda)
 
     def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
-        return (reduce_rows if row_reductions.is_over_rows(x, dim) else _plain)(func, x, dim, *args, **kwargs)
+        return (reduce_rows if cpu_rows.is_over_rows(x, dim) else _plain)(func, x, dim, *args, **kwargs)
 
     return override
 
@@ -344,21 +362,21 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.bmm.default: _bmm,
     aten.mv.default: _mv,
     aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.addmv.default: _addmv,
-    aten.addr.default: _addr,
+    aten.baddbmm.default: _plus_bias(_bmm),
+    aten.addmv.default: _plus_bias(_mv),
+    aten.addr.default: _plus_bias(_outer),
     aten.dist.default: _dist,
     aten.dot.default: _dot,
     aten.vdot.default: _dot,
     aten._softmax.default: _softmax,
-    aten._softmax_backward_data.default: _row(row_reductions.softmax_backward, "softmax_backward"),
-    aten._log_softmax.default: _row(row_reductions.log_softmax, "log_softmax"),
+    aten._softmax_backward_data.default: _row(cpu_rows.softmax_backward, "softmax_backward"),
+    aten._log_softmax.default: _row(cpu_rows.log_softmax, "log_softmax"),
     aten._log_softmax_backward_data.default: _row(_plain, "log_softmax_backward"),
     aten.mean.dim: _sums("mean"),
     aten.sum.dim_IntList: _sums("sum"),
-    aten.logsumexp.default: _row(row_reductions.reduce, "logsumexp"),
-    aten.glu.default: elementwise.glu,
-    aten.glu_backward.default: elementwise.glu_backward,
+    aten.logsumexp.default: _row(cpu_rows.reduce, "logsumexp"),
+    aten.glu.default: cpu_rows.glu,
+    aten.glu_backward.default: cpu_rows.glu_backward,
     aten.isin.Tensor_Tensor: _isin,
     # Without autograd.
     aten.linalg_multi_dot.default: _refuse_chain,
@@ -378,6 +396,6 @@ _OVERRIDES |= dict.fromkeys(
         aten.var.correction,
         aten.var_mean.correction,
     ),
-    row_reductions.reduce,
+    cpu_rows.reduce,
 )
 _OVERRIDES |= mixtures.OVERRIDES

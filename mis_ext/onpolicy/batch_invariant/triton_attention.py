@@ -1,26 +1,413 @@
-"""Attention on CUDA whose every output row has the same bits in a prefill, a chunk of it or a decode."""
+"""Attention on CUDA whose every output row has the same bits in a prefill, a chunk of it or a decode.
 
-from __future__ import annotations
+A program belongs to one run of queries and one head. Blocks of keys start at the first key that a query sees, so that
+it meets the same blocks in a prefill, in a chunk of it and in a decode. A block of which a query sees nothing leaves
+its sums as they were, to the bit: the maximum stays, so the sums are multiplied by exactly 1, and zeros are added.
 
-from typing import Any, NamedTuple
+The keys of a query are never shared out to several programs, as flash decoding does for long caches: the number of
+parts, and with it the order of the sums, would follow from the batch.
+
+Slower in trials in bfloat16: 128 queries, and scores of the next block that are begun before the exponentials of this
+one; for heads of 128 also keys through the tensor memory accelerator, and 128 keys at a time.
+
+One kernel for all gradients would have to add up either the queries' or the keys' over programs, by atomic operations,
+in whatever order they come. Two kernels compute the weights twice instead, and each sum has one program and one order.
+A gradient so depends on its own sequence alone.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
+from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, seen_keys, split_runs
-from mis_ext.onpolicy.batch_invariant.triton_attention_kernels import (
-    BLOCK_N,
-    forward_kernel,
-    key_gradient_kernel,
-    query_gradient_kernel,
-)
-from mis_ext.onpolicy.batch_invariant.triton_inputs import (
-    FLOAT32_PRODUCTS,
-    check_products,
-    check_tensors,
-)
+from mis_ext.onpolicy.batch_invariant.triton_products import FLOAT32_PRODUCTS
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# Keys of a block: as many as a word of the mask has bits.
+BLOCK_N = tl.constexpr(64)
+# Heads whose programs take turns: few enough for their keys to stay in the cache. With 8 a trial was slower.
+HEADS_AT_A_TIME = tl.constexpr(16)
+
+# What differs between a prefill and a decode must not choose other code: Triton compiles anew for arguments that are 1
+# or a multiple of 16, and another compilation may add up in another order.
+VARYING = ["mask", "mask_starts", "num_tiles", "num_rows", "mask_head_stride", "mask_query_stride"]
+# Slices of bounds, which lie anywhere.
+UNALIGNED = ["cu_seqlens_q", "key_starts", "key_ends"]
+
+
+@triton.jit
+def load_rows(x, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows of one head, ``[rows, BLOCK_D]``; 0 where there are none."""
+    lane = tl.arange(0, BLOCK_D)
+    offset = (first + rows).to(tl.int64) * row_stride
+    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
+    return tl.load(x + offset[:, None] + lane[None, :], mask=is_there, other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The inverse of :func:`load_rows`."""
+    lane = tl.arange(0, BLOCK_D)
+    offset = (first + rows).to(tl.int64) * row_stride
+    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
+    tl.store(x + offset[:, None] + lane[None, :], value.to(x.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def may_attend(
+    mask,
+    queries,
+    start,
+    num_queries,
+    num_keys,
+    mask_query_stride,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """Which of ``queries`` may attend to which keys of the block at ``start``, ``[queries, keys]`` bool.
+
+    The causal diagonal ends at the last key: the queries are the last ones of the sequence, as in a decode.
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    allowed = (queries < num_queries)[:, None] & (keys < num_keys)[None, :]
+    if IS_CAUSAL:
+        allowed = allowed & (queries[:, None] + (num_keys - num_queries) >= keys[None, :])
+    if HAS_MASK:
+        # A word per query and block: loading a byte per pair would make the compiler lay the scores out as it loads the
+        # bytes, and add the weights of a row in another order than without a mask.
+        words = mask + queries.to(tl.int64) * mask_query_stride + start // BLOCK_N
+        word = tl.load(words, mask=queries < num_queries, other=0)
+        allowed = allowed & (((word[:, None] >> tl.arange(0, BLOCK_N)[None, :].to(tl.int64)) & 1) != 0)
+    return allowed
+
+
+@triton.jit
+def load_keys(
+    x, slots, first_key, start, end, row_stride, HAS_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """The rows of the block of keys at ``start``; from ``end`` on, the last one before it, again and again.
+
+    That costs less than a predicate for each row. No query may attend to them.
+    """
+    lane = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_N)
+    if HAS_SLOTS:
+        offset = tl.load(slots + tl.minimum(start + keys, end - 1)).to(tl.int64) * row_stride
+    else:
+        # One address of 64 bits, and distances from it of 32.
+        x += (first_key + start).to(tl.int64) * row_stride
+        last = min(end - 1 - start, BLOCK_N - 1)
+        offset = tl.minimum(keys * row_stride, last * row_stride)
+    return tl.load(x + lane[None, :] + offset[:, None], mask=(lane < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def forward_kernel(
+    query,
+    key,
+    value,
+    mask,
+    output,
+    lse,
+    slots,
+    cu_seqlens_q,
+    key_starts,
+    key_ends,
+    mask_starts,
+    num_tiles,
+    num_heads,
+    num_rows,
+    scale,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    mask_head_stride,
+    mask_query_stride,
+    slot_stride,
+    QUERIES_PER_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive.
+
+    One loop takes the blocks from left to right, those that every query sees as a whole and the others, so that all
+    compute alike. With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
+
+    There is one sequence more than there are: the rows after the last one, which become 0.
+    """
+    # Causal: the tiles with the most keys first, so that the last programs to start are short.
+    sequence = tl.program_id(0) // (num_tiles * num_heads)
+    place = tl.program_id(0) % (num_tiles * num_heads)
+    first_head = place // (num_tiles * HEADS_AT_A_TIME) * HEADS_AT_A_TIME
+    heads = min(num_heads - first_head, HEADS_AT_A_TIME)
+    place -= first_head * num_tiles
+    tile = num_tiles - 1 - place // heads
+    head = first_head + place % heads
+    head_dim: tl.constexpr = HEAD_DIM
+    wide_head = head.to(tl.int64)
+    output += wide_head * head_dim
+    lse += wide_head * num_rows
+    if sequence == tl.num_programs(0) // (num_tiles * num_heads) - 1:
+        for first in range(tl.load(cu_seqlens_q + sequence) + tile * BLOCK_M, num_rows, num_tiles * BLOCK_M):
+            rows = first + tl.arange(0, BLOCK_M)
+            nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            store_rows(output, nothing, 0, rows, num_rows, num_heads * head_dim, BLOCK_D, HEAD_DIM)
+            tl.store(lse + rows, tl.zeros([BLOCK_M], tl.float32), mask=rows < num_rows)
+        return
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    num_keys = tl.load(key_ends + sequence) - first_key
+    if tile * BLOCK_M >= num_queries:
+        return
+    query += wide_head * query_head_stride
+    key += wide_head // QUERIES_PER_KEY * key_head_stride
+    value += wide_head // QUERIES_PER_KEY * value_head_stride
+    slots += sequence.to(tl.int64) * slot_stride
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence) + wide_head * mask_head_stride
+
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Where the keys end that a query of the tile sees, and those that all of them see.
+    end, whole = num_keys, num_keys
+    if IS_CAUSAL:
+        end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
+        whole = num_keys - num_queries + tile * BLOCK_M + 1
+    if HAS_MASK:
+        whole = 0
+    # In units of log 2, of which the hardware takes the exponential.
+    scale_2 = scale * LOG2_E
+    for start in range(0, end, BLOCK_N):
+        k = load_keys(key, slots, first_key, start, end, key_stride, HAS_SLOTS, BLOCK_D, HEAD_DIM)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if start + BLOCK_N > whole:
+            allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
+            score = tl.where(allowed, score, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1) * scale_2)
+        # Minus infinity until the query has seen a key, of which no difference may be taken.
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        # One operation, since a compiler would merge two in some of the kernels only.
+        weight = tl.exp2(tl.fma(score, scale_2, -origin[:, None]))
+        decay = tl.exp2(highest - origin)
+        total = tl.fma(total, decay, tl.sum(weight, 1))
+        highest = higher
+        v = load_keys(value, slots, first_key, start, end, value_stride, HAS_SLOTS, BLOCK_D, HEAD_DIM)
+        weighted = tl.dot(weight.to(v.dtype), v, weighted * decay[:, None], input_precision=PRECISION)
+
+    is_empty = total == 0.0
+    # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
+    result = weighted / tl.where(is_empty, 1.0, total)[:, None] + 0.0
+    store_rows(output, result, first_query, queries, num_queries, num_heads * head_dim, BLOCK_D, HEAD_DIM)
+    log_total = tl.where(is_empty, float("-inf"), highest / LOG2_E + tl.log(tl.where(is_empty, 1.0, total)))
+    tl.store(lse + first_query + queries, log_total, mask=queries < num_queries)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def query_gradient_kernel(
+    query,
+    key,
+    value,
+    mask,
+    output,
+    lse,
+    grad_output,
+    delta,
+    grad_query,
+    cu_seqlens_q,
+    key_starts,
+    key_ends,
+    mask_starts,
+    num_tiles,
+    num_heads,
+    num_rows,
+    scale,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    mask_head_stride,
+    mask_query_stride,
+    QUERIES_PER_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """``grad_query [T, H, D]`` of one tile of queries, and ``delta [H, T]``, the sum of output times its gradient.
+
+    Blocks of keys from left to right, from the first key of the sequence on. It runs first: the other kernel reads
+    ``delta``.
+    """
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
+    head = (tl.program_id(0) // num_tiles % num_heads).to(tl.int64)
+    sequence = tl.program_id(0) // (num_tiles * num_heads)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    num_keys = tl.load(key_ends + sequence) - first_key
+    if tile * BLOCK_M >= num_queries:
+        return
+    query += head * query_head_stride
+    key += head // QUERIES_PER_KEY * key_head_stride
+    value += head // QUERIES_PER_KEY * value_head_stride
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence) + head * mask_head_stride
+    head_dim: tl.constexpr = HEAD_DIM
+    out_stride = num_heads * head_dim
+
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_query = queries < num_queries
+    row = head * num_rows + first_query + queries
+    q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
+    slope = load_rows(grad_output + head * head_dim, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM)
+    result = load_rows(output + head * head_dim, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM)
+    shift = tl.sum(result.to(tl.float32) * slope.to(tl.float32), 1)
+    tl.store(delta + row, shift, mask=is_query)
+    log_total = tl.load(lse + row, mask=is_query, other=0.0) * LOG2_E
+    gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = num_keys
+    if IS_CAUSAL:
+        end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
+    scale_2 = scale * LOG2_E
+    for start in range(0, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
+        v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
+        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_2
+        weight = tl.where(allowed, tl.exp2(score - log_total[:, None]), 0.0)
+        weight_slope = tl.dot(slope, tl.trans(v), input_precision=PRECISION)
+        score_slope = weight * (weight_slope - shift[:, None])
+        gradient = tl.dot(score_slope.to(k.dtype), k, gradient, input_precision=PRECISION)
+    store_rows(
+        grad_query + head * head_dim, gradient * scale, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM
+    )
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
+def key_gradient_kernel(
+    query,
+    key,
+    value,
+    mask,
+    lse,
+    grad_output,
+    delta,
+    grad_key,
+    grad_value,
+    cu_seqlens_q,
+    key_starts,
+    key_ends,
+    mask_starts,
+    num_tiles,
+    num_heads,
+    num_rows,
+    scale,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    mask_head_stride,
+    mask_query_stride,
+    QUERIES_PER_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """``grad_key`` and ``grad_value [U, G, D]`` of one tile of keys.
+
+    The query heads of the group one after the other, of each the blocks of queries from left to right.
+    """
+    num_groups = num_heads // QUERIES_PER_KEY
+    tile = tl.program_id(0) % num_tiles
+    group = (tl.program_id(0) // num_tiles % num_groups).to(tl.int64)
+    sequence = tl.program_id(0) // (num_tiles * num_groups)
+    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
+    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    num_keys = tl.load(key_ends + sequence) - first_key
+    if tile * BLOCK_N >= num_keys:
+        return
+    if HAS_MASK:
+        mask += tl.load(mask_starts + sequence)
+    head_dim: tl.constexpr = HEAD_DIM
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = load_rows(key + group * key_head_stride, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
+    v = load_rows(value + group * value_head_stride, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
+    key_slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    value_slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    begin = 0
+    if IS_CAUSAL:
+        # The first block with a query that sees a key of the tile; blocks start at the same queries for every tile.
+        begin = max(0, tile * BLOCK_N - (num_keys - num_queries)) // BLOCK_M * BLOCK_M
+    scale_2 = scale * LOG2_E
+    for member in range(QUERIES_PER_KEY):
+        head = group * QUERIES_PER_KEY + member
+        for start in range(begin, num_queries, BLOCK_M):
+            queries = start + tl.arange(0, BLOCK_M)
+            is_query = queries < num_queries
+            row = head * num_rows + first_query + queries
+            q = load_rows(
+                query + head * query_head_stride, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM
+            )
+            slope = load_rows(
+                grad_output + head * head_dim,
+                first_query,
+                queries,
+                num_queries,
+                num_heads * head_dim,
+                BLOCK_D,
+                HEAD_DIM,
+            )
+            log_total = tl.load(lse + row, mask=is_query, other=0.0) * LOG2_E
+            shift = tl.load(delta + row, mask=is_query, other=0.0)
+            allowed = may_attend(
+                mask + head * mask_head_stride,
+                queries,
+                tile * BLOCK_N,
+                num_queries,
+                num_keys,
+                mask_query_stride,
+                IS_CAUSAL,
+                HAS_MASK,
+            )
+            score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_2
+            weight = tl.where(tl.trans(allowed), tl.exp2(score - log_total[None, :]), 0.0)
+            value_slope = tl.dot(weight.to(slope.dtype), slope, value_slope, input_precision=PRECISION)
+            weight_slope = tl.dot(v, tl.trans(slope), input_precision=PRECISION)
+            score_slope = weight * (weight_slope - shift[None, :])
+            key_slope = tl.dot(score_slope.to(q.dtype), q, key_slope, input_precision=PRECISION)
+    out_stride = num_groups * head_dim
+    group_offset = group * head_dim
+    store_rows(grad_key + group_offset, key_slope * scale, first_key, keys, num_keys, out_stride, BLOCK_D, HEAD_DIM)
+    store_rows(grad_value + group_offset, value_slope, first_key, keys, num_keys, out_stride, BLOCK_D, HEAD_DIM)
+
 
 _launch_forward = Launcher(forward_kernel)
 _launch_query_gradient = Launcher(query_gradient_kernel)
@@ -39,154 +426,117 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Tiles(NamedTuple):
-    """Tiles of the forward kernel and of both gradients'."""
-
-    forward: Tile
-    gradient: Tile
-
-
-def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """The tiles for a dtype and a head dimension; nothing else may choose them."""
+def choose_tiles(dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile]:
+    """The tiles of the forward kernel, and of both gradients'; nothing but dtype and head dimension may choose them."""
     is_wide = head_dim > _WIDE
     if dtype == torch.float32:
         # Both operands of a product pass through registers, which are the limit.
-        forward, gradient = (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(32, 4, 1), Tile(32, 4, 1))
-    elif IS_HIP:
-        forward, gradient = Tile(64, 8, 1), Tile(64, 8, 1)
-    else:
-        forward, gradient = (Tile(64, 8, 2), Tile(64, 8, 1)) if is_wide else (Tile(64, 4, 3), Tile(64, 4, 2))
-    return Tiles(forward, gradient)
+        return (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(32, 4, 1), Tile(32, 4, 1))
+    if IS_HIP:
+        return Tile(64, 8, 1), Tile(64, 8, 1)
+    return (Tile(64, 8, 2), Tile(64, 8, 1)) if is_wide else (Tile(64, 4, 3), Tile(64, 4, 2))
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences by an online softmax in float32 over blocks that start at the first key seen.
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences by an online softmax in float32, and its log-sum-exp ``[H, T]``.
 
-    A value that is not finite reaches the queries that see its key, and others whose tile reads it: all keys from the
-    first to the last that one of its queries may see.
-
-    Args:
-        query: ``[T, H, D]`` of one dtype with the others, the sequences one after the other; ``D`` at most 256.
-        key: ``[U, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` attends to ``h // (H // G)``.
-        value: ``[U, G, D]``.
-        packing: Where the sequences are, and what their queries may see.
-
-    Returns:
-        The output ``[T, H, D]``, 0 where a query may attend to nothing or is of no sequence, and the logarithm of the
-        sum of its exponentials, ``[H, T]`` float32.
+    See :func:`.attention.attention`. The output is 0 where a query may attend to nothing or is of no sequence. A value
+    that is not finite reaches the queries that see its key, and others whose tile reads it: all keys from the first to
+    the last that one of its queries may see.
     """
-    query, packing = _with_positive_scale(query, packing)
-    call = _Call.prepare(query, key, value, packing, in_runs=True)
+    value_dim, (query, key, value) = value.shape[2], _widened(query, key, value)
+    if packing.scale <= 0:
+        # The kernel scales the largest score, which must then be the largest.
+        query = -query if packing.scale < 0 else torch.zeros_like(query)
+        packing = packing._replace(scale=-packing.scale or 1.0)
+    launch, num_runs = _prepare(query, key, value, packing, in_runs=True)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
-    tile = choose_tiles(query.dtype, query.shape[2]).forward
+    tile, _ = choose_tiles(query.dtype, query.shape[2])
     slots = packing.key_slots
     num_tiles = -(-max(packing.max_seqlen_q, 1) // tile.BLOCK_M)
     # What is after the last sequence is one more.
-    num_programs = num_tiles * query.shape[1] * call.bounds[0].numel()
+    num_programs = num_tiles * query.shape[1] * (num_runs + 1)
     tensors, numbers = (output, lse, query if slots is None else slots), (0 if slots is None else slots.stride(0),)
-    call.launch(_launch_forward, tile, num_tiles, num_programs, tensors, numbers, HAS_SLOTS=slots is not None)
-    return output, lse
-
-
-def _with_positive_scale(query: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
-    """The kernel scales the largest score, which must then be the largest."""
-    if packing.scale > 0:
-        return query, packing
-    if packing.scale < 0:
-        return -query, packing._replace(scale=-packing.scale)
-    return torch.zeros_like(query), packing._replace(scale=1.0)
+    launch(_launch_forward, tile, num_tiles, num_programs, tensors, numbers, HAS_SLOTS=slots is not None)
+    return output[..., :value_dim].contiguous(), lse
 
 
 def attention_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    packing: Packing,
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`attention_forward` by query, key and value; the same bits on every run.
+    """The gradients of :func:`attention_forward` by query, key and value, contiguous; the same bits on every run.
 
     Two passes that recompute the weights (Dao, "FlashAttention-2", arXiv 2307.08691), the second over keys, so that
-    nothing is added up by atomic operations. They are contiguous, in the dtype of the query; ``output`` and ``lse`` are
-    what the forward returned.
+    nothing is added up by atomic operations. ``output`` and ``lse`` are what the forward returned.
     """
-    call = _Call.prepare(query, key, value, packing)
-    check_tensors({"query": query, "grad_output": grad_output, "output": output})
-    shapes = [*grad_output.shape], [*output.shape], [*lse.shape]
-    if shapes != ([*query.shape], [*query.shape], [query.shape[1], query.shape[0]]) or lse.dtype != torch.float32:
-        raise ValueError(
-            f"for a query {[*query.shape]}, grad_output and output must have its shape and lse be [H, T] float32, got "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]} {lse.dtype}"
-        )
+    dims = query.shape[2], key.shape[2], value.shape[2]
+    grad_output, query, key, value, output = _widened(grad_output, query, key, value, output)
+    launch, num_sequences = _prepare(query, key, value, packing)
     grad_output, output, lse = grad_output.contiguous(), output.contiguous(), lse.contiguous()
     delta = torch.empty_like(lse)
-    grad_query, grad_key, grad_value = (
-        torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
-    )
-    tile = choose_tiles(query.dtype, query.shape[2]).gradient
-    num_sequences = call.bounds[0].numel() - 1
+    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
+    _, tile = choose_tiles(query.dtype, query.shape[2])
     num_tiles = -(-packing.max_seqlen_q // tile.BLOCK_M)
-    tensors: tuple[Tensor, ...] = output, lse, grad_output, delta, grad_query
-    call.launch(_launch_query_gradient, tile, num_tiles, num_tiles * query.shape[1] * num_sequences, tensors)
+    tensors: tuple[Tensor, ...] = output, lse, grad_output, delta, grads[0]
+    launch(_launch_query_gradient, tile, num_tiles, num_tiles * query.shape[1] * num_sequences, tensors)
     num_tiles = -(-packing.max_seqlen_k // BLOCK_N.value)
-    tensors = lse, grad_output, delta, grad_key, grad_value
-    call.launch(_launch_key_gradient, tile, num_tiles, num_tiles * key.shape[1] * num_sequences, tensors)
+    tensors = lse, grad_output, delta, *grads[1:]
+    launch(_launch_key_gradient, tile, num_tiles, num_tiles * key.shape[1] * num_sequences, tensors)
+    grad_query, grad_key, grad_value = (grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
     return grad_query, grad_key, grad_value
 
 
-class _Call(NamedTuple):
-    """What all three kernels get; ``bounds`` are those of the runs of queries, and where their masks start."""
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All of one width, by zeros: values need not be as wide as keys, as in DeepSeek-V3."""
+    width = max(x.shape[2] for x in tensors)
+    return tuple(x if x.shape[2] == width else pad(x, (0, width - x.shape[2])) for x in tensors)
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    bounds: tuple[Tensor, ...]
-    scale: float
-    constants: dict[str, Any]
 
-    @classmethod
-    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False) -> _Call:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, _ = packing
-        check_tensors({"query": query, "key": key, "value": value})
-        check_products(query.dtype, query.device)
-        _check_shapes(query, key, value)
-        _check_lengths(query, cu_seqlens_q, cu_seqlens_k)
-        if mask is None:
-            # Nothing is computed, for which a decode would wait.
-            bounds = cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q
-        else:
-            _check_mask(mask, query, (cu_seqlens_q.numel() - 1, query.shape[1], max_seqlen_q, max_seqlen_k))
-            runs = split_runs(packing if in_runs else packing._replace(mask=None))
-            words = _packed_words(_from_first_key(mask) if in_runs and mask.numel() else mask)
-            mask = words.expand(-1, query.shape[1], -1, -1)
-            bounds = *runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)
-        constants = {
-            "QUERIES_PER_KEY": query.shape[1] // key.shape[1],
-            "HEAD_DIM": query.shape[2],
-            "IS_CAUSAL": is_causal,
-            "HAS_MASK": mask is not None,
-            # The parts of three products of TF32 would not fit into shared memory.
-            "PRECISION": "ieee" if query.shape[2] > _WIDE else FLOAT32_PRODUCTS,
-            "BLOCK_D": max(16, 1 << (query.shape[2] - 1).bit_length()),
-        }
-        # Only the last dimension must be dense, and the rows of a block of keys within a distance of 32 bits.
-        query, key, value = (
-            x if x.stride(2) == 1 and x.stride(0) < 2**31 // BLOCK_N.value else x.contiguous()
-            for x in (query, key, value)
-        )
-        return cls(query, key, value, mask, tuple(x.contiguous() for x in bounds), float(scale), constants)
+def _prepare(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False
+) -> tuple[Callable[..., None], int]:
+    """What launches a kernel with all that the three have in common, and the number of runs of queries."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, _ = packing
+    (num_rows, num_heads, head_dim), device = query.shape, query.device
+    check_tensors({"query": query, "key": key, "value": value}, has_products=True)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the last dimensions must be in [1, {MAX_HEAD_DIM}], got {head_dim}")
+    for name, lengths in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
+        if lengths.dtype != torch.int32 or lengths.device != device:
+            raise TypeError(f"{name} must be int32 on {device}, got {lengths.dtype} on {lengths.device}")
+    if mask is None:
+        # Nothing is computed, for which a decode would wait.
+        bounds = [cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q]
+    else:
+        if mask.dtype != torch.bool or mask.device != device:
+            raise TypeError(f"mask must be bool on {device}, got {mask.dtype} on {mask.device}")
+        shapes = [[len(cu_seqlens_q) - 1, heads, max_seqlen_q, max_seqlen_k] for heads in (1, num_heads)]
+        if [*mask.shape] not in shapes:
+            raise ValueError(f"mask must be {shapes[0]} or {shapes[1]}, got {[*mask.shape]}")
+        runs = split_runs(packing if in_runs else packing._replace(mask=None))
+        words = _packed_words(_from_first_key(mask) if in_runs and mask.numel() else mask)
+        mask = words.expand(-1, num_heads, -1, -1)
+        bounds = [*runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)]
+    # Only the last dimension must be dense, and the rows of a block of keys within a distance of 32 bits.
+    query, key, value = (
+        x if x.stride(2) == 1 and x.stride(0) < 2**31 // BLOCK_N.value else x.contiguous() for x in (query, key, value)
+    )
+    operands = (query, key, value, query if mask is None else mask)
+    bounds = [x.contiguous() for x in bounds]
+    strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
+    strides += (0, 0) if mask is None else mask.stride()[1:3]
+    common = {
+        "QUERIES_PER_KEY": num_heads // max(key.shape[1], 1),
+        "HEAD_DIM": head_dim,
+        "IS_CAUSAL": is_causal,
+        "HAS_MASK": mask is not None,
+        # The parts of three products of TF32 would not fit into shared memory.
+        "PRECISION": "ieee" if head_dim > _WIDE else FLOAT32_PRODUCTS,
+        "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
+    }
 
     def launch(
-        self,
         launcher: Launcher,
         tile: Tile,
         num_tiles: int,
@@ -196,22 +546,19 @@ class _Call(NamedTuple):
         **constants: bool,
     ) -> None:
         """A program per sequence, head and tile of rows; ``num_tiles`` are those of the longest sequence."""
-        query, key, value, mask = self.query, self.key, self.value, self.mask
-        if num_programs == 0 or len(query) == 0:
+        if num_programs == 0 or num_rows == 0:
             return
+        BLOCK_M, num_warps, num_stages = tile
         with launching_on(query):
             launcher(
                 num_programs,
-                (query, key, value, query if mask is None else mask, *tensors, *self.bounds),
-                (
-                    *(num_tiles, query.shape[1], query.shape[0], self.scale),
-                    *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-                    *((0, 0) if mask is None else mask.stride()[1:3]),
-                    *numbers,
-                ),
-                {**self.constants, **constants, "BLOCK_M": tile.BLOCK_M},
-                {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+                (*operands, *tensors, *bounds),
+                (num_tiles, num_heads, num_rows, float(scale), *strides, *numbers),
+                {**common, **constants, "BLOCK_M": BLOCK_M},
+                {"num_warps": num_warps, "num_stages": num_stages},
             )
+
+    return launch, bounds[0].numel() - 1
 
 
 def _from_first_key(mask: Tensor) -> Tensor:
@@ -228,34 +575,3 @@ def _packed_words(mask: Tensor) -> Tensor:
     bits = padded.view(*padded.shape[:-1], padded.shape[-1] // 8, 8)
     places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     return torch.where(bits, places, 0).sum(-1, dtype=torch.uint8).view(torch.int64)
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = {"query": [*query.shape], "key": [*key.shape], "value": [*value.shape]}
-    if any(len(shape) != 3 for shape in shapes.values()) or shapes["key"] != shapes["value"]:
-        raise ValueError(f"query must be [T, H, D], key and value [U, G, D], got {shapes}")
-    (_, num_heads, head_dim), (_, num_groups, key_dim) = shapes["query"], shapes["key"]
-    if head_dim != key_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the last dimensions must be equal and in [1, {MAX_HEAD_DIM}], got {head_dim} and {key_dim}")
-    if num_groups == 0 or num_heads % num_groups:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_groups} key heads")
-
-
-def _check_lengths(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    for name, lengths in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
-        if lengths.dtype != torch.int32 or lengths.device != query.device:
-            raise TypeError(f"{name} must be int32 on {query.device}, got {lengths.dtype} on {lengths.device}")
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.numel() == 0:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be [S + 1], got {[*cu_seqlens_q.shape]} and {[*cu_seqlens_k.shape]}"
-        )
-
-
-def _check_mask(mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> None:
-    if mask.dtype != torch.bool or mask.device != query.device:
-        raise TypeError(f"mask must be bool on {query.device}, got {mask.dtype} on {mask.device}")
-    num_sequences, num_heads, longest_q, longest_k = shape
-    if mask.dim() != 4 or mask.shape[1] not in (1, num_heads):
-        raise ValueError(f"mask must be [S, 1 or {num_heads}, max_seqlen_q, max_seqlen_k], got {[*mask.shape]}")
-    if (mask.shape[0], *mask.shape[2:]) != (num_sequences, longest_q, longest_k):
-        raise ValueError(f"mask must be {[num_sequences, mask.shape[1], longest_q, longest_k]}, got {[*mask.shape]}")

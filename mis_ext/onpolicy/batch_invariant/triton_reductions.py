@@ -9,9 +9,9 @@ ATen operators for which they stand in.
 """
 
 # Annotations are no strings here: kernel() looks for those of compile-time arguments.
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mis_ext.correction.triton.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
-from mis_ext.onpolicy.batch_invariant.triton_inputs import check_tensors
+from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
 SHARE = tl.constexpr(2.0**42)
@@ -171,14 +171,16 @@ _log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Logarithm of the softmax over one dimension, contiguous; ``half_to_float``: in float32, whatever the dtype."""
-    return _any_softmax(functools.partial(_launch, _log_softmax), x, dim, half_to_float)
+    check_tensors({"x": x})
+    return _over_rows(partial(_launch, _log_softmax), dim, torch.float32 if half_to_float else x.dtype, x)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Softmax over one dimension of at most 2**20 numbers, contiguous."""
     if x.dim() and x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-    return _any_softmax(_launch_softmax, x, dim, half_to_float)
+    check_tensors({"x": x})
+    return _over_rows(_launch_softmax, dim, torch.float32 if half_to_float else x.dtype, x)
 
 
 def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
@@ -191,18 +193,51 @@ def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.
     return _any_softmax_backward(_softmax_backward, grad, output, dim, input_dtype)
 
 
-def mean(
-    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+def _any_softmax_backward(
+    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
 ) -> Tensor:
-    """What ``torch.mean`` returns, rounded once from a sum in float32; one program adds up all of a row."""
-    return _any_sum(x, dim, keepdim, dtype, is_mean=True)
+    check_tensors({"grad": grad, "output": output})
+    if grad.shape != output.shape:
+        raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
+    if grad.dim() == 0:
+        return torch.zeros_like(grad, dtype=input_dtype)
+    return _over_rows(partial(_launch, kernel), dim, input_dtype, grad, output)
 
 
-def sum(
-    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+def _over_rows(launch: Callable[..., None], dim: int, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+    """What a kernel of rows makes of tensors over one dimension."""
+    if tensors[0].dim() == 0:
+        return _over_rows(launch, dim, dtype, *(x.unsqueeze(0) for x in tensors)).squeeze(0)
+    rows = [x.movedim(dim, -1).contiguous() for x in tensors]
+    out = torch.empty_like(rows[0], dtype=dtype)
+    launch(*rows, out)
+    return out.movedim(-1, dim).contiguous()
+
+
+def _reduce(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    is_mean: bool,
 ) -> Tensor:
-    """What ``torch.sum`` returns, likewise."""
-    return _any_sum(x, dim, keepdim, dtype, is_mean=False)
+    """What ``torch.mean`` or ``torch.sum`` returns, rounded once from a sum in float32; one program adds up a row."""
+    x = x if dtype is None else x.to(dtype)
+    check_tensors({"x": x})
+    if x.dim() == 0:
+        return _reduce(x.unsqueeze(0), dim, is_mean=is_mean)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
+    rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).contiguous()
+    out = torch.empty(rows.shape[:-1], dtype=x.dtype, device=x.device)
+    _launch(_bound(sum_kernel, IS_MEAN=is_mean, BLOCK=_block(rows.shape[-1])), rows, out)
+    if keepdim:
+        for axis in sorted(axis % x.dim() for axis in dims):
+            out = out.unsqueeze(axis)
+    return out
+
+
+mean, sum = partial(_reduce, is_mean=True), partial(_reduce, is_mean=False)
 
 
 def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
@@ -217,10 +252,9 @@ def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Ten
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * (x / sqrt(mean(x ** 2) + eps)).to(x.dtype)`` over the last dimension, differentiable.
+    """:func:`.devices.rms_norm`, differentiable: the quotient is float32, rounded to the dtype of ``x``.
 
-    The quotient is float32, rounded to the dtype of ``x``, and multiplied in the wider of the two dtypes, which is that
-    of the result: the order of Llama and Qwen in transformers.
+    It is multiplied in the wider of the two dtypes, which is that of the result.
     """
     check_tensors({"x": x, "weight": weight}, one_dtype=False)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
@@ -236,7 +270,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.eps = eps
         x, weight = x.contiguous(), weight.contiguous()
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
-        _launch(_rms_norm(_block(x.shape[-1])), x, weight, out, eps)
+        _launch(_bound(rms_norm_kernel, BLOCK=_block(x.shape[-1])), x, weight, out, eps)
         return out
 
     @staticmethod
@@ -251,59 +285,11 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def _any_softmax(launch: Callable[[Tensor, Tensor], None], x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    check_tensors({"x": x})
-    if x.dim() == 0:
-        return _any_softmax(launch, x.unsqueeze(0), dim, half_to_float).squeeze(0)
-    rows = x.movedim(dim, -1).contiguous()
-    out = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype)
-    launch(rows, out)
-    return out.movedim(-1, dim).contiguous()
-
-
-def _any_softmax_backward(
-    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
-    check_tensors({"grad": grad, "output": output})
-    if grad.shape != output.shape:
-        raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
-    if grad.dim() == 0:
-        return torch.zeros_like(grad, dtype=input_dtype)
-    rows = grad.movedim(dim, -1).contiguous()
-    grad_input = torch.empty_like(rows, dtype=input_dtype)
-    _launch(kernel, rows, output.movedim(dim, -1).contiguous(), grad_input)
-    return grad_input.movedim(-1, dim).contiguous()
-
-
-def _any_sum(
-    x: Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool
-) -> Tensor:
-    x = x if dtype is None else x.to(dtype)
-    check_tensors({"x": x})
-    if x.dim() == 0:
-        return _any_sum(x.unsqueeze(0), dim, False, None, is_mean=is_mean)
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
-    rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).contiguous()
-    out = torch.empty(rows.shape[:-1], dtype=x.dtype, device=x.device)
-    _launch(_row_sum(is_mean, _block(rows.shape[-1])), rows, out)
-    if keepdim:
-        for axis in sorted(axis % x.dim() for axis in dims):
-            out = out.unsqueeze(axis)
-    return out
+_bound = cache(BoundKernel)
 
 
 def _block(num_columns: int) -> int:
     return min(max(1 << (num_columns - 1).bit_length(), _NARROWEST), BLOCK)
-
-
-@functools.cache
-def _row_sum(is_mean: bool, block: int) -> BoundKernel:
-    return BoundKernel(sum_kernel, IS_MEAN=is_mean, BLOCK=block)
-
-
-@functools.cache
-def _rms_norm(block: int) -> BoundKernel:
-    return BoundKernel(rms_norm_kernel, BLOCK=block)
 
 
 def _launch_softmax(rows: Tensor, out: Tensor) -> None:

@@ -424,9 +424,9 @@ def test_the_gradient_of_a_choice_goes_to_the_chosen():
     [((1,), True), ((1, 2), True), ((-1,), True), ((0,), True), ((0, 1), False), ((-3, 2), True), ((0, 1, 2), False)],
 )
 def test_on_cuda_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(dims, is_row, monkeypatch):
-    cuda = pytest.importorskip("mis_ext.onpolicy.batch_invariant.cuda")
+    reductions = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_reductions")
     seen = []
-    monkeypatch.setattr(cuda, "sum", lambda x, *_: seen.append(x) or x)
+    monkeypatch.setattr(reductions, "sum", lambda x, *_: seen.append(x) or x)
     monkeypatch.setattr(overrides.devices, "check_device_type", lambda _: None)
     with FakeTensorMode():
         x = torch.empty(2, 3, 4, device="cuda")

@@ -20,9 +20,8 @@ from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 from mis_ext.onpolicy.bits import same_bits
 
 pytest.importorskip("triton")
-matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
-mixtures = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_mixtures")
-cuda = pytest.importorskip("mis_ext.onpolicy.batch_invariant.cuda")
+products = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_products")
+attention = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_attention")
 
 pytestmark = MARKS
 K, N = (520, 1000) if HAS_GPU else (34, 66)
@@ -51,23 +50,23 @@ def test_rows_of_a_group_have_the_bits_of_their_own_product(sizes, dtype) -> Non
     b = random(len(sizes), N, K, dtype=dtype, seed=1).transpose(1, 2)
     b = b.contiguous() if len(sizes) % 2 else b
     a[rows:] = float("nan")
-    output = mixtures.grouped_rows(a, b, ends_of(sizes))
+    output = products.grouped_rows(a, b, ends_of(sizes))
     assert_same_bits(output[rows:], torch.zeros_like(output[rows:]))
-    expected = [matmul.mm(x, y) for x, y in zip(a[:rows].split(sizes), b, strict=True)]
+    expected = [products.mm(x, y) for x, y in zip(a[:rows].split(sizes), b, strict=True)]
     assert_same_bits(output[:rows], torch.cat(expected))
 
 
 @each_dtype
 def test_a_row_has_its_bits_in_a_group_of_any_size(dtype) -> None:
     a, b = random(131, K, dtype=dtype), random(2, K, N, dtype=dtype, seed=1)
-    whole = mixtures.grouped_rows(a, b, ends_of([2, 129]))
+    whole = products.grouped_rows(a, b, ends_of([2, 129]))
     alone = torch.cat([a[:1], a[130:]])
-    assert_same_bits(mixtures.grouped_rows(alone, b, ends_of([1, 1])), whole[[0, 130]])
+    assert_same_bits(products.grouped_rows(alone, b, ends_of([1, 1])), whole[[0, 130]])
     order = torch.randperm(129, generator=torch.Generator().manual_seed(2)).to(DEVICE) + 2
-    assert_same_bits(mixtures.grouped_rows(torch.cat([a[:2], a[order]]), b, ends_of([2, 129]))[2:], whole[order])
+    assert_same_bits(products.grouped_rows(torch.cat([a[:2], a[order]]), b, ends_of([2, 129]))[2:], whole[order])
     broken = a.clone()
     broken[:2], broken[3::2] = float("nan"), torch.finfo(dtype).max
-    assert_same_bits(mixtures.grouped_rows(broken, b, ends_of([2, 129]))[2::2], whole[2::2])
+    assert_same_bits(products.grouped_rows(broken, b, ends_of([2, 129]))[2::2], whole[2::2])
 
 
 @each_dtype
@@ -76,30 +75,30 @@ def test_sums_of_a_group_are_those_of_its_own_product(sizes, dtype) -> None:
     rows = sum(sizes)
     a, b = random(rows + 4, K, dtype=dtype).t(), random(rows + 4, N, dtype=dtype, seed=1)
     a[:, rows:] = float("nan")
-    output = mixtures.grouped_sums(a, b, ends_of(sizes))
+    output = products.grouped_sums(a, b, ends_of(sizes))
     for product, x, y in zip(output, a[:, :rows].split(sizes, dim=1), b[:rows].split(sizes), strict=True):
         # An outer product on its own is rounded once.
         if x.shape[1] != 1:
-            assert_same_bits(product, matmul.mm(x, y))
+            assert_same_bits(product, products.mm(x, y))
         else:
             torch.testing.assert_close(product, x * y)
 
 
 def test_groups_of_nothing_are_empty_or_zeros() -> None:
-    assert mixtures.grouped_rows(random(0, 3), random(2, 3, 5), ends_of([0, 0])).shape == (0, 5)
-    assert mixtures.grouped_rows(random(4, 3), random(2, 3, 0), ends_of([1, 3])).shape == (4, 0)
+    assert products.grouped_rows(random(0, 3), random(2, 3, 5), ends_of([0, 0])).shape == (0, 5)
+    assert products.grouped_rows(random(4, 3), random(2, 3, 0), ends_of([1, 3])).shape == (4, 0)
     assert_same_bits(
-        mixtures.grouped_sums(random(3, 0), random(0, 5), ends_of([0])), torch.zeros(1, 3, 5, device=DEVICE)
+        products.grouped_sums(random(3, 0), random(0, 5), ends_of([0])), torch.zeros(1, 3, 5, device=DEVICE)
     )
     with pytest.raises(TypeError, match=r"b is torch\.float16, a torch\.float32"):
-        mixtures.grouped_rows(random(4, 3), random(1, 3, 5).half(), ends_of([4]))
+        products.grouped_rows(random(4, 3), random(1, 3, 5).half(), ends_of([4]))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def test_ends_beyond_the_rows_read_nothing_that_is_not_there() -> None:
     a, b = random(100, K), random(2, K, N, seed=1)
-    assert_same_bits(mixtures.grouped_rows(a, b, ends_of([60, 9_000])), mixtures.grouped_rows(a, b, ends_of([60, 40])))
+    assert_same_bits(products.grouped_rows(a, b, ends_of([60, 9_000])), products.grouped_rows(a, b, ends_of([60, 40])))
 
 
 @each_dtype
@@ -114,17 +113,17 @@ def test_rows_of_one_destination_are_added_in_their_order(columns, dtype) -> Non
     total = out.float().cpu().clone()
     for row, values in zip(index.tolist(), source.float().cpu(), strict=True):
         total[row] += values
-    mixtures.add_rows_(out, index.to(DEVICE), source)
+    products.add_rows_(out, index.to(DEVICE), source)
     assert_same_bits(out.cpu(), total.to(dtype))
 
 
 def test_adding_nothing_changes_nothing() -> None:
     out = random(4, 3)
     before = out.clone()
-    mixtures.add_rows_(out, torch.zeros(0, dtype=torch.long, device=DEVICE), random(0, 3))
+    products.add_rows_(out, torch.zeros(0, dtype=torch.long, device=DEVICE), random(0, 3))
     assert_same_bits(out, before)
     with pytest.raises(TypeError, match=r"source is torch\.float16, out torch\.float32"):
-        mixtures.add_rows_(out, torch.zeros(4, dtype=torch.long, device=DEVICE), random(4, 3).half())
+        products.add_rows_(out, torch.zeros(4, dtype=torch.long, device=DEVICE), random(4, 3).half())
 
 
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (16, 16)])
@@ -136,8 +135,8 @@ def test_values_may_be_narrower_or_wider_than_keys(widths) -> None:
     )
     bounds = torch.tensor([0, 2, 9], dtype=torch.int32, device=DEVICE)
     packing = Packing(bounds, bounds, 7, 7, scale=0.3, is_causal=True)
-    output, lse = cuda.attention_forward(query, key, value, packing)
-    grads = cuda.attention_backward(output, query, key, value, output, lse, packing)
+    output, lse = attention.attention_forward(query, key, value, packing)
+    grads = attention.attention_backward(output, query, key, value, output, lse, packing)
     on_cpu = [x.cpu() for x in (query, key, value)]
     packing_on_cpu = packing._replace(cu_seqlens_q=bounds.cpu(), cu_seqlens_k=bounds.cpu())
     expected = cpu.attention_forward(*on_cpu, packing_on_cpu)
@@ -146,5 +145,5 @@ def test_values_may_be_narrower_or_wider_than_keys(widths) -> None:
         assert actual.is_contiguous()
         torch.testing.assert_close(actual.cpu(), exact, rtol=0, atol=1e-5)
     two = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
-    first = cuda.attention_forward(query[:2], key[:2], value[:2], Packing(two, two, 2, 2, 0.3, True))
+    first = attention.attention_forward(query[:2], key[:2], value[:2], Packing(two, two, 2, 2, 0.3, True))
     assert_same_bits(first[0], output[:2])

@@ -10,7 +10,7 @@ from batch_invariant_support import equal_bits, randn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.batch_invariant.row_reductions import refuse_masked_beginning
+from mis_ext.onpolicy.batch_invariant.overrides import refuse_masked_beginning
 
 
 @pytest.fixture(autouse=True)

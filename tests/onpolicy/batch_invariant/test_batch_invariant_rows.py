@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.batch_invariant.elementwise import filled
+from mis_ext.onpolicy.batch_invariant.cpu_rows import filled
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 aten = torch.ops.aten

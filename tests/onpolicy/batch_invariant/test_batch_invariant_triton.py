@@ -24,7 +24,7 @@ from triton_support import (
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
 
 pytest.importorskip("triton")
-matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_matmul")
+matmul = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_products")
 reductions = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_reductions")
 
 pytestmark = MARKS

@@ -1,0 +1,427 @@
+"""Products and sums of rows on CUDA, in which a row depends on the same row of the left matrix and on the right one.
+
+A library chooses tiles by the number of rows, and splits a long K over several programs that add up in any order. Both
+change the last bits of a row with its batch. Here one program adds up all of K for its tile, from left to right, in
+blocks that change no bit: of a depth that follows from the dtype, or of more steps of one instruction. So a row meets
+the same sums in any batch, and a row of a mixture's expert, by the same tiles and loop, those of a product of its own.
+Rows that have one destination are added in the order in which they lie, where torch adds them by atomic operations, in
+the order in which they happen to come, so that two runs differ.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
+from mis_ext.onpolicy.batch_invariant.devices import check_tensors
+
+# Three products of TF32 for one of float32, as exact as float32's own and several times as fast: Ootomo and Yokota,
+# "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", arXiv
+# 2203.03341.
+FLOAT32_PRODUCTS = "ieee" if IS_HIP else "tf32x3"
+
+
+@triton.jit
+def sum_of_products(
+    a_tile, b_tile, a_step, b_step, is_row, is_column, length, PRECISION: tl.constexpr, LENGTH_IS_EVEN: tl.constexpr
+):
+    """A tile ``[BLOCK_M, BLOCK_N]`` in float32 from pointers to the first blocks of its factors.
+
+    The order is that of the blocks, and within a block that of the matrix instruction. It adds up each element by
+    itself, so other rows of the tile, or none, change nothing. What is loaded beyond an edge is 0.
+    """
+    depth: tl.constexpr = a_tile.shape[1]
+    inner = tl.arange(0, depth)
+    total = tl.zeros([a_tile.shape[0], b_tile.shape[1]], tl.float32)
+    for start in range(0, length, depth):
+        if LENGTH_IS_EVEN:
+            # K alone decides which branch is compiled, so no row is computed both ways.
+            a_values = tl.load(a_tile, mask=is_row, other=0.0)
+            b_values = tl.load(b_tile, mask=is_column, other=0.0)
+        else:
+            is_inner = inner < length - start
+            a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
+            b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
+        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
+        a_tile += a_step
+        b_tile += b_step
+    return total
+
+
+@triton.jit
+def matmul_kernel(
+    a,
+    b,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    a_batch_stride,
+    a_row_stride,
+    a_column_stride,
+    b_batch_stride,
+    b_row_stride,
+    b_column_stride,
+    bias_row_stride,
+    bias_column_stride,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    K_IS_EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One tile of ``out [B, M, N]``, contiguous: sums over K in float32, rounded once to the dtype of ``out``.
+
+    Strides are arguments: a transposed factor is read as it lies, and gives the bits of its copy.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    # Neighbours in time share rows of a and columns of b in the cache. Which program has which tile changes no bit.
+    group = tile // (GROUP_M * tiles_n)
+    group_height = min(tiles_m - group * GROUP_M, GROUP_M)
+    tile_in_group = tile % (GROUP_M * tiles_n)
+    rows = (group * GROUP_M + tile_in_group % group_height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile_in_group // group_height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = (rows < M)[:, None], (columns < N)[None, :]
+    # int64: a matrix may have more than 2**31 elements.
+    rows, columns, inner = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], tl.arange(0, BLOCK_K).to(tl.int64)
+    a_tile = a + batch * a_batch_stride + rows * a_row_stride + inner[None, :] * a_column_stride
+    b_tile = b + batch * b_batch_stride + inner[:, None] * b_row_stride + columns * b_column_stride
+    a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
+    total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN)
+    product = total.to(out.dtype.element_ty)
+    if HAS_BIAS:
+        # From the rounded product, so that a layer with its bias has the bits of a product and an addition.
+        place = bias + rows * bias_row_stride + columns * bias_column_stride
+        shift = tl.load(place, mask=is_row & is_column, other=0.0)
+        product = (product.to(tl.float32) + shift.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + (batch * M + rows) * N + columns, product, mask=is_row & is_column)
+
+
+class Tile(NamedTuple):
+    """The size of a block: rows, columns and depth, the order of blocks, and options of Triton's compiler."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    num_warps: int
+    num_stages: int
+
+
+# By dtype alone: a tile of another depth may give other bits, and so may one of other instructions.
+_HALF = Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=2 if IS_HIP else 3)
+TILES = {
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+    torch.float32: Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, num_warps=4, num_stages=2 if IS_HIP else 3),
+}
+
+# A decode has few rows, and reads all of the right matrix: smaller tiles let more processors read. On Hopper they have
+# the bits of the others: each instruction, of any number of rows, adds up as many products, and K runs in one order. So
+# half dtypes may take deeper blocks too. Not float32, whose three products of a block are added up first. Tests look.
+_FEW_ROWS = 64
+_LEAST_TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
+_NARROWEST, _WIDEST = 16, 64
+_DEEP = 256
+_FEWEST_ROWS = 16
+_launch = Launcher(matmul_kernel)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not IS_HIP and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def choose_tile(a: Tensor, num_columns: int) -> Tile:
+    """The tile for a product with ``a [..., M, K]``; ``num_columns`` is ``N`` of all batches together."""
+    tile, (M, K) = TILES[a.dtype], a.shape[-2:]
+    if M > _FEW_ROWS or not _is_hopper(a.device):
+        return tile
+    tile = tile._replace(BLOCK_M=_FEW_ROWS, num_warps=4, num_stages=6)
+    if a.dtype == torch.float32 and M <= _FEWEST_ROWS:
+        return tile._replace(BLOCK_M=_FEWEST_ROWS, BLOCK_N=32)
+    columns = max(num_columns // _LEAST_TILES[a.dtype], _NARROWEST)
+    tile = tile._replace(BLOCK_N=min(1 << (columns.bit_length() - 1), _WIDEST))
+    if a.dtype != torch.float32 and tile.BLOCK_N == _NARROWEST and K % _DEEP == 0:
+        return tile._replace(BLOCK_K=_DEEP, num_stages=5)
+    return tile
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """``a [M, K] @ b [K, N]``, contiguous, rounded once from a sum in float32 that runs over K in one order.
+
+    No split of K, no choice of tiles by M that would change a bit: the idea of He et al., "Defeating Nondeterminism in
+    LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32. The
+    factors have one dtype, any strides.
+    """
+    _check(a, b, dim=2)
+    return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batches ``[B, M, N]`` of :func:`mm`, of ``a [B, M, K]`` and ``b [B, K, N]``, with the bits of each on its own."""
+    _check(a, b, dim=3)
+    # A query that sees one key: the share times the value, as where more keys are there and have no share.
+    return _product(a, b, is_outer=a.shape[1:] != (1, 1))
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The bits of ``mm(a, b) + bias`` in one kernel: rounded after the product, and again after the addition.
+
+    The bias has the dtype of ``a`` and broadcasts to ``[M, N]``.
+    """
+    _check(a, b, dim=2)
+    check_tensors({"a": a, "bias": bias})
+    return _product(a.unsqueeze(0), b.unsqueeze(0), bias.expand(a.shape[0], b.shape[1])).squeeze(0)
+
+
+def _check(a: Tensor, b: Tensor, *, dim: int) -> None:
+    check_tensors({"a": a, "b": b}, has_products=True)
+    if a.dim() != dim or b.dim() != dim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        names = "[M, K] and [K, N]" if dim == 2 else "[B, M, K] and [B, K, N]"
+        raise ValueError(f"a and b must be {names}, got {[*a.shape]} and {[*b.shape]}")
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, is_outer: bool = True) -> Tensor:
+    num_batches, M, K = a.shape
+    N = b.shape[2]
+    if K == 1 and is_outer:
+        # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
+        product = (a * b).contiguous()
+        return product if bias is None else product + bias
+    tile = choose_tile(a, num_batches * N)
+    out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
+    num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
+    if num_programs == 0:
+        return out
+    *blocks, num_warps, num_stages = tile
+    with launching_on(a):
+        _launch(
+            num_programs,
+            (a, b, out if bias is None else bias, out),
+            (M, N, K, *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride())),
+            {
+                "HAS_BIAS": bias is not None,
+                "PRECISION": FLOAT32_PRODUCTS,
+                "K_IS_EVEN": K % tile.BLOCK_K == 0,
+                **dict(zip(Tile._fields, blocks, strict=False)),
+            },
+            {"num_warps": num_warps, "num_stages": num_stages},
+        )
+    return out
+
+
+# How many rows an expert has is known on the device only: the host waits for nothing.
+_LEAST_GROUPS = 32
+
+
+@triton.jit
+def rows_kernel(
+    a,
+    b,
+    ends,
+    out,
+    M,
+    N,
+    K,
+    a_row_stride,
+    a_column_stride,
+    b_group_stride,
+    b_row_stride,
+    b_column_stride,
+    num_groups,
+    PRECISION: tl.constexpr,
+    K_IS_EVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out [M, N]``, contiguous: the rows that end at ``ends[g]`` times ``b[g]``.
+
+    No tile has rows of two groups. Which rows share a tile depends on the other tokens of the batch, but changes no
+    bit: each row is summed over K by itself. There are programs to spare, as many as any way to share out the rows
+    needs, because the host would have to wait for the real number.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // tiles_n
+    # Every program finds its group by itself: the tiles of all groups, counted from the first one on.
+    groups = tl.arange(0, GROUPS)
+    is_group = groups < num_groups
+    end = tl.minimum(tl.load(ends + groups, mask=is_group, other=0), M)
+    begin = tl.minimum(tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0), M)
+    num_tiles = tl.where(is_group & (end > begin), tl.cdiv(end - begin, BLOCK_M), 0)
+    after = tl.cumsum(num_tiles)
+    is_mine = (tile < after) & (tile >= after - num_tiles)
+    group = tl.sum(tl.where(is_mine, groups, 0)).to(tl.int64)
+    first_row = tl.sum(tl.where(is_mine, begin + (tile - after + num_tiles) * BLOCK_M, 0))
+    end_row = tl.sum(tl.where(is_mine, end, 0))
+    if first_row < end_row:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        columns = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_row, is_column = (rows < end_row)[:, None], (columns < N)[None, :]
+        rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+        inner = tl.arange(0, BLOCK_K).to(tl.int64)
+        a_tile = a + rows * a_row_stride + inner[None, :] * a_column_stride
+        b_tile = b + group * b_group_stride + inner[:, None] * b_row_stride + columns * b_column_stride
+        a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
+        total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN)
+        tl.store(out + rows * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
+
+
+@triton.jit
+def sums_kernel(
+    a,
+    b,
+    ends,
+    out,
+    M,
+    N,
+    K,
+    a_row_stride,
+    a_column_stride,
+    b_row_stride,
+    b_column_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out [G, M, N]``, contiguous: the columns of ``a`` that end at ``ends[g]`` times the same rows of ``b``.
+
+    The gradient of the experts' matrices: a sum over the tokens of a group. Its blocks start at the first token of the
+    group, not at a multiple of their depth, so where the group lies in the batch changes no bit. A group without
+    tokens gets 0.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    # The bounds may go beyond the tokens that are there: then the last groups are shorter.
+    end = tl.minimum(tl.load(ends + group), K)
+    begin = tl.minimum(tl.load(ends + group - 1, mask=group > 0, other=0), K)
+    rows = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = (rows < M)[:, None], (columns < N)[None, :]
+    rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    inner = begin.to(tl.int64) + tl.arange(0, BLOCK_K)
+    a_tile = a + rows * a_row_stride + inner[None, :] * a_column_stride
+    b_tile = b + inner[:, None] * b_row_stride + columns * b_column_stride
+    a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
+    total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, end - begin, PRECISION, False)
+    tl.store(out + (group * M + rows) * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
+
+
+def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]``; zeros after the last group.
+
+    ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
+    """
+    check_tensors({"a": a, "b": b}, has_products=True)
+    (M, K), (num_groups, _, N), tile = a.shape, b.shape, TILES[a.dtype]
+    out = torch.zeros(M, N, dtype=a.dtype, device=a.device)
+    # Each group has at most one tile that is not full.
+    num_tiles = M // tile.BLOCK_M + min(num_groups, M)
+    groups = max(1 << (num_groups - 1).bit_length(), _LEAST_GROUPS)
+    numbers = (M, N, K, *a.stride(), *b.stride(), num_groups)
+    _launch_groups(rows_kernel, num_tiles, (a, b, ends, out), numbers, K_IS_EVEN=K % tile.BLOCK_K == 0, GROUPS=groups)
+    return out
+
+
+def grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times the same rows of ``b [K, N]``."""
+    check_tensors({"a": a, "b": b}, has_products=True)
+    M, (K, N), num_groups = a.shape[0], b.shape, len(ends)
+    out = torch.empty(num_groups, M, N, dtype=a.dtype, device=a.device)
+    num_tiles = num_groups * -(-M // TILES[a.dtype].BLOCK_M)
+    _launch_groups(sums_kernel, num_tiles, (a, b, ends, out), (M, N, K, *a.stride(), *b.stride()))
+    return out
+
+
+def _launch_groups(
+    kernel: Any, num_tiles: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **constants: Any
+) -> None:
+    a, b, ends, out = tensors
+    tile = TILES[a.dtype]._asdict()
+    # The order in which the tiles of one matrix are computed.
+    del tile["GROUP_M"]
+    if num_programs := num_tiles * -(-out.shape[-1] // tile["BLOCK_N"]):
+        with launching_on(a):
+            kernel[(num_programs,)](
+                a, b, ends.contiguous(), out, *numbers, PRECISION=FLOAT32_PRODUCTS, **constants, **tile
+            )
+
+
+@triton.jit
+def accumulate_kernel(
+    out,
+    destinations,
+    order,
+    source,
+    N,
+    E,
+    out_stride,
+    source_row_stride,
+    source_column_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Adds to ``out [D, E]``: the first of the sorted ``destinations [N]`` that are equal adds up all of them.
+
+    ``order [N]`` says where the rows lie in ``source``; it comes from a stable sort, so equal destinations keep their
+    order. One lane carries a sum from the value in ``out`` through all its rows, in float32, and rounds once. So a
+    sum depends on its own rows alone, not on how many other rows there are, or on where its own lie between them.
+    """
+    tiles_e = tl.cdiv(E, BLOCK_E)
+    position = (tl.program_id(0) // tiles_e) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = ((tl.program_id(0) % tiles_e) * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)[None, :]
+    destination = tl.load(destinations + position, mask=position < N, other=-1)
+    before = tl.load(destinations + position - 1, mask=(position > 0) & (position < N), other=-1)
+    is_first = (position < N) & (destination != before)
+    is_written = is_first[:, None] & (columns < E)
+    into = out + destination[:, None] * out_stride + columns
+    total = tl.load(into, mask=is_written, other=0.0).to(tl.float32)
+    is_running = is_first
+    # As many rounds as the longest sum of the tile has rows: the host need not know it.
+    while tl.max(is_running.to(tl.int32)) > 0:
+        row = tl.load(order + position, mask=is_running, other=0)
+        is_added = is_running[:, None] & (columns < E)
+        values = source + row[:, None] * source_row_stride + columns * source_column_stride
+        # A sum that is complete stays as it is, also -0.
+        total = tl.where(is_added, total + tl.load(values, mask=is_added, other=0.0).to(tl.float32), total)
+        position += 1
+        following = tl.load(destinations + position, mask=is_running & (position < N), other=-1)
+        is_running = is_running & (following == destination)
+    tl.store(into, total.to(out.dtype.element_ty), mask=is_written)
+
+
+_MOST_COLUMNS = 512
+
+
+def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
+    """Add each row of ``source [N, E]`` to the row of ``out [D, E]`` that ``index [N]`` names, in the order of rows.
+
+    Sums are float32 from the value in ``out`` on, and rounded once. The index, int64 in [0, D), is not checked: the
+    host would wait. ``out`` is contiguous, and changed in place.
+    """
+    check_tensors({"out": out, "source": source})
+    num_rows, num_columns = source.shape
+    if source.numel() == 0:
+        return
+    destinations, order = torch.sort(index, stable=True)
+    block_columns = min(1 << (num_columns - 1).bit_length(), _MOST_COLUMNS)
+    block_rows = _MOST_COLUMNS // block_columns
+    num_programs = -(-num_rows // block_rows) * -(-num_columns // block_columns)
+    numbers = num_rows, num_columns, out.stride(0), *source.stride()
+    with launching_on(out):
+        accumulate_kernel[(num_programs,)](
+            out, destinations, order, source, *numbers, BLOCK_N=block_rows, BLOCK_E=block_columns
+        )
