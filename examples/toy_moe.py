@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+from mis_ext.onpolicy.routing.experts import RoutedExperts, record_hf_routing
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 with warnings.catch_warnings():

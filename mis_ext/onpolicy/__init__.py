@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.recording.recordings import Recording
     from mis_ext.onpolicy.recording.rows import Rows
     from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps
-    from mis_ext.onpolicy.routing.experts import RoutedExperts, routing_disagreement
-    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.experts import RoutedExperts, record_hf_routing, routing_disagreement
     from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
     from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 else:
@@ -48,8 +47,7 @@ else:
             "recording.recordings": ("Recording",),
             "recording.rows": ("Rows",),
             "recording.sglang_dumps": ("read_sglang_dumps",),
-            "routing.experts": ("RoutedExperts", "routing_disagreement"),
-            "routing.hf_routing": ("record_hf_routing",),
+            "routing.experts": ("RoutedExperts", "record_hf_routing", "routing_disagreement"),
             "routing.replay": ("record_routing", "replay_routing"),
             "routing.routing_layout": ("RoutingLayout",),
         },

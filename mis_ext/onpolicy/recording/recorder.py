@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from mis_ext.onpolicy.backward import is_in_backward
 from mis_ext.onpolicy.recording.recordings import (
     REPEATED,
     Kind,
@@ -236,8 +235,8 @@ class Recorder:
 
     def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
         def noting_hook(*args: Any) -> None:
-            # Traced, it would break the graph, and with it the bits.
-            if torch.compiler.is_compiling() or is_in_backward():
+            # Traced, it would break the graph, and with it the bits. In a backward pass a forward is a recomputation.
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
                 return
             try:
                 hook(*args)

@@ -1,5 +1,5 @@
 """The experts that the rollout engine chose, in the trainer.
 
-``experts`` reads what an engine sent, ``hf_routing`` what a transformers model chooses. ``routing_layout`` puts that in
-the order of a rank's rows, and ``replay`` gives it to the routers (``megatron_routers``).
+``experts`` reads what an engine chose, ``routing_layout`` puts that in the order of a rank's rows, and ``replay`` gives
+it to the routers.
 """

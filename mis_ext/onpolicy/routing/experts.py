@@ -1,4 +1,4 @@
-"""What a rollout engine says about its experts: the choices per token and layer, and how far two engines' differ.
+"""The experts that an engine chose per token and layer: as SGLang and vLLM send them, or recorded in transformers.
 
 Row ``p`` belongs to the token at position ``p`` as the model's input: it is the choice made while that token was fed
 forward, and it shapes the log-prob of the token at ``p + 1``. A sampled token that ends the sample is never fed
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import ast
 import base64
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from mis_ext.validation import check_choice, check_integer, check_list, check_mapping
 
@@ -269,24 +272,15 @@ def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
 
 
 def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
-    """All values in the order of rows, layers and choices, int32, and the position of the first row.
-
-    Raises:
-        TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count in it no integer.
-        ValueError: Nothing was returned, it is no base64, a count is negative, or the request was retracted.
-    """
-    fields = {"routed_experts": meta_info} if isinstance(meta_info, str) else meta_info
-    if not isinstance(fields, Mapping):
-        raise TypeError(f"meta_info must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
-    encoded = fields.get("routed_experts")
-    if not encoded:
-        raise ValueError(
-            "meta_info has no routed_experts: start SGLang with --enable-return-routed-experts and send "
-            "return_routed_experts: true"
-        )
+    """All values in the order of rows, layers and choices, int32, and the position of the first row."""
+    fields = _fields(
+        "meta_info",
+        meta_info,
+        "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
+    )
     _check_not_retracted(fields)
     name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _SGLANG_DTYPES)
-    data, dtype = _bytes(encoded), _SGLANG_DTYPES[name]
+    data, dtype = _bytes(fields["routed_experts"]), _SGLANG_DTYPES[name]
     if not data or len(data) % dtype.itemsize:
         raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
     values = torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)
@@ -294,19 +288,9 @@ def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
 
 
 def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
-    """``[rows, layers, topk]``, int32, from base64 of a NumPy file.
-
-    Raises:
-        TypeError: ``choice`` is no mapping, or its ``routed_experts`` no string.
-        ValueError: Nothing was returned, or it is no base64 of a NumPy file of experts.
-    """
-    fields = {"routed_experts": choice} if isinstance(choice, str) else choice
-    if not isinstance(fields, Mapping):
-        raise TypeError(f"choice must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
-    encoded = fields.get("routed_experts")
-    if not encoded:
-        raise ValueError("choice has no routed_experts: start vLLM with --enable-return-routed-experts")
-    data = _bytes(encoded)
+    """``[rows, layers, topk]``, int32, from base64 of a NumPy file."""
+    fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
+    data = _bytes(fields["routed_experts"])
     end = _HEADER + int.from_bytes(data[len(_MAGIC) : _HEADER], "little")
     if not data.startswith(_MAGIC) or len(data) < end:
         raise ValueError("routed_experts is no NumPy file of version 1")
@@ -324,6 +308,16 @@ def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
     if 0 in shape:
         return torch.empty(shape, dtype=torch.int32)
     return torch.frombuffer(bytearray(data[end:]), dtype=dtype).to(torch.int32).view(shape)
+
+
+def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:
+    """What an engine sent, with ``routed_experts`` in it."""
+    fields = {"routed_experts": given} if isinstance(given, str) else given
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{name} must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
+    if not fields.get("routed_experts"):
+        raise ValueError(f"{name} has no routed_experts: {advice}")
+    return fields
 
 
 def _check_not_retracted(fields: Mapping[str, Any]) -> None:
@@ -353,3 +347,95 @@ def _bytes(encoded: object) -> bytes:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
         raise ValueError(f"routed_experts is no base64: {error}") from error
+
+
+@contextmanager
+def record_hf_routing(model: Module) -> Iterator[HFRoutingRecord]:
+    """Inside, the experts that a transformers mixture-of-experts model chooses for one batch of sequences are recorded.
+
+    Works with every way of feeding a batch ``[B, t]`` in order and once: prefill in one or several chunks, decode with
+    a KV cache, left padding with a two-dimensional ``attention_mask``. Any other forward pass is an error, such as a
+    second ``generate`` or one without cache. No output changes by a bit, and no hook stays.
+
+    Args:
+        model: A causal language model whose routers return ``(logits, scores, indices)``, such as Qwen3-MoE in
+            transformers 5 (4.57 has none).
+
+    Raises:
+        ValueError: The model has no such router; or, from its forward pass, the batch cannot be recorded or does not
+            continue the last one.
+    """
+    gates = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    if not gates:
+        raise ValueError(f"{type(model).__name__} has no module whose class name ends in TopKRouter")
+    record = HFRoutingRecord(num_experts=gates[0].num_experts)
+    with ExitStack() as stack:
+        hooks = [model.register_forward_pre_hook(record._before, with_kwargs=True)]
+        hooks += [gate.register_forward_hook(record._after_gate) for gate in gates]
+        hooks += [model.register_forward_hook(record._after)]
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield record
+
+
+class HFRoutingRecord:
+    """What :func:`record_hf_routing` has seen so far."""
+
+    def __init__(self, *, num_experts: Any) -> None:
+        self._num_experts = int(num_experts)
+        self._gates: list[Tensor] = []
+        self._is_token_BT = torch.empty(0)
+        self._num_fed = 0
+        self._rows: list[list[Tensor]] = []
+
+    def samples(self, lengths: Sequence[int]) -> list[RoutedExperts]:
+        """The experts of every sequence, from its first token that is no padding.
+
+        Args:
+            lengths: Tokens of each sequence, prompt and response. What was fed beyond, such as the padding after an
+                end token, is dropped; a last token that was not fed is not recorded.
+
+        Raises:
+            ValueError: The batch has another number of sequences, or nothing was fed.
+        """
+        if len(lengths) != len(self._rows):
+            raise ValueError(f"got {len(lengths)} lengths for a batch of {len(self._rows)} sequences")
+        return [
+            RoutedExperts.from_rows(torch.cat(rows)[:length], num_tokens=length, num_experts=self._num_experts)
+            for rows, length in zip(self._rows, lengths, strict=True)
+        ]
+
+    def _before(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        # A wrapper that only hands on names no arguments.
+        tokens_BT, mask = given.get("input_ids", args[0] if len(args) == 1 else None), given.get("attention_mask")
+        if not torch.is_tensor(tokens_BT) or tokens_BT.dim() != 2:
+            raise ValueError("routing is recorded for input_ids [B, t], which this forward pass does not have")
+        if given.get("cu_seq_lens_q") is not None or (
+            mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2)
+        ):
+            raise ValueError("routing is recorded for batches [B, t] with a two-dimensional attention_mask or none")
+        if self._rows and len(self._rows) != len(tokens_BT):
+            raise ValueError(f"a batch of {len(tokens_BT)} follows one of {len(self._rows)}: record each on its own")
+        # Whatever its name: past_key_values before transformers 5.24, cache from then on.
+        lengths = [int(value.get_seq_length()) for value in given.values() if hasattr(value, "get_seq_length")]
+        start = lengths[0] if lengths else 0
+        if start != self._num_fed:
+            raise ValueError(
+                f"a forward pass from position {start} on follows {self._num_fed} recorded positions: record each "
+                "generate call on its own, with use_cache=True"
+            )
+        self._rows = self._rows or [[] for _ in tokens_BT]
+        width = tokens_BT.size(1)
+        self._is_token_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask is None else mask[:, -width:].bool()
+        self._gates = []
+
+    def _after_gate(self, _: Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._gates.append(output[2].detach().to(torch.int32))
+
+    def _after(self, *_: Any) -> None:
+        experts = torch.stack(self._gates, dim=1)
+        experts = experts.view(*self._is_token_BT.shape, *experts.shape[1:])
+        for rows, is_token_T, experts_TLK in zip(self._rows, self._is_token_BT, experts, strict=True):
+            rows.append(experts_TLK[is_token_T].cpu())
+        self._num_fed += self._is_token_BT.size(1)

@@ -1,18 +1,20 @@
 """Routing replay in Megatron-Core: its routers take the experts that the rollout engine chose, or tell their own.
 
-An object of ours stands in each router's ``router_replay`` slot. Megatron-Core's own ``RouterReplay`` is steered
-through a list of all routers that any model of the process ever built, takes any number of rows (a token without a row
-is silently routed nowhere), cannot leave a token to its router, and its backward queue grows without a backward pass
-too.
+``topk_routing_with_score_function`` (Megatron-Core 0.16) asks the object in a router's ``router_replay`` slot for its
+experts, if there is one. An object of ours stands there. Megatron-Core's own ``RouterReplay`` is steered through a list
+of all routers that any model of the process ever built, takes any number of rows (a token without a row is silently
+routed nowhere), cannot leave a token to its router, and its backward queue grows without a backward pass too.
 
 The method, R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +22,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from mis_ext.onpolicy.backward import is_in_backward
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED
-from mis_ext.onpolicy.routing.megatron_routers import Layer, Occupant, Routers, TopK
 from mis_ext.onpolicy.routing.routing_layout import LocalRouting
+
+# A router's own choice from (scores, topk, num_groups, group_topk): values and indices, both ``[T, K]``.
+TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @contextmanager
@@ -45,14 +48,25 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, a layer did
             not consume exactly its rows, or it is recomputed for no forward pass of the block or twice for one.
     """
-    routers = Routers.find(model)
+    routers = _find_routers(model)
+    expected = routers.num_layers, routers.config.moe_router_topk, routers.config.num_moe_experts
     for routing in micro_batches:
-        _check_fit(routing, routers)
+        got = *routing.experts_TLK.shape[1:], routing.num_experts
+        if got != expected:
+            raise ValueError(
+                f"the routing has (layers, topk, num_experts) = {got} and the model {expected}, "
+                "counting the mixture-of-experts layers of all pipeline stages"
+            )
     columns = [layer.column for layer in routers.layers]
-    rows = _Rows([routing.experts_TLK for routing in micro_batches], columns)
+
+    @lru_cache(maxsize=1)
+    def rows_on(device: torch.device, micro_batch: int) -> Tensor:
+        """``[T, layers of this rank, K]``; all layers share one copy to the device."""
+        return micro_batches[micro_batch].experts_TLK[:, columns].to(device)
+
     passes = ForwardPasses()
-    replays = [_Replay(layer, rows, index, passes) for index, layer in enumerate(routers.layers)]
-    with passes.watch(routers.chunks), routers.occupied_by(replays):
+    replays = [_Replay(layer, rows_on, index, len(micro_batches), passes) for index, layer in enumerate(routers.layers)]
+    with passes.watch(routers.chunks), _occupied(routers, replays):
         yield
     for replay in replays:
         replay.check_consumed()
@@ -71,18 +85,18 @@ def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
         TypeError: The model has no Megatron-Core configuration.
         ValueError: The model has no mixture-of-experts layers, or routes in a way that cannot be recorded.
     """
-    routers = Routers.find(model)
+    routers = _find_routers(model)
     recorders = [_Recorder(layer.router.router_replay) for layer in routers.layers]
-    with routers.occupied_by(recorders):
-        yield RoutingRecord(routers, recorders)
+    with _occupied(routers, recorders):
+        columns = [layer.column for layer in routers.layers]
+        yield RoutingRecord(routers.num_layers, dict(zip(columns, recorders, strict=True)))
 
 
 class RoutingRecord:
     """What :func:`record_routing` has seen so far."""
 
-    def __init__(self, routers: Routers, recorders: list[_Recorder]) -> None:
-        self._num_layers = routers.num_layers
-        self._recorders = {layer.column: recorder for layer, recorder in zip(routers.layers, recorders, strict=True)}
+    def __init__(self, num_layers: int, recorders: dict[int, _Recorder]) -> None:
+        self._num_layers, self._recorders = num_layers, recorders
 
     def micro_batches(self) -> list[Tensor]:
         """Per forward pass ``[T, L, K]``, int32, rows in the routers' order; -1 in layers of other pipeline stages.
@@ -109,7 +123,7 @@ class RoutingRecord:
 class _Recorder:
     """Stands before what was in a router's slot, and keeps what is chosen."""
 
-    def __init__(self, inner: Occupant | None) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.passes: list[Tensor] = []
 
@@ -125,38 +139,23 @@ class _Recorder:
         return values, experts
 
     def note(self, experts: Tensor) -> None:
-        """Keep the experts of a forward pass."""
-        if not is_in_backward():
+        if not _is_in_backward():
             self.passes.append(experts.int())
-
-
-class _Rows:
-    """The experts of this rank's layers, one micro-batch at a time on the device."""
-
-    def __init__(self, micro_batches: list[Tensor], columns: list[int]) -> None:
-        self._micro_batches = micro_batches
-        self._columns = columns
-        self._held: tuple[int, torch.device, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return len(self._micro_batches)
-
-    def on(self, device: torch.device, micro_batch: int) -> Tensor:
-        """``[T, layers of this rank, K]``; all layers share one copy to the device."""
-        if self._held is None or self._held[:2] != (micro_batch, device):
-            experts_TLK = self._micro_batches[micro_batch][:, self._columns].to(device)
-            self._held = micro_batch, device, experts_TLK
-        return self._held[2]
 
 
 class _Replay:
     """Gives out the rows of one layer: forward passes take micro-batch after micro-batch."""
 
-    def __init__(self, layer: Layer, rows: _Rows, index: int, passes: ForwardPasses) -> None:
-        self._name = layer.name
-        self._outer = layer.router.router_replay
-        self._rows = rows
-        self._index = index
+    def __init__(
+        self,
+        layer: _Layer,
+        rows_on: Callable[[torch.device, int], Tensor],
+        index: int,
+        num_micro_batches: int,
+        passes: ForwardPasses,
+    ) -> None:
+        self._name, self._outer = layer.name, layer.router.router_replay
+        self._rows_on, self._index, self._num_micro_batches = rows_on, index, num_micro_batches
         self._passes = passes
         self._taken: list[ForwardPass] = []
         self._recomputed: set[int] = set()
@@ -165,8 +164,8 @@ class _Replay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        micro_batch = self._recomputed_micro_batch() if is_in_backward() else self._next_micro_batch()
-        rows_TK = self._rows.on(scores.device, micro_batch)[:, self._index].long()
+        micro_batch = self._recomputed_micro_batch() if _is_in_backward() else self._next_micro_batch()
+        rows_TK = self._rows_on(scores.device, micro_batch)[:, self._index].long()
         if rows_TK.shape != (len(scores), topk):
             raise ValueError(
                 f"{self._name} routes {len(scores)} tokens to {topk} experts each, and the routing of micro-batch "
@@ -179,15 +178,15 @@ class _Replay:
         return scores.gather(1, experts_TK), experts_TK
 
     def _next_micro_batch(self) -> int:
-        if len(self._taken) == len(self._rows):
-            raise ValueError(f"{self._name} runs more often than there are micro-batches ({len(self._rows)})")
+        if len(self._taken) == self._num_micro_batches:
+            raise ValueError(f"{self._name} runs more often than there are micro-batches ({self._num_micro_batches})")
         self._taken.append(self._passes.current)
         # Reentrant checkpointing runs a layer without gradients first, and once more in the backward pass.
         self._is_checkpointed |= self._passes.current.has_grad and not torch.is_grad_enabled()
         return len(self._taken) - 1
 
     def _recomputed_micro_batch(self) -> int:
-        node = running_node()
+        node = int(torch._C._current_autograd_node()._sequence_nr())
         found = [micro_batch for micro_batch, taken in enumerate(self._taken) if node in taken.nodes]
         if not found:
             raise ValueError(
@@ -203,9 +202,8 @@ class _Replay:
         return found[0]
 
     def check_consumed(self) -> None:
-        expected = len(self._rows)
-        if len(self._taken) != expected:
-            raise ValueError(f"{self._name} ran for {len(self._taken)} of {expected} micro-batches")
+        if len(self._taken) != self._num_micro_batches:
+            raise ValueError(f"{self._name} ran for {len(self._taken)} of {self._num_micro_batches} micro-batches")
         due = [micro_batch for micro_batch, taken in enumerate(self._taken) if taken.has_backward]
         ran = [index for index in due if index in self._recomputed or self._taken[index].ran_backward]
         if (self._is_checkpointed or self._recomputed) and ran != due:
@@ -215,15 +213,9 @@ class _Replay:
             )
 
 
-def _check_fit(routing: LocalRouting, routers: Routers) -> None:
-    _, layers, topk = routing.experts_TLK.shape
-    got = layers, topk, routing.num_experts
-    expected = routers.num_layers, routers.config.moe_router_topk, routers.config.num_moe_experts
-    if got != expected:
-        raise ValueError(
-            f"the routing has (layers, topk, num_experts) = {got} and the model {expected}, "
-            "counting the mixture-of-experts layers of all pipeline stages"
-        )
+def _is_in_backward() -> bool:
+    """Whether autograd's engine is running: then a forward pass is the recomputation of a checkpointed layer."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # Autograd numbers its nodes in the order in which they are made, and recomputes a checkpoint while it runs a node of
@@ -262,13 +254,13 @@ class ForwardPasses:
             yield
 
     def _before(self, *_: object) -> None:
-        start = _next_node()
+        start = torch._C._autograd._get_sequence_nr()
         self.current = ForwardPass(has_grad=torch.is_grad_enabled(), nodes=range(start, start))
 
     def _after(self, _: Module, __: object, output: object) -> None:
         ended = self.current
         if ended.has_grad:
-            ended.nodes = range(ended.nodes.start, _next_node())
+            ended.nodes = range(ended.nodes.start, torch._C._autograd._get_sequence_nr())
         outputs = [x for x in tree_leaves(output) if torch.is_tensor(x) and x.requires_grad]
         ended.has_backward = bool(outputs)
 
@@ -278,10 +270,81 @@ class ForwardPasses:
         register_multi_grad_hook(outputs, note_backward, mode="any")
 
 
-def running_node() -> int:
-    """The number of the node that autograd's engine is running."""
-    return int(torch._C._current_autograd_node()._sequence_nr())
+class _Layer(NamedTuple):
+    """A mixture-of-experts layer; ``column`` counts those of the whole model from 0."""
+
+    name: str
+    router: Any
+    column: int
 
 
-def _next_node() -> int:
-    return torch._C._autograd._get_sequence_nr()
+class _Routers(NamedTuple):
+    """The mixture-of-experts layers of a model that are on this rank, of ``num_layers`` in the whole model."""
+
+    chunks: list[Module]
+    config: Any
+    num_layers: int
+    layers: list[_Layer]
+
+
+def _find_routers(model: Module | Sequence[Module]) -> _Routers:
+    """The routers of a model or of this rank's model chunks, without those of multi-token prediction."""
+    chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, Module) else model)]
+    config: Any = chunks[0].config
+    _check_routable(config)
+    every = config.moe_layer_freq
+    pattern = [index % every == 0 for index in range(config.num_layers)] if isinstance(every, int) else every
+    moe_layers = [index for index, is_moe in enumerate(pattern) if is_moe]
+    layers = [
+        _Layer(name, module, moe_layers.index(module.layer_number - 1))
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if hasattr(module, "router_replay") and "mtp" not in name.split(".")
+    ]
+    if config.pipeline_model_parallel_size == 1 and len(layers) != len(moe_layers):
+        raise ValueError(
+            f"found the routers of {len(layers)} of {len(moe_layers)} mixture-of-experts layers: pass all chunks "
+            "(Megatron-Core before 0.16 has no router_replay slot)"
+        )
+    return _Routers(chunks, config, len(moe_layers), layers)
+
+
+@contextmanager
+def _occupied(routers: _Routers, occupants: Sequence[_Recorder | _Replay]) -> Iterator[None]:
+    """Put one occupant into each layer's slot, and back what was there, also after an exception."""
+    previous = [layer.router.router_replay for layer in routers.layers]
+    try:
+        for layer, occupant in zip(routers.layers, occupants, strict=True):
+            layer.router.router_replay = occupant
+        yield
+    finally:
+        for layer, before in zip(routers.layers, previous, strict=True):
+            layer.router.router_replay = before
+
+
+def _unwrapped(chunk: Module) -> Module:
+    """The model inside its wrappers, which name it ``module``."""
+    while isinstance(inner := getattr(chunk, "module", None), Module):
+        chunk = inner
+    if not hasattr(chunk, "config"):
+        raise TypeError(f"{type(chunk).__name__} is no Megatron-Core model: it has no config")
+    return chunk
+
+
+# Otherwise a router does not ask the slot, or does not keep to the answer.
+_REQUIRED = {"moe_router_fusion": False, "moe_expert_capacity_factor": None, "cuda_graph_impl": "none"}
+
+
+def _check_routable(config: Any) -> None:
+    if config.num_moe_experts is None:
+        raise ValueError("the model has no mixture-of-experts layers")
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        raise ValueError(
+            "routing with moe_router_load_balancing_type = 'sinkhorn' can be neither replayed nor recorded"
+        )
+    for key, legal in _REQUIRED.items():
+        value = getattr(config, key)
+        if value != legal:
+            raise ValueError(
+                f"routing with {key} = {value!r} can be neither replayed nor recorded: set it to {legal!r}"
+            )

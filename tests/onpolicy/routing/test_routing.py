@@ -256,7 +256,7 @@ def dispatched_experts(model: torch.nn.Module) -> Iterator[list[Tensor]]:
 def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
     from transformers import DynamicCache
 
-    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.experts import record_hf_routing
 
     model = tiny_qwen3_moe()
     lengths = [9, 6]
@@ -289,7 +289,7 @@ def test_prefill_and_decode_record_the_rows_of_one_forward_pass() -> None:
 def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> None:
     from transformers import DynamicCache
 
-    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.experts import record_hf_routing
 
     model, tokens = tiny_qwen3_moe(), torch.randint(1, 50, (2, 4))
     settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -312,7 +312,7 @@ def test_a_generation_that_does_not_continue_the_recorded_one_is_refused() -> No
 @needs_transformers
 @torch.no_grad()
 def test_a_recording_of_an_engine_leaves_no_hook_and_refuses_what_it_cannot_place() -> None:
-    from mis_ext.onpolicy.routing.hf_routing import record_hf_routing
+    from mis_ext.onpolicy.routing.experts import record_hf_routing
 
     model = tiny_qwen3_moe()
     with (
