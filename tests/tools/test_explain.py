@@ -251,7 +251,7 @@ def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
     assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
 
 
-def test_what_the_page_of_presets_advises_against_has_a_trap_and_what_it_takes_has_none() -> None:
+def test_what_the_render_page_presets_advises_against_has_a_trap_and_what_it_takes_has_none() -> None:
     circumstances = {"k3": 2e-3, "length": 4096}
     assert not explain_config(mis_ext.preset("mis"), **circumstances).traps
     for name in ("gated_mis", "sequence_tis", "sequence_mis"):

@@ -16,7 +16,7 @@ from mis_ext.tools.report.summary import WorstToken
 from mis_ext.tools.report.whole_report import Report
 
 pytest.importorskip("matplotlib")
-from mis_ext.tools.report.page import page_of
+from mis_ext.tools.report.page import render_page
 
 AROUND = {"ids_before": (1, 2, 3, 4, 5), "ids_behind": (6, 7, 8, 9, 10)}
 TOKENS = [
@@ -70,9 +70,14 @@ def report() -> Report:
 
 
 @pytest.fixture(scope="module")
-def tables(report) -> dict[str, list[dict[str, str]]]:
+def page(report) -> str:
+    return render_page(report)
+
+
+@pytest.fixture(scope="module")
+def tables(page) -> dict[str, list[dict[str, str]]]:
     """By their names: for each row its cells by the titles of their columns."""
-    found = re.findall(r'aria-label="([^"]*)"><table><thead>(.*?)</thead><tbody>(.*?)</tbody>', page_of(report))
+    found = re.findall(r'aria-label="([^"]*)"><table><thead>(.*?)</thead><tbody>(.*?)</tbody>', page)
 
     def cells(row: str) -> list[str]:
         return [html.unescape(each.replace("<wbr>", "")) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)]
@@ -152,9 +157,8 @@ def test_configurations(report, tables) -> None:
     assert [row["removed by"] for row in rows if row["configuration"] == "none"] == ["-"]
 
 
-def test_what_was_read_and_what_was_not(report) -> None:
+def test_what_was_read_and_what_was_not(report, page) -> None:
     overall = report.summary.overall
-    page = page_of(report)
     assert (
         f"{overall.num_tokens:,} tokens were used. {overall.num_masked:,} were masked, {overall.num_without_ratio:,} "
         "trained tokens had no finite log-prob of both sides." in page

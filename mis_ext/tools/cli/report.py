@@ -189,11 +189,11 @@ def _with_text(report: Report, path: Path) -> Report:
 
 
 def _write(report: Report, folder: Path) -> None:
-    from mis_ext.tools.report.page import page_of
+    from mis_ext.tools.report.page import render_page
     from mis_ext.tools.report.plots import write_pictures
 
     # Before anything is written: what cannot be shown leaves nothing behind.
-    summary, page = json.dumps(report.to_dict(), allow_nan=False), page_of(report)
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", f"{summary}\n")
     write_whole(folder / "report.html", page)
