@@ -18,7 +18,7 @@ from scoring_work import Batches, Logits, Rows
 from workload import Shape, World
 
 import mis_ext
-from mis_ext.loss.settings import LOSS_KEYS
+from mis_ext.keys.flat import LOSS_KEYS
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
-from mis_ext.keys.given import config_given
+from mis_ext.keys.flat import config_given
 
 
 class PaddedCorrection(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mis_ext.hosts.own_trainer import correct_padded, scalars
 from mis_ext.hosts.session import Session
-from mis_ext.keys.given import Keys, read_keys, says_whole_loss
+from mis_ext.keys.flat import Keys, read_keys, says_whole_loss
 
 
 def register(keys: Keys) -> None:

@@ -27,7 +27,7 @@ from mis_ext.hosts.guards import (
     raise_if_failed,
 )
 from mis_ext.hosts.packing import PackedStreams
-from mis_ext.keys.given import config_given
+from mis_ext.keys.flat import config_given
 
 
 class Session:

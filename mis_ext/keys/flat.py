@@ -1,16 +1,21 @@
-"""The hosts' flat keys, and the choice between them and the native ``mis:`` mapping."""
+"""The hosts' flat keys, the choice between them and the native ``mis:`` mapping, and what a caller may give."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, REDUCTIONS, HookLevel, Weight
+from mis_ext.files import read_yaml
 from mis_ext.keys.native import (
     NATIVE_KEY,
     checked_config,
@@ -19,24 +24,58 @@ from mis_ext.keys.native import (
     refuse_idle,
     reporting,
 )
-from mis_ext.keys.near_misses import refuse_near_misses
-from mis_ext.keys.stray import (
+from mis_ext.keys.strays import (
     HOST_CLIPS,
     PREFIXES,
     advice_on_strays,
     refuse_host_clips,
+    refuse_near_misses,
     refuse_strays,
 )
-from mis_ext.loss.settings import LOSS_KEYS
 from mis_ext.validation import check_bool, check_choice, check_known, check_mapping, check_number
 
-SWITCHES = ("use_tis", "use_rs")
-WEIGHT_KEYS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound")
-GATE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
-VETOES = ("rs_veto_threshold", "rs_veto_upper_threshold", "rs_veto_probability")
-NORMALIZE_KEYS = ("tis_batch_normalize", "tis_normalize_scope", "tis_normalize_over", "mis_denominator")
+Keys = Mapping[str, Any] | str | Path
+"""What spells a configuration: a mapping, or the path of a YAML file."""
+
+_bound = partial(check_number, low=0.0, high=math.inf)
+_share = partial(check_number, low=0.0, high=1.0, open_low=True)
+_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
+    "use_rs": (check_bool, False),
+    "tis_level": (partial(check_choice, choices=(*get_args(HookLevel), "none")), "token"),
+    "tis_mode": (partial(check_choice, choices=BOUNDS), "truncate"),
+    "tis_lower_bound": (partial(_bound, open_high=True), None),
+    "tis_upper_bound": (partial(_bound, open_low=True), DEFAULT_UPPER_BOUND),
+    "rs_level": (partial(check_choice, choices=get_args(HookLevel)), "token"),
+    "rs_lower_bound": (partial(_bound, open_high=True), None),
+    "rs_upper_bound": (partial(_bound, open_low=True), None),
+    "rs_gates": (native_gates, ()),
+    "rs_veto_threshold": (_share, None),
+    "rs_veto_upper_threshold": (partial(check_number, low=1.0, high=math.inf, open_high=True), None),
+    "rs_veto_probability": (_share, None),
+    "rs_veto_requires_rs": (check_bool, False),
+    "tis_batch_normalize": (check_bool, False),
+    "tis_normalize_scope": (partial(check_choice, choices=get_args(Scope)), "data_parallel"),
+    "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
+    "mis_denominator": (partial(check_choice, choices=get_args(Denominator)), "fixed"),
+}
+"""The check and the default of each key but those of :func:`~mis_ext.keys.native.reporting`; None: it follows."""
+
 REPORT_KEYS = ("mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
-CORRECTION_KEYS = (*SWITCHES, *WEIGHT_KEYS, *GATE_KEYS, *VETOES, "rs_veto_requires_rs", *NORMALIZE_KEYS, *REPORT_KEYS)
+CORRECTION_KEYS = ("use_tis", *_CHECKS, *REPORT_KEYS)
+LOSS_KEYS = (
+    "mis_loss_method",
+    "mis_loss_mode",
+    "mis_loss_denominator",
+    "mis_loss_constant",
+    "mis_loss_kl_tokens",
+    "mis_loss_entropy_tokens",
+    "mis_loss_unbiased_kl",
+    "mis_loss_compile",
+    "mis_loss_proximal",
+    "mis_loss_scoring",
+    "mis_loss_inplace",
+)
+"""Keys of the whole loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
 FLAT_KEYS = (*CORRECTION_KEYS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
@@ -44,6 +83,12 @@ READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 STRAY_KEYS = advice_on_strays(FLAT_KEYS)
 """What to do about names that nobody reads at the top level."""
 
+_VETOES = {
+    "rs_veto_threshold": ("ratio", "min", "low"),
+    "rs_veto_upper_threshold": ("ratio", "max", "high"),
+    "rs_veto_probability": ("proximal_probability", "min", "low"),
+}
+"""Statistic, reduction and bound of the gate that each is."""
 _INSTEAD_OF_NULL = {
     "tis_level": "tis_level: none for no weight",
     "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
@@ -64,10 +109,8 @@ _OTHER_WORDS = {
 _USUAL = {"token": "0.5 and 2", "sequence": "0.5 and 2 for short responses", "geometric": "0.99 and 1.001"}
 """Bounds of a gate, by level."""
 
-_Mapping = Mapping[str, Any]
 
-
-def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
+def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     """The configuration in ``mapping``: flat keys, or the native form under ``mis:``.
 
     A key with value None counts as unset. Keys without the prefixes of mis_ext belong to the host and are ignored,
@@ -85,25 +128,29 @@ def config_from_mapping(mapping: _Mapping) -> CorrectionConfig:
     measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
     if host["get_mismatch_metrics"] or not measure_only:
         refuse_host_clips(given)
-    ours = {key: given[key] for key in CORRECTION_KEYS if key in given}
+    keys = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if NATIVE_KEY in every:
-        mixed = sorted(set(ours) - {"use_tis"})
+        mixed = sorted(set(keys) - {"use_tis"})
         if mixed:
             raise ValueError(f"{NATIVE_KEY}: and flat keys ({', '.join(mixed)}) are two spellings; use one of them")
         return config_from_native_keys(every[NATIVE_KEY], measure_only=measure_only, per_token_loss=per_token_loss)
-    if not any(key in given for key in VETOES) and any(key in every for key in VETOES):
-        ours.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
-    weight = _weight(ours)
+    if not any(key in given for key in _VETOES) and any(key in every for key in _VETOES):
+        keys.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
+    # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
+    values = {key: check(key, keys[key]) if key in keys else default for key, (check, default) in _CHECKS.items()}
+    if values["tis_lower_bound"] is None:
+        values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
+    weight = _weight(keys, values)
     return checked_config(
         weight=weight,
-        gates=(*_band_gates(ours), *_vetoes(ours)),
-        scaling=_scaling(ours, weight=weight),
-        reporting={**reporting(ours, prefix="mis_"), "per_token_loss": per_token_loss},
+        gates=(*_band_gates(keys, values), *_vetoes(keys, values)),
+        scaling=_scaling(keys, values, has_weight=weight is not None),
+        reporting={**reporting(keys, prefix="mis_"), "per_token_loss": per_token_loss},
         measure_only=measure_only,
     )
 
 
-def _check_names(mapping: _Mapping) -> None:
+def _check_names(mapping: Mapping[str, Any]) -> None:
     with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_CLIPS]
     check_known("keys", with_prefix, FLAT_KEYS, meant=_OTHER_WORDS)
     known = {*READ_KEYS, *STRAY_KEYS}
@@ -114,24 +161,20 @@ def _check_names(mapping: _Mapping) -> None:
             raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
 
 
-def _weight(keys: _Mapping) -> Weight | None:
-    # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
-    level = check_choice("tis_level", keys.get("tis_level", "token"), (*get_args(HookLevel), "none"))
-    mode = check_choice("tis_mode", keys.get("tis_mode", "truncate"), BOUNDS)
-    low, high = _weight_bounds(keys)
-    bound = BOUNDS[mode]
-    has_rs = check_bool("use_rs", keys.get("use_rs", False))
-    is_inherited = has_rs and not {"rs_lower_bound", "rs_upper_bound"} <= set(keys)
+def _weight(keys: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:
+    level, mode, low, high = (values[f"tis_{each}"] for each in ("level", "mode", "lower_bound", "upper_bound"))
+    # A gate without bounds of its own has these.
+    is_inherited = values["use_rs"] and not {"rs_lower_bound", "rs_upper_bound"} <= set(keys)
     idle_bounds = [] if is_inherited else ["tis_lower_bound", "tis_upper_bound"]
     if level == "none":
         refuse_idle(keys, ["tis_mode", *idle_bounds], because="tis_level is none")
         return None
-    if not bound.has_high:
+    if not BOUNDS[mode].has_high:
         refuse_idle(keys, idle_bounds, because=f"tis_mode is {mode}")
         return Weight(level=level, mode=mode)
     if high == math.inf:
         raise ValueError("tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound")
-    if bound.has_low:
+    if BOUNDS[mode].has_low:
         _check_order(keys, "tis", low, high)
         return Weight(level=level, mode=mode, low=low, high=high)
     if "tis_lower_bound" in keys and not is_inherited:
@@ -143,96 +186,99 @@ def _weight(keys: _Mapping) -> Weight | None:
     return Weight(level=level, mode=mode, high=high)
 
 
-def _weight_bounds(keys: _Mapping) -> tuple[float, float]:
-    high = _upper_bound(keys, "tis", DEFAULT_UPPER_BOUND)
-    return _lower_bound(keys, "tis", 1.0 / high), high
-
-
-def _lower_bound(keys: _Mapping, prefix: str, default: float) -> float:
-    key = f"{prefix}_lower_bound"
-    return check_number(key, keys[key], low=0.0, high=math.inf, open_high=True) if key in keys else default
-
-
-def _upper_bound(keys: _Mapping, prefix: str, default: float) -> float:
-    key = f"{prefix}_upper_bound"
-    return check_number(key, keys[key], low=0.0, high=math.inf, open_low=True) if key in keys else default
-
-
-def _check_order(keys: _Mapping, prefix: str, low: float, high: float) -> None:
+def _check_order(keys: Mapping[str, Any], prefix: str, low: float, high: float) -> None:
     if low < high:
         return
     default = "" if f"{prefix}_lower_bound" in keys else " (from tis_lower_bound, by default 1 / tis_upper_bound)"
     raise ValueError(f"{prefix}_lower_bound must be below {prefix}_upper_bound, got {low!r}{default} and {high!r}")
 
 
-def _band_gates(keys: _Mapping) -> tuple[Gate, ...]:
-    level = check_choice("rs_level", keys.get("rs_level", "token"), get_args(HookLevel))
-    tis_low, tis_high = _weight_bounds(keys)
-    low, high = _lower_bound(keys, "rs", tis_low), _upper_bound(keys, "rs", tis_high)
-    further = native_gates("rs_gates", keys.get("rs_gates", []))
-    if not keys.get("use_rs", False):
+def _band_gates(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
+    if not values["use_rs"]:
         if "use_rs" not in keys:
-            refuse_idle(keys, GATE_KEYS, because="use_rs is not set")
+            idle = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
+            refuse_idle(keys, idle, because="use_rs is not set")
         return ()
+    level, weight_level = values["rs_level"], values["tis_level"]
+    unset = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
+    low, high = (
+        values[f"{'rs' if f'rs_{bound}' in keys else 'tis'}_{bound}"] for bound in ("lower_bound", "upper_bound")
+    )
     _check_order(keys, "rs", low, high)
     if low == 0.0 and high == math.inf:
         raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
-    _warn_inherited_band(
-        [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys],
-        level=level,
-        weight_level=keys.get("tis_level", "token"),
-        low=tis_low,
-        high=tis_high,
-    )
-    return (Gate(reduce=REDUCTIONS[level], low=low, high=high), *further)
-
-
-def _warn_inherited_band(keys: Iterable[str], *, level: str, weight_level: str, low: float, high: float) -> None:
-    """Warn where bounds of a gate come from a weight that has another level.
-
-    Args:
-        keys: The bounds that are not set.
-        level: Of the gate.
-        weight_level: Of the weight, ``none`` where there is no weight: then its bounds are the gate's alone.
-        low: Lower bound of the weight.
-        high: Upper bound of the weight.
-    """
-    unset = " and ".join(keys)
+    # Without a weight its bounds are the gate's alone.
     if unset and weight_level not in (level, "none"):
         warnings.warn(
-            f"{unset} of the {level}-level gate come from the {weight_level}-level tis bounds [{low:g}, {high:g}]: a "
-            f"band of one level is too wide or too narrow at another. Set them (usual at this level: {_USUAL[level]}), "
-            "or rs_level",
-            stacklevel=5,
+            f"{' and '.join(unset)} of the {level}-level gate come from the {weight_level}-level tis bounds "
+            f"[{values['tis_lower_bound']:g}, {values['tis_upper_bound']:g}]: a band of one level is too wide or too "
+            f"narrow at another. Set them (usual at this level: {_USUAL[level]}), or rs_level",
+            stacklevel=4,
         )
+    return (Gate(reduce=REDUCTIONS[level], low=low, high=high), *values["rs_gates"])
 
 
-def _vetoes(keys: _Mapping) -> tuple[Gate, ...]:
-    gates: list[Gate] = []
-    if "rs_veto_threshold" in keys:
-        low = check_number("rs_veto_threshold", keys["rs_veto_threshold"], low=0.0, high=1.0, open_low=True)
-        gates.append(Gate(reduce="min", low=low))
-    if "rs_veto_upper_threshold" in keys:
-        value = keys["rs_veto_upper_threshold"]
-        high = check_number("rs_veto_upper_threshold", value, low=1.0, high=math.inf, open_high=True)
-        gates.append(Gate(reduce="max", high=high))
-    if "rs_veto_probability" in keys:
-        low = check_number("rs_veto_probability", keys["rs_veto_probability"], low=0.0, high=1.0, open_low=True)
-        gates.append(Gate(statistic="proximal_probability", reduce="min", low=low))
-    requires_rs = check_bool("rs_veto_requires_rs", keys.get("rs_veto_requires_rs", False))
-    if requires_rs and not gates:
+def _vetoes(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
+    gates = tuple(
+        Gate(statistic=statistic, reduce=reduce, **{bound: values[key]})
+        for key, (statistic, reduce, bound) in _VETOES.items()
+        if key in keys
+    )
+    if values["rs_veto_requires_rs"] and not gates:
         refuse_idle(keys, ["rs_veto_requires_rs"], because="no veto is set")
-    return () if requires_rs and not keys.get("use_rs", False) else tuple(gates)
+    return () if values["rs_veto_requires_rs"] and not values["use_rs"] else gates
 
 
-def _scaling(keys: _Mapping, *, weight: Weight | None) -> dict[str, Any]:
-    enabled = check_bool("tis_batch_normalize", keys.get("tis_batch_normalize", False))
-    over = check_choice("tis_normalize_over", keys.get("tis_normalize_over", "kept"), get_args(NormalizeOver))
-    scope = check_choice("tis_normalize_scope", keys.get("tis_normalize_scope", "data_parallel"), get_args(Scope))
-    denominator = check_choice("mis_denominator", keys.get("mis_denominator", "fixed"), get_args(Denominator))
-    if enabled and weight is None:
+def _scaling(keys: Mapping[str, Any], values: Mapping[str, Any], *, has_weight: bool) -> dict[str, Any]:
+    enabled, denominator = values["tis_batch_normalize"], values["mis_denominator"]
+    if enabled and not has_weight:
         raise ValueError("tis_batch_normalize: true has no effect with tis_level: none; remove one of them")
     if "tis_batch_normalize" not in keys:
         idle = ["tis_normalize_over"] if denominator == "kept" else ["tis_normalize_over", "tis_normalize_scope"]
         refuse_idle(keys, idle, because="tis_batch_normalize is not set")
-    return {"normalize_over": over if enabled else None, "scope": scope, "denominator": denominator}
+    over = values["tis_normalize_over"] if enabled else None
+    return {"normalize_over": over, "scope": values["tis_normalize_scope"], "denominator": denominator}
+
+
+def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
+    """``config`` itself, or what a mapping spells in flat keys or under ``mis:``.
+
+    Raises:
+        ValueError: A key of the mapping is unknown, or its value is out of range.
+        TypeError: It is neither, or a value of the mapping has the wrong type.
+    """
+    if isinstance(config, CorrectionConfig):
+        return config
+    if isinstance(config, Mapping):
+        return config_from_mapping(config)
+    hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
+    raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")
+
+
+def read_keys(keys: Keys) -> dict[str, Any]:
+    """The keys themselves, or those in the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds no mapping.
+        TypeError: They are no mapping.
+    """
+    found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")
+    return dict(found)
+
+
+def says_whole_loss(keys: Mapping[str, Any]) -> bool:
+    """Whether a key is of the whole loss, not of the correction alone."""
+    return any(keys.get(key) is not None for key in LOSS_KEYS)
+
+
+def kept_keys(keys: Keys, **more: Any) -> dict[str, Any]:
+    """``keys`` and ``more``: for the same ones the same object, by which sessions know a run."""
+    return _kept(json.dumps(keys if isinstance(keys, str) else read_keys(keys)), json.dumps(more))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(keys: str, more: str) -> dict[str, Any]:
+    return {**read_keys(json.loads(keys)), **json.loads(more)}

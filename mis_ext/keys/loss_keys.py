@@ -1,41 +1,45 @@
-"""The loss that the hosts' flags and our flat keys spell."""
+"""The whole loss that the hosts' flags and our flat keys spell, and who scores its log-probs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from mis_ext.loss.settings import LOSS_KEYS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
+from mis_ext.keys.flat import LOSS_KEYS
+from mis_ext.keys.run_config import HOST_KEYS, Scoring, ScoringChoice, WholeLoss, steps_per_rollout
+from mis_ext.loss.settings import CHECKS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
 from mis_ext.validation import check_bool, check_choice, check_number
 
-if TYPE_CHECKING:
-    from mis_ext.methods.catalogue import ChosenMethod
+DEFAULT_SCORING: Scoring = "fused"
+"""Where neither a key nor a flag of the host says who scores."""
 
-HOST_KEYS = (
-    "advantage_estimator",
-    "eps_clip",
-    "eps_clip_high",
-    "eps_clip_c",
-    "entropy_coef",
-    "use_kl_loss",
-    "kl_loss_coef",
-    "kl_loss_type",
-    "use_unbiased_kl",
-    "use_opsm",
-    "opsm_delta",
-    "use_rollout_logprobs",
-    "calculate_per_token_loss",
-    "use_tis",
-    "get_mismatch_metrics",
-    "custom_tis_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "mis_denominator",
-)
-"""Flags of the hosts that the loss honours or refuses, and one key of the correction."""
-
-_KEYS = (*LOSS_KEYS, *HOST_KEYS)
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+
+
+def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
+    """What only the whole loss reads of arguments; errors as of :func:`loss_settings` and :func:`scoring_choice`."""
+    settings, temperature = loss_settings(given), given.get("rollout_temperature")
+    steps = steps_per_rollout(given)
+    # From the second step on the current policy is no longer the one before the update.
+    if settings.proximal == "current" and steps is not None and steps > 1:
+        raise ValueError(
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
+            "key"
+        )
+    return WholeLoss(
+        settings=settings,
+        has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
+        skips_scoring=bool(given.get("skip_actor_forward_only")),
+        is_told_to_skip=bool(given.get("use_rollout_logprobs")),
+        scoring=scoring_choice(given, compares_with_stored=settings.reads_stored),
+        temperature=1.0
+        if temperature is None
+        else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_high=True),
+        reducer_path=given.get("custom_pg_loss_reducer_function_path"),
+    )
 
 
 def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
@@ -45,56 +49,55 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
         ValueError: A flag or key is out of range, without effect, or contradicts another one.
         TypeError: One has the wrong type, as ``1e-4`` has in YAML.
     """
-    given = {key: keys[key] for key in _KEYS if keys.get(key) is not None}
+    given = {key: keys[key] for key in (*LOSS_KEYS, *HOST_KEYS) if keys.get(key) is not None}
     for key, value in given.items():
         if isinstance(value, (list, dict)) and key != "mis_loss_method":
             raise TypeError(f"{key} must be a single value, got {value!r}")
     corrects = check_bool("use_tis", given.get("use_tis", False))
-    if "mis_loss_method" in given and "mis_loss_mode" in given:
-        raise ValueError("mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode")
     skips_scoring = check_bool("use_rollout_logprobs", given.get("use_rollout_logprobs", False))
-    settings = LossSettings(
-        method=_method(given),
-        ratios=_RATIOS.get(given.get("advantage_estimator", ""), "token"),
+    fields = {field: given[key] for field, (key, _) in CHECKS.items() if key in given} | {
+        "ratios": _RATIOS.get(given.get("advantage_estimator", ""), "token"),
         # With a proximal policy that needs no scoring the flag says no more than that the host skips it.
-        use_behavior=skips_scoring and given.get("mis_loss_proximal") != "current",
-        kl=_kl_penalty(given),
-        opsm_delta=_opsm_delta(given),
-        per_token_loss=given.get("calculate_per_token_loss", False),
-        **{
-            field: given[key]
-            for field, key in {
-                "mode": "mis_loss_mode",
-                "denominator": "mis_loss_denominator",
-                "constant": "mis_loss_constant",
-                "entropy_tokens": "mis_loss_entropy_tokens",
-                "compiled": "mis_loss_compile",
-                "proximal": "mis_loss_proximal",
-                "eps_clip": "eps_clip",
-                "eps_clip_high": "eps_clip_high",
-                "eps_clip_c": "eps_clip_c",
-                "entropy_coef": "entropy_coef",
-            }.items()
-            if key in given
-        },
-    )
+        "use_behavior": skips_scoring and given.get("mis_loss_proximal") != "current",
+        "kl": _kl_penalty(given),
+        "opsm_delta": None,
+        "constant": given.get("mis_loss_constant"),
+    }
+    if "mis_loss_method" in given:
+        if "mis_loss_mode" in given:
+            raise ValueError(
+                "mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode"
+            )
+        from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
+
+        fields["method"] = choose_method("mis_loss_method", given["mis_loss_method"])
+    if check_bool("use_opsm", given.get("use_opsm", False)):
+        fields["opsm_delta"] = given.get("opsm_delta", 1e-4)
+    settings = LossSettings(**fields)
     if settings.needs_correction and not corrects:
         raise ValueError(
             f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
             "(tis_level: none for no weight)"
         )
-    if corrects or given.get("get_mismatch_metrics", False):
-        _refuse_other_corrections(given)
-    _refuse_two_denominators(given, settings)
+    path = given.get("custom_tis_function_path", _OUR_HOOK)
+    if path != _OUR_HOOK and (corrects or given.get("get_mismatch_metrics", False)):
+        raise ValueError(
+            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext itself and "
+            "calls no other; drop the flag, or keep the host's own loss"
+        )
+    if "custom_pg_loss_reducer_function_path" in given and settings.denominator != "original":
+        raise ValueError(
+            f"mis_loss_denominator: {settings.denominator}: no effect, because --custom-pg-loss-reducer-function-path "
+            "reduces the policy loss; drop one of them"
+        )
+    if "custom_pg_loss_reducer_function_path" in given and settings.compiled:
+        raise ValueError("mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled")
+    if given.get("mis_denominator") == "kept" and settings.denominator in ("kept", "constant"):
+        raise ValueError(
+            f"mis_denominator: kept and mis_loss_denominator: {settings.denominator} are two denominators: drop one of "
+            "them (README, denominators)"
+        )
     return settings
-
-
-def _method(given: dict[str, Any]) -> ChosenMethod | None:
-    if "mis_loss_method" not in given:
-        return None
-    from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
-
-    return choose_method("mis_loss_method", given["mis_loss_method"])
 
 
 def _kl_penalty(given: dict[str, Any]) -> KlPenalty | None:
@@ -117,31 +120,46 @@ def _kl_penalty(given: dict[str, Any]) -> KlPenalty | None:
     )
 
 
-def _opsm_delta(given: dict[str, Any]) -> float | None:
-    if not check_bool("use_opsm", given.get("use_opsm", False)):
-        return None
-    return check_number("opsm_delta", given.get("opsm_delta", 1e-4), low=-float("inf"), high=float("inf"))
+def scoring_choice(given: Mapping[str, Any], *, compares_with_stored: bool) -> ScoringChoice:
+    """What keys and flags say about the scoring.
 
+    Args:
+        given: Arguments by name; None is unset.
+        compares_with_stored: Whether the loss compares with log-probs that the host has scored before.
 
-def _refuse_other_corrections(given: dict[str, Any]) -> None:
-    path = given.get("custom_tis_function_path", _OUR_HOOK)
-    if path != _OUR_HOOK:
-        raise ValueError(
-            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext itself and "
-            "calls no other; drop the flag, or keep the host's own loss"
+    Raises:
+        ValueError: A key is out of range, has no effect, or asks for what only the host's function can do.
+        TypeError: One has the wrong type.
+    """
+    said, inplace = given.get("mis_loss_scoring"), given.get("mis_loss_inplace")
+    if said is not None:
+        said = check_choice("mis_loss_scoring", said, get_args(Scoring))
+    inplace = inplace is not None and check_bool("mis_loss_inplace", inplace)
+    # With these flags fused scoring gives other numbers, or none.
+    keeps_host = None
+    if given.get("true_on_policy_mode"):
+        keeps_host = "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
+    # Of one rank the parts are the whole. Whoever does not say how many there are is taken to have several.
+    elif given.get("allgather_cp") and given.get("context_parallel_size") != 1:
+        keeps_host = (
+            "--allgather-cp: the host's own function knows the contiguous parts of the ranks, and exchanges them"
         )
-
-
-def _refuse_two_denominators(given: dict[str, Any], settings: LossSettings) -> None:
-    if "custom_pg_loss_reducer_function_path" in given and settings.denominator != "original":
+    if said == "fused" and keeps_host is not None:
+        raise ValueError(f"mis_loss_scoring: fused with {keeps_host}; write mis_loss_scoring: host, or remove the key")
+    # Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average.
+    rounds = given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
+    if keeps_host is None and compares_with_stored and rounds:
+        keeps_host = "--train-backend fsdp with a --rollout-temperature: Miles rounds their quotient"
+    by: Scoring = said or (DEFAULT_SCORING if keeps_host is None else "host")
+    if inplace and by == "host":
         raise ValueError(
-            f"mis_loss_denominator: {settings.denominator}: no effect, because --custom-pg-loss-reducer-function-path "
-            "reduces the policy loss; drop one of them"
+            "mis_loss_inplace: true: no effect, because the host's own function scores "
+            f"({keeps_host or 'mis_loss_scoring: host'}); remove it"
         )
-    if "custom_pg_loss_reducer_function_path" in given and settings.compiled:
-        raise ValueError("mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled")
-    if given.get("mis_denominator") == "kept" and settings.denominator in ("kept", "constant"):
-        raise ValueError(
-            f"mis_denominator: kept and mis_loss_denominator: {settings.denominator} are two denominators: drop one of "
-            "them (README, denominators)"
-        )
+    return ScoringChoice(
+        by=by,
+        said=said,
+        inplace=inplace,
+        observes_entropy=bool(given.get("observe_training_entropy")),
+        replays_top_p=given.get("rollout_top_p") not in (None, 1.0),
+    )

@@ -139,7 +139,7 @@ def native_weight(key: str, value: Any) -> Weight:
     fields = _fields(key, value, KEYS_OF_WEIGHT)
     if fields.get("only_outside") is not None:
         fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
-    with _errors_of(key):
+    with errors_of(key):
         return _for_the_hook(Weight(**fields))
 
 
@@ -153,7 +153,7 @@ def native_gate(key: str, value: Any) -> Gate:
     fields = _fields(key, value, KEYS_OF_GATE)
     if "level" in fields and "reduce" in fields:
         raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
-    with _errors_of(key):
+    with errors_of(key):
         if "level" in fields:
             fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
         return _for_the_hook(Gate(**fields))
@@ -213,7 +213,7 @@ def _warn_only(key: str, value: Any) -> frozenset[str]:
 
 
 @contextmanager
-def _errors_of(key: str) -> Iterator[None]:
+def errors_of(key: str) -> Iterator[None]:
     """Say in which mapping an error is."""
     try:
         yield

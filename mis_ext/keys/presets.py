@@ -14,13 +14,13 @@ import yaml
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
-from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping
-from mis_ext.keys.native import NATIVE_KEY, native_keys_of
+from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping, says_whole_loss
+from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys_of
 from mis_ext.keys.preset_files import preset_path
 from mis_ext.keys.run_config import read_config
-from mis_ext.loss.settings import LOSS_KEYS, LossSettings
-from mis_ext.methods.catalogue import ChosenMethod, find_method
-from mis_ext.methods.first_update import HookMethod, as_correction
+from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.catalogue import find_method
+from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
 
@@ -39,10 +39,17 @@ def load_config(path: str | Path) -> CorrectionConfig:
         TypeError: A value has the wrong type.
     """
     content = read_yaml(path)
-    try:
+    with errors_of(str(path)):
         return config_from_mapping(content)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
+
+
+def preset(name: str) -> CorrectionConfig:
+    """The preset called ``name``.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    return load_config(preset_path(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +80,24 @@ def read_file(path: str | Path) -> Spelt:
         TypeError: A value has the wrong type.
     """
     content = read_yaml(path)
-    try:
+    with errors_of(str(path)):
         return _spelt(content)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def read_method(row: PublishedMethod) -> Spelt:
     """What :func:`method_yaml` spells for this row."""
     flags, keys = _flags_and_keys(row)
-    about = _about(row, flags, method=row.method, parameters={})
-    return dataclasses.replace(_spelt(keys), about=about)
+    return dataclasses.replace(_spelt(keys), about=_about(row, flags, method=row.method, parameters={}))
 
 
 def _spelt(content: dict[str, Any]) -> Spelt:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = read_config(content, whole_loss=any(content.get(key) is not None for key in LOSS_KEYS))
+        run = read_config(content, whole_loss=says_whole_loss(content))
     said = tuple(dict.fromkeys(str(each.message) for each in caught))
     config, whole = run.correction, run.whole_loss
-    if whole is None:
-        return Spelt(config=config, said=said)
-    chosen = whole.settings.method
-    if chosen is None:
-        return Spelt(config=config, loss=whole.settings, said=said)
+    if whole is None or whole.settings.method is None:
+        return Spelt(config=config, loss=None if whole is None else whole.settings, said=said)
     if not whole.has_correction:
         if any(key in content for key in (NATIVE_KEY, *CORRECTION_KEYS)) and content.get("use_tis") is None:
             said += ("without use_tis: true, here or as --use-tis, the keys of the correction have no effect",)
@@ -105,24 +106,11 @@ def _spelt(content: dict[str, Any]) -> Spelt:
         if config.stops("double_correction"):
             raise ValueError(run.double_correction)
         said += (run.double_correction,)
-    row, parameters = find_method(chosen.name), _changed(chosen)
-    about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=parameters)
+    chosen = whole.settings.method
+    row = find_method(chosen.name)
+    changed = {name: value for name, value in chosen.parameters if value != row.defaults[name]}
+    about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=changed)
     return Spelt(config=config, loss=whole.settings, said=said, about=about)
-
-
-def preset(name: str) -> CorrectionConfig:
-    """The preset called ``name``.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
-    return load_config(preset_path(name))
-
-
-def _changed(chosen: ChosenMethod) -> dict[str, Any]:
-    """The parameters that are not the defaults."""
-    defaults = find_method(chosen.name).defaults
-    return {name: value for name, value in chosen.parameters if value != defaults[name]}
 
 
 def method_yaml(row: PublishedMethod) -> str:
@@ -139,10 +127,27 @@ def method_yaml(row: PublishedMethod) -> str:
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
+    """The host's flags for a method with its defaults, and the keys of its file."""
     try:
-        return _of_hook(as_correction(row.method))
+        found = as_correction(row.method)
     except ValueError:
-        return _whole_loss_flags(row.method), _whole_loss_keys(row)
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in row.defaults.items()}
+        return _whole_loss_flags(row.method), {"mis_loss_method": {"name": row.name} | values}
+    dual = "" if found.dual is None else f" --eps-clip-c {found.dual:g}"
+    flags = (
+        "--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp "
+        f"--eps-clip {found.low:g} --eps-clip-high {found.high:g}{dual}"
+    )
+    return flags, {"use_tis": True, NATIVE_KEY: native_keys_of(found.config)}
+
+
+def _whole_loss_flags(method: Method) -> str:
+    flags = ["--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"]
+    if "proximal" not in method.policies:
+        flags.append("--use-rollout-logprobs")
+    if "reference" in method.policies:
+        flags.append("--use-kl-loss --kl-loss-coef 0 --ref-load MODEL")
+    return " ".join(flags)
 
 
 def _remarks(row: PublishedMethod, flags: str) -> dict[str, str]:
@@ -160,31 +165,5 @@ def _remarks(row: PublishedMethod, flags: str) -> dict[str, str]:
 def _about(row: PublishedMethod, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
     """All that is known of a method as it was chosen."""
     changed = [f"{name}={value} (default {row.defaults[name]})" for name, value in parameters.items()]
-    return _remarks(row, flags) | {
-        "Parameters": ", ".join(changed) or "the defaults",
-        "Log-probs": ", ".join(method.policies),
-    }
-
-
-def _of_hook(method: HookMethod) -> tuple[str, dict[str, Any]]:
-    clip = [f"--eps-clip {method.low:g}", f"--eps-clip-high {method.high:g}"]
-    if method.dual is not None:
-        clip.append(f"--eps-clip-c {method.dual:g}")
-    flags = f"--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp {' '.join(clip)}"
-    return flags, {"use_tis": True, NATIVE_KEY: native_keys_of(method.config)}
-
-
-def _whole_loss_flags(method: Method) -> str:
-    flags = ["--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"]
-    if "proximal" not in method.policies:
-        flags.append("--use-rollout-logprobs")
-    if "reference" in method.policies:
-        flags.append("--use-kl-loss --kl-loss-coef 0 --ref-load MODEL")
-    return " ".join(flags)
-
-
-def _whole_loss_keys(row: PublishedMethod) -> dict[str, Any]:
-    chosen = {"name": row.name} | {
-        name: list(value) if isinstance(value, tuple) else value for name, value in row.defaults.items()
-    }
-    return {"mis_loss_method": chosen}
+    more = {"Parameters": ", ".join(changed) or "the defaults", "Log-probs": ", ".join(method.policies)}
+    return _remarks(row, flags) | more

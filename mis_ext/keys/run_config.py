@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.flat import READ_KEYS, config_from_mapping
-from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
-from mis_ext.keys.stray import HOST_CLIPS
-from mis_ext.loss.settings import LOSS_KEYS, LossSettings
-from mis_ext.validation import check_bool, check_choice, check_number
+from mis_ext.keys.flat import LOSS_KEYS, READ_KEYS, config_from_mapping
+from mis_ext.keys.strays import HOST_CLIPS
+
+if TYPE_CHECKING:
+    from mis_ext.loss.settings import LossSettings
+else:
+    LossSettings = Any  # The hook's run has none, and loads no loss.
 
 Scoring = Literal["fused", "host"]
 
-DEFAULT_SCORING: Scoring = "fused"
-"""Where neither a key nor a flag of the host says who scores."""
+HOST_KEYS = (
+    "advantage_estimator",
+    "eps_clip",
+    "eps_clip_high",
+    "eps_clip_c",
+    "entropy_coef",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "use_unbiased_kl",
+    "use_opsm",
+    "opsm_delta",
+    "use_rollout_logprobs",
+    "calculate_per_token_loss",
+    "use_tis",
+    "get_mismatch_metrics",
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "mis_denominator",
+)
+"""Flags of the hosts that the whole loss honours or refuses, and one key of the correction."""
 
 SCORING_FACTS = (
     "allgather_cp",
@@ -112,7 +132,11 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         TypeError: One has the wrong type, as ``1e-4`` has in YAML.
     """
     correction = config_from_mapping(given)
-    loss = _whole_loss(given) if whole_loss else None
+    loss = None
+    if whole_loss:
+        from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
+
+        loss = read_whole_loss(given)
     config = RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
@@ -121,26 +145,15 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         divides_by_kept=given.get("train_backend") == "fsdp",
         whole_loss=loss,
     )
-    _refuse_idle_loss_keys(given)
-    _refuse_two_denominators(config)
+    idle = [key for key in LOSS_KEYS if given.get(key) is not None]
+    if idle and given.get("loss_type") not in (None, "custom_loss"):
+        raise ValueError(
+            f"{', '.join(idle)}: no effect, because --loss-type is {given['loss_type']}; write --loss-type custom_loss "
+            "--custom-loss-function-path mis_ext.policy_loss"
+        )
+    if config.divides_by_kept:
+        _refuse_two_denominators(config)
     return config
-
-
-def _whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    settings, temperature = loss_settings(given), given.get("rollout_temperature")
-    if settings.proximal == "current":
-        _refuse_several_steps(given)
-    return WholeLoss(
-        settings=settings,
-        has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
-        skips_scoring=bool(given.get("skip_actor_forward_only")),
-        is_told_to_skip=bool(given.get("use_rollout_logprobs")),
-        scoring=scoring_choice(given, compares_with_stored=settings.reads_stored),
-        temperature=1.0
-        if temperature is None
-        else check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_high=True),
-        reducer_path=given.get("custom_pg_loss_reducer_function_path"),
-    )
 
 
 def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
@@ -163,40 +176,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     )
 
 
-def steps_per_rollout(given: Mapping[str, Any]) -> int | None:
-    """The optimizer steps of a rollout, None where the arguments do not say."""
-    steps = given.get("num_steps_per_rollout")
-    sizes = [size for size in map(given.get, _BATCH_SIZES) if isinstance(size, int)]
-    if steps is None and len(sizes) == len(_BATCH_SIZES) and not given.get("use_dynamic_global_batch_size"):
-        prompts, samples, per_step = sizes
-        steps = prompts * samples // max(per_step, 1)
-    return steps if isinstance(steps, int) else None
-
-
-def _refuse_several_steps(given: Mapping[str, Any]) -> None:
-    """From the second step on the current policy is no longer the one before the update."""
-    steps = steps_per_rollout(given)
-    if steps is not None and steps > 1:
-        raise ValueError(
-            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
-            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
-            "key"
-        )
-
-
-def _refuse_idle_loss_keys(given: Mapping[str, Any]) -> None:
-    loss_type = given.get("loss_type")
-    idle = [key for key in LOSS_KEYS if given.get(key) is not None]
-    if idle and loss_type not in (None, "custom_loss"):
-        raise ValueError(
-            f"{', '.join(idle)}: no effect, because --loss-type is {loss_type}; write --loss-type custom_loss "
-            "--custom-loss-function-path mis_ext.policy_loss"
-        )
-
-
 def _refuse_two_denominators(config: RunConfig) -> None:
-    if not config.divides_by_kept:
-        return
     if config.correction.denominator == "kept":
         raise ValueError(
             "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
@@ -211,53 +191,11 @@ def _refuse_two_denominators(config: RunConfig) -> None:
         )
 
 
-def scoring_choice(given: Mapping[str, Any], *, compares_with_stored: bool) -> ScoringChoice:
-    """What keys and flags say about the scoring.
-
-    Args:
-        given: Arguments by name; None is unset.
-        compares_with_stored: Whether the loss compares with log-probs that the host has scored before.
-
-    Raises:
-        ValueError: A key is out of range, has no effect, or asks for what only the host's function can do.
-        TypeError: One has the wrong type.
-    """
-    said = given.get("mis_loss_scoring")
-    if said is not None:
-        said = check_choice("mis_loss_scoring", said, get_args(Scoring))
-    inplace = given.get("mis_loss_inplace")
-    inplace = inplace is not None and check_bool("mis_loss_inplace", inplace)
-    only_host = _what_only_the_host_does(given)
-    if said == "fused" and only_host is not None:
-        raise ValueError(f"mis_loss_scoring: fused with {only_host}; write mis_loss_scoring: host, or remove the key")
-    keeps_host = only_host
-    if keeps_host is None and compares_with_stored and _rounds_quotients(given):
-        keeps_host = "--train-backend fsdp with a --rollout-temperature: Miles rounds their quotient"
-    by: Scoring = said or (DEFAULT_SCORING if keeps_host is None else "host")
-    if inplace and by == "host":
-        raise ValueError(
-            "mis_loss_inplace: true: no effect, because the host's own function scores "
-            f"({keeps_host or 'mis_loss_scoring: host'}); remove it"
-        )
-    return ScoringChoice(
-        by=by,
-        said=said,
-        inplace=inplace,
-        observes_entropy=bool(given.get("observe_training_entropy")),
-        replays_top_p=given.get("rollout_top_p") not in (None, 1.0),
-    )
-
-
-def _what_only_the_host_does(given: Mapping[str, Any]) -> str | None:
-    """The flag with which fused scoring gives other numbers, or none, and why."""
-    if given.get("true_on_policy_mode"):
-        return "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
-    # Of one rank the parts are the whole. Whoever does not say how many there are is taken to have several.
-    if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
-        return "--allgather-cp: the host's own function knows the contiguous parts of the ranks, and exchanges them"
-    return None
-
-
-def _rounds_quotients(given: Mapping[str, Any]) -> bool:
-    """Whether Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average."""
-    return given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
+def steps_per_rollout(given: Mapping[str, Any]) -> int | None:
+    """The optimizer steps of a rollout, None where the arguments do not say."""
+    steps = given.get("num_steps_per_rollout")
+    sizes = [size for size in map(given.get, _BATCH_SIZES) if isinstance(size, int)]
+    if steps is None and len(sizes) == len(_BATCH_SIZES) and not given.get("use_dynamic_global_batch_size"):
+        prompts, samples, per_step = sizes
+        steps = prompts * samples // max(per_step, 1)
+    return steps if isinstance(steps, int) else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
+from mis_ext.methods.published import ChosenMethod
 from mis_ext.validation import check_bool, check_choice, check_instance, check_number
-
-if TYPE_CHECKING:
-    from mis_ext.methods.catalogue import ChosenMethod
 
 Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
@@ -19,20 +19,12 @@ LossDenominator = Literal["original", "kept", "sequence", "constant"]
 PenaltyTokens = Literal["kept", "all"]
 Proximal = Literal["stored", "current"]
 
-LOSS_KEYS = (
-    "mis_loss_method",
-    "mis_loss_mode",
-    "mis_loss_denominator",
-    "mis_loss_constant",
-    "mis_loss_kl_tokens",
-    "mis_loss_entropy_tokens",
-    "mis_loss_unbiased_kl",
-    "mis_loss_compile",
-    "mis_loss_proximal",
-    "mis_loss_scoring",
-    "mis_loss_inplace",
-)
-"""Flat keys of the loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
+_finite = partial(check_number, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+_clip = partial(check_number, low=0.0, high=math.inf)
+
+
+def _word_of(choices: Any) -> Callable[[str, Any], str]:
+    return partial(check_choice, choices=get_args(choices))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +45,30 @@ class KlPenalty:
     tokens: PenaltyTokens = "kept"
 
     def __post_init__(self) -> None:
-        check_number("kl_loss_coef", self.coefficient, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+        _finite("kl_loss_coef", self.coefficient)
         check_choice("kl_loss_type", self.type, get_args(KlType))
         check_choice("ratio", self.ratio, get_args(KlRatio))
         check_choice("mis_loss_kl_tokens", self.tokens, get_args(PenaltyTokens))
+
+
+CHECKS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "mode": ("mis_loss_mode", _word_of(Mode)),
+    "ratios": ("ratios", _word_of(Ratios)),
+    "proximal": ("mis_loss_proximal", _word_of(Proximal)),
+    "denominator": ("mis_loss_denominator", _word_of(LossDenominator)),
+    "entropy_tokens": ("mis_loss_entropy_tokens", _word_of(PenaltyTokens)),
+    "use_behavior": ("use_rollout_logprobs", check_bool),
+    "per_token_loss": ("calculate_per_token_loss", check_bool),
+    "compiled": ("mis_loss_compile", check_bool),
+    "eps_clip": ("eps_clip", _clip),
+    "entropy_coef": ("entropy_coef", _finite),
+    "eps_clip_high": ("eps_clip_high", _clip),
+    "eps_clip_c": ("eps_clip_c", partial(check_number, low=1.0, high=math.inf, open_low=True)),
+    "opsm_delta": ("opsm_delta", partial(check_number, low=-math.inf, high=math.inf)),
+    "kl": ("kl", partial(check_instance, kinds=KlPenalty)),
+    "method": ("mis_loss_method", partial(check_instance, kinds=ChosenMethod)),
+}
+"""Of a field of :class:`LossSettings` the key or flag that users know it by, and what is legal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,30 +122,13 @@ class LossSettings:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("mis_loss_mode", self.mode, get_args(Mode))
-        check_choice("ratios", self.ratios, get_args(Ratios))
-        check_choice("mis_loss_proximal", self.proximal, get_args(Proximal))
-        check_choice("mis_loss_denominator", self.denominator, get_args(LossDenominator))
-        check_choice("mis_loss_entropy_tokens", self.entropy_tokens, get_args(PenaltyTokens))
-        check_bool("use_rollout_logprobs", self.use_behavior)
-        check_bool("calculate_per_token_loss", self.per_token_loss)
-        check_bool("mis_loss_compile", self.compiled)
-        check_number("eps_clip", self.eps_clip, low=0.0, high=math.inf)
-        check_number("entropy_coef", self.entropy_coef, low=-math.inf, high=math.inf, open_low=True, open_high=True)
-        if self.eps_clip_high is not None:
-            check_number("eps_clip_high", self.eps_clip_high, low=0.0, high=math.inf)
-        if self.eps_clip_c is not None:
-            check_number("eps_clip_c", self.eps_clip_c, low=1.0, high=math.inf, open_low=True)
-        if self.opsm_delta is not None:
-            check_number("opsm_delta", self.opsm_delta, low=-math.inf, high=math.inf)
-        if self.kl is not None:
-            check_instance("kl", self.kl, KlPenalty)
+        for field, (key, check) in CHECKS.items():
+            value = getattr(self, field)
+            if value is not None or self.__dataclass_fields__[field].default is not None:
+                check(key, value)
         if self.method is None:
             self._check_modes()
         else:
-            from mis_ext.methods.catalogue import ChosenMethod  # All methods: a loss without one needs none.
-
-            check_instance("mis_loss_method", self.method, ChosenMethod)
             self._check_method(self.method)
         if self.proximal == "current":
             self._check_current()
@@ -141,7 +136,7 @@ class LossSettings:
 
     def _check_method(self, chosen: ChosenMethod) -> None:
         # What a host sets by itself cannot be told from what a user wrote: other values are the user's.
-        eps_clip = LossSettings.__dataclass_fields__["eps_clip"].default
+        eps_clip = self.__dataclass_fields__["eps_clip"].default
         replaced = {
             f"mis_loss_mode: {self.mode}": self.mode != "baseline",
             f"--eps-clip {self.eps_clip:g}": self.eps_clip != eps_clip,

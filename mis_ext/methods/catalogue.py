@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.columns import hanging
 from mis_ext.correction.tables import Table
 from mis_ext.methods import decoupled, ppo, reinforce, trust_region
 from mis_ext.methods.first_update import as_correction
-from mis_ext.methods.method import Method
-from mis_ext.methods.published import SYMBOLS, PublishedMethod
+from mis_ext.methods.published import SYMBOLS, ChosenMethod, PublishedMethod
 from mis_ext.validation import check_mapping, nearest
 
 METHODS: dict[str, PublishedMethod] = {
@@ -32,15 +30,6 @@ def find_method(name: str) -> PublishedMethod:
     if name not in METHODS:
         raise ValueError(f"no method {name!r}: {nearest(name, METHODS)}; mis-ext methods lists all")
     return METHODS[name]
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenMethod:
-    """``name`` of a published method, the parameters that were given, and the method that they make."""
-
-    name: str
-    parameters: tuple[tuple[str, Any], ...]
-    method: Method
 
 
 def choose_method(key: str, value: Any) -> ChosenMethod:

@@ -138,6 +138,15 @@ class PublishedMethod:
         return get_type_hints(self.make, include_extras=True)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenMethod:
+    """``name`` of a published method, the parameters that were given, and the method that they make."""
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...]
+    method: Method
+
+
 def _words(hint: Any) -> tuple[str, ...]:
     # Of a Literal, also where None may take its place.
     return tuple(chain.from_iterable(get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is Literal))

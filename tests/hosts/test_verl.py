@@ -19,7 +19,7 @@ import mis_ext
 from mis_ext.cli import main
 from mis_ext.hosts.verl import register, whole_loss
 from mis_ext.hosts.verl_options import convert_verl
-from mis_ext.keys.given import read_keys
+from mis_ext.keys.flat import read_keys
 
 with lzma.open(Path(__file__).parents[1] / "data" / "verl" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)

@@ -14,7 +14,7 @@ from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_co
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, STRAY_KEYS
 from mis_ext.keys.native import NATIVE_KEYS
-from mis_ext.keys.stray import HOST_CLIPS, PLAIN_WORDS, PREFIXES
+from mis_ext.keys.strays import HOST_CLIPS, PLAIN_WORDS, PREFIXES
 from mis_ext.methods import METHODS
 
 REFUSED = {

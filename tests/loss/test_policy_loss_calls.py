@@ -19,9 +19,11 @@ from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
-from mis_ext.keys.loss_keys import HOST_KEYS, loss_settings
+from mis_ext.keys.flat import LOSS_KEYS
+from mis_ext.keys.loss_keys import loss_settings
+from mis_ext.keys.run_config import HOST_KEYS
 from mis_ext.loss.policy import MILES_METRICS
-from mis_ext.loss.settings import LOSS_KEYS, LossSettings
+from mis_ext.loss.settings import LossSettings
 
 PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
 BEHAVIOR = {"use_rollout_logprobs": True}

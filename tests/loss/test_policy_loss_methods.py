@@ -20,8 +20,9 @@ from mis_ext.hosts.megatron import plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
-from mis_ext.methods.catalogue import ChosenMethod, choose_method
+from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
+from mis_ext.methods.published import ChosenMethod
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""

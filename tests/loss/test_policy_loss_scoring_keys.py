@@ -7,7 +7,7 @@ from host_stand_ins import HOSTS, called, running
 
 import mis_ext
 from mis_ext.hosts.runs import current_run
-from mis_ext.keys.run_config import DEFAULT_SCORING
+from mis_ext.keys.loss_keys import DEFAULT_SCORING
 from mis_ext.loss.policy import MILES_METRICS
 
 KEPT = [

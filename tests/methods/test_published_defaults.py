@@ -1,13 +1,16 @@
 """Limits and defaults that users read of, once more; those of methods stand in ``tests/data/inventory.txt``."""
 
 import inspect
+from typing import get_type_hints
 
 import pytest
 
 from mis_ext.checks import limits
 from mis_ext.keys.flat import config_from_mapping
+from mis_ext.keys.run_config import RunConfig, ScoringChoice, WholeLoss
 from mis_ext.loss.naive import naive_policy_loss
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.published import ChosenMethod
 
 
 def test_limits_of_the_guards() -> None:
@@ -17,6 +20,12 @@ def test_limits_of_the_guards() -> None:
 def test_terms_beside_the_policy_are_off_unless_asked_for() -> None:
     assert LossSettings().entropy_coef == 0.0
     assert inspect.signature(naive_policy_loss).parameters["entropy_coef"].default == 0.0
+
+
+def test_the_types_of_settings_are_found_at_run_time() -> None:
+    assert get_type_hints(LossSettings)["method"] == ChosenMethod | None
+    assert get_type_hints(RunConfig)["whole_loss"] == WholeLoss | None
+    assert get_type_hints(WholeLoss)["scoring"] is ScoringChoice
 
 
 def test_an_unknown_guard_in_a_mapping_is_refused() -> None:

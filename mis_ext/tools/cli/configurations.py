@@ -261,7 +261,7 @@ def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run_convert(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
-    from mis_ext.keys.given import read_keys
+    from mis_ext.keys.flat import read_keys
 
     try:
         content = read_keys(arguments.file)

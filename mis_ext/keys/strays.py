@@ -1,8 +1,12 @@
-"""Keys that would do nothing although somebody means them for us: in the wrong place, a peer's, or the host's own."""
+"""Names that would do nothing although they are meant for us: misspelt, in the wrong place, a peer's or a host's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import difflib
+import re
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Any, get_args
 
 from mis_ext.correction.weights import BOUNDS, HookLevel
@@ -10,6 +14,9 @@ from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE
 from mis_ext.keys.preset_files import list_presets
 
 PREFIXES = ("tis_", "rs_", "mis_")
+_LETTERS_PER_MISTAKE = 6
+_OTHER_WORDS = ("misc_",)
+
 _ADVICE_ON_PRESETS = {
     name: f"the name of a preset: write what mis-ext presets {name} prints"
     for name in list_presets()
@@ -52,6 +59,48 @@ _OF_PEERS = {
 
 HOST_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 """The bounds of the hosts' built-in correction and their defaults: present on every ``args``, and not ours."""
+
+
+def refuse_near_misses(names: Iterable[str], *, keys: Collection[str]) -> None:
+    """Refuse names, none of them ours as they stand, that differ from one of ``keys`` by a slip of the hand.
+
+    Raises:
+        ValueError: A name differs by case, dashes, spaces, letters of another alphabet, or by a letter or two.
+    """
+    meant = {name: near_miss(name, keys=keys) for name in names}
+    hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
+    if hints:
+        raise ValueError(f"misspelt keys: {'; '.join(hints)}")
+
+
+def near_miss(name: str, *, keys: Collection[str]) -> str | None:
+    """The key that ``name`` was probably meant to be."""
+    spelled = unicodedata.normalize("NFKC", name).strip()
+    candidate = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s.-]+", "_", spelled).casefold()
+    if candidate in keys:
+        return candidate
+    if not candidate.isascii():
+        # One look-alike letter in three: enough for the shortest key.
+        return next(iter(difflib.get_close_matches(candidate, keys, n=1, cutoff=0.6)), None)
+    if candidate.startswith(_OTHER_WORDS):
+        return None
+    return next((key for key in keys if _is_typo(candidate, key)), None)
+
+
+def _is_typo(name: str, key: str) -> bool:
+    """Whether few letters are missing, added or exchanged; a word of two letters must stand there, as in ``use_rs``."""
+    last_word = key.rpartition("_")[2]
+    is_right = name.endswith(f"_{last_word}") or name.startswith(key)
+    if "_" not in key or (len(last_word) < 3 and not is_right):
+        return False
+    if sorted(name) == sorted(key):
+        return True
+    num_slips = len(key) // _LETTERS_PER_MISTAKE
+    # Cheap, and enough for nearly all of the hosts' names.
+    if abs(len(name) - len(key)) > num_slips or len(set(name) ^ set(key)) > num_slips:
+        return False
+    num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
+    return len(name) + len(key) - 2 * num_same <= num_slips
 
 
 def advice_on_strays(flat_keys: Collection[str]) -> dict[str, str]:
