@@ -9,7 +9,7 @@ from reference import Samples
 from synchronisation import ENOUGH, call, recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mis_ext.correction import layout as token_layout
+from mis_ext.correction import layout as layout_module
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.scoring import places
 
@@ -141,7 +141,7 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
             sizes.append(sum(map(len, tensors)))
             return tensors
 
-        for module in (places, token_layout):
+        for module in (places, layout_module):
             monkeypatch.setattr(module, "to_device", recorded)
         responses, totals = [length, 1, 2 * length], [length + 3, 2, 2 * length + 1]
         if cp_size == 1:
