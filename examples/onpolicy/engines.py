@@ -12,7 +12,7 @@ from torch import nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from mis_ext.onpolicy.kv_cache import DTYPES
-from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.compare import Parts
 from mis_ext.onpolicy.recording.recorder import Recorder, record
 from mis_ext.onpolicy.recording.recordings import Recording
 from mis_ext.onpolicy.recording.rows import Rows

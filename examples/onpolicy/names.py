@@ -8,7 +8,7 @@ import torch
 from grpo.model import ModelShape
 from torch import Tensor
 
-from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.compare import Parts
 
 # Core attention is no module in transformers, so a difference there is one of ``self_attention`` itself.
 _TRAINER_MODULES = (

@@ -15,7 +15,7 @@ from grpo.model import ModelShape
 from grpo.sglang_engine import SGLangEngine
 from torch import Tensor
 
-from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.compare import Parts
 from mis_ext.onpolicy.recording.recordings import Recording
 
 from .pieces import Piece, Pieces

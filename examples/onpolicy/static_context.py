@@ -16,7 +16,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.recording.name_map import Parts
+from mis_ext.onpolicy.recording.compare import Parts
 from mis_ext.onpolicy.recording.recorder import Recorder, record
 from mis_ext.onpolicy.recording.rows import Rows
 

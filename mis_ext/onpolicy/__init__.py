@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.invariance.probes import InvarianceReport
     from mis_ext.onpolicy.invariance.sequence_invariance import check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
-    from mis_ext.onpolicy.recording.compare import Comparison, compare
-    from mis_ext.onpolicy.recording.name_map import NameMap
+    from mis_ext.onpolicy.recording.compare import Comparison, NameMap, compare
     from mis_ext.onpolicy.recording.recorder import record
     from mis_ext.onpolicy.recording.recordings import Recording
     from mis_ext.onpolicy.recording.rows import Rows
@@ -41,8 +40,7 @@ else:
             "invariance.probes": ("InvarianceReport",),
             "invariance.sequence_invariance": ("check_sequence_invariance",),
             "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
-            "recording.compare": ("compare", "Comparison"),
-            "recording.name_map": ("NameMap",),
+            "recording.compare": ("Comparison", "NameMap", "compare"),
             "recording.recorder": ("record",),
             "recording.recordings": ("Recording",),
             "recording.rows": ("Rows",),

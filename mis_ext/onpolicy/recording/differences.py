@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, as_real, same_bits, ulp_distance
-from mis_ext.onpolicy.recording.recordings import Entry
+from mis_ext.onpolicy.recording.rows import PlacedRows
 
 # Elements compared at a time, each of which takes some 50 bytes meanwhile.
 _CHUNK = 2**20
@@ -48,7 +48,7 @@ class RowDifference:
     num_nan: int
 
 
-def row_difference(a: Entry, b: Entry) -> RowDifference:
+def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
     """Compare common rows bit for bit; rows of different shape but equal size are compared flat.
 
     Different dtypes are compared after a conversion to one that holds both exactly; for integers against floating
@@ -76,7 +76,7 @@ def row_difference(a: Entry, b: Entry) -> RowDifference:
     )
 
 
-def row_size(entry: Entry) -> int:
+def row_size(entry: PlacedRows) -> int:
     """How many elements a token has in this tensor."""
     return entry.values.shape[1:].numel()
 
@@ -106,7 +106,7 @@ def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.float64 if a.is_floating_point or b.is_floating_point else torch.int64
 
 
-def _common(a: Entry, b: Entry) -> tuple[Tensor, Tensor]:
+def _common(a: PlacedRows, b: PlacedRows) -> tuple[Tensor, Tensor]:
     """Indices of the rows that both have; both are sorted and without repetitions."""
     if not len(a.values) or not len(b.values):
         none = torch.empty(0, dtype=torch.long)
@@ -154,8 +154,8 @@ class InputDifference:
 
     def __init__(
         self,
-        a: Mapping[str, Entry],
-        b: Mapping[str, Entry],
+        a: Mapping[str, PlacedRows],
+        b: Mapping[str, PlacedRows],
         others_a: Mapping[str, str | None],
         others_b: Mapping[str, str | None],
         *,
@@ -176,40 +176,34 @@ class InputDifference:
         differs_N = torch.zeros_like(is_there_N)
         for compared in self._compared:
             stride = 1 + int(torch.cat([compared.position_N, position_N, position_N.new_zeros(1)]).max())
-            key_N, asked_N = (x * stride + y for x, y in (compared[:2], (sequence_N, position_N)))
+            key_N, asked_N = (x * stride + y for x, y in (compared[1:3], (sequence_N, position_N)))
             first_N, index_N, stop_N = (
                 torch.searchsorted(key_N, sequence_N * stride),
                 torch.searchsorted(key_N, asked_N),
                 torch.searchsorted(key_N, asked_N, right=True),
             )
-            num_different = torch.cat([position_N.new_zeros(1), compared.differs_N.cumsum(0)])
+            num_different = torch.cat([position_N.new_zeros(1), compared.values.cumsum(0)])
             is_there_N &= index_N < stop_N
             differs_N |= num_different[stop_N] > num_different[first_N]
         return InputState(is_there_N, differs_N)
 
     def all_rows(self) -> InputState:
         """Whether there are inputs, and whether any row of them differs, as one row."""
-        differs = any(bool(compared.differs_N.any()) for compared in self._compared)
+        differs = any(bool(compared.values.any()) for compared in self._compared)
         return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
 
 
-class _Compared(NamedTuple):
-    """Rows of one pair of inputs, sorted."""
-
-    sequence_N: Tensor
-    position_N: Tensor
-    differs_N: Tensor
-
-
-def _compare_inputs(a: Entry, b: Entry, *, allow_dtype: bool) -> _Compared:
+def _compare_inputs(a: PlacedRows, b: PlacedRows, *, allow_dtype: bool) -> PlacedRows:
+    """The common rows of one pair of inputs; their values say whether they differ."""
     if row_size(a) != row_size(b):
-        return _Compared(a.sequence_N, a.position_N, torch.ones(len(a.values), dtype=torch.bool))
+        return a._replace(values=torch.ones(len(a.values), dtype=torch.bool))
     found = row_difference(a, b)
     is_other_float = a.dtype != b.dtype and any(dtype.is_floating_point for dtype in (a.dtype, b.dtype))
-    return _Compared(found.sequence_N, found.position_N, found.differs_N | (is_other_float and not allow_dtype))
+    differs_N = found.differs_N | (is_other_float and not allow_dtype)
+    return PlacedRows(differs_N, found.sequence_N, found.position_N)
 
 
-def _paired(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> list[tuple[str, str]]:
+def _paired(a: Mapping[str, PlacedRows], b: Mapping[str, PlacedRows]) -> list[tuple[str, str]]:
     pairs = [(label, label) for label in a if label in b]
     rest = [label for label in b if label not in a]
     for label in (label for label in a if label not in b):

@@ -26,32 +26,10 @@ _FORMAT = "mis_ext.onpolicy.recording/1"
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Entry:
-    """One input or output of one module, by token, sorted by sequence and position.
-
-    Attributes:
-        values: ``[N, ...]``, on the CPU, in the dtype of the model.
-        sequence_N: int64.
-        position_N: int64, absolute.
-        order: Rank of the tensor among all tensors of its kind in the order of execution.
-    """
-
-    values: Tensor
-    sequence_N: Tensor
-    position_N: Tensor
-    order: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the engine computed the values."""
-        return self.values.dtype
-
-
 _Key = tuple[str, str]
 
-Entries = dict[str, dict[str, Entry]]
-"""Entries by module name and label. A module's later calls in one forward are ``name#1``, ``name#2``, ...; the model
+Entries = dict[str, dict[str, PlacedRows]]
+"""Tensors by module name and label. A module's later calls in one forward are ``name#1``, ``name#2``, ...; the model
 itself is ``""``. The label is ``""`` for a sole output, else its index or key; an input's begins
 with its parameter."""
 
@@ -80,8 +58,10 @@ class Recording:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         content = {
             "format": _FORMAT,
-            "outputs": _plain(self.outputs),
-            "inputs": _plain(self.inputs),
+            **{
+                kind: {name: {label: rows._asdict() for label, rows in labels.items()} for name, labels in kept.items()}
+                for kind, kept in (("outputs", self.outputs), ("inputs", self.inputs))
+            },
             "skipped": dict(self.skipped),
             "others": {module: dict(labels) for module, labels in self.others.items()},
         }
@@ -167,7 +147,7 @@ class RecordingBuilder:
                 merged = _merge(pieces, where, repeated)
                 # Not both: large recordings fill the memory.
                 self._pieces[kind][key] = [merged]
-                built[kind].setdefault(key[0], {})[key[1]] = Entry(**merged._asdict(), order=order)
+                built[kind].setdefault(key[0], {})[key[1]] = merged._replace(order=order)
         others: dict[str, dict[str, str | None]] = {}
         for (module, label), digests in self._others.items():
             told = sorted(each for each in digests if each is not None)
@@ -192,10 +172,12 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
 
 
 def _entries(plain: dict[str, dict[str, dict[str, Any]]]) -> Entries:
-    entries = {module: {label: Entry(**entry) for label, entry in labels.items()} for module, labels in plain.items()}
-    for entry in (each for labels in entries.values() for each in labels.values()):
-        if not entry.sequence_N.shape == entry.position_N.shape == entry.values.shape[:1]:
-            raise ValueError("a tensor has not one place for each row")
+    entries: Entries = {}
+    for module, labels in plain.items():
+        entries[module] = {label: PlacedRows(order=fields.pop("order"), **fields) for label, fields in labels.items()}
+        for placed in entries[module].values():
+            if not placed.sequence_N.shape == placed.position_N.shape == placed.values.shape[:1]:
+                raise ValueError("a tensor has not one place for each row")
     return entries
 
 
@@ -226,8 +208,9 @@ def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated) -> PlacedRo
     dtypes = {piece.values.dtype for piece in pieces}
     if len(dtypes) > 1:
         raise ValueError(f"{where}: the dtype changes between forwards: {sorted(map(str, dtypes))}")
-    values, sequence_N, position_N = merged = pieces[0] if len(pieces) == 1 else _cat(pieces)
-    if _is_ascending(sequence_N, position_N):
+    values, sequence_N, position_N, _ = merged = pieces[0] if len(pieces) == 1 else _cat(pieces)
+    next_sequence, next_position = sequence_N.diff(), position_N.diff()
+    if bool(((next_sequence > 0) | ((next_sequence == 0) & (next_position > 0))).all()):
         return merged
     by_position = position_N.argsort(stable=True)
     index = by_position[sequence_N[by_position].argsort(stable=True)]
@@ -256,12 +239,3 @@ def _cat(pieces: list[PlacedRows]) -> PlacedRows:
         torch.cat([piece.sequence_N for piece in pieces]),
         torch.cat([piece.position_N for piece in pieces]),
     )
-
-
-def _is_ascending(sequence_N: Tensor, position_N: Tensor) -> bool:
-    next_sequence, next_position = sequence_N.diff(), position_N.diff()
-    return bool(((next_sequence > 0) | ((next_sequence == 0) & (next_position > 0))).all())
-
-
-def _plain(entries: Entries) -> dict[str, dict[str, dict[str, Any]]]:
-    return {module: {label: dict(vars(entry)) for label, entry in labels.items()} for module, labels in entries.items()}

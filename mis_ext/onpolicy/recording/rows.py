@@ -106,11 +106,24 @@ class Rows:
 
 
 class PlacedRows(NamedTuple):
-    """Values ``[N, ...]`` of N tokens, on the CPU, and which tokens they are, by sequence and position."""
+    """One tensor by token, on the CPU: an input or output of a module.
+
+    Attributes:
+        values: ``[N, ...]`` of N tokens, in the dtype of the model.
+        sequence_N: int64.
+        position_N: int64, absolute.
+        order: Rank of the tensor in a recording, among all of its kind in the order of execution.
+    """
 
     values: Tensor
     sequence_N: Tensor
     position_N: Tensor
+    order: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the engine computed the values."""
+        return self.values.dtype
 
 
 class _Tokens(NamedTuple):
@@ -129,13 +142,6 @@ class _Reading(NamedTuple):
     shape: torch.Size
     tokens: _Tokens
     holds_all: bool
-
-
-class _Fit(NamedTuple):
-    layout: Layout
-    dimensions: int
-    tokens: _Tokens
-    broadcast: torch.Size | None = None
 
 
 def place_rows(
@@ -159,31 +165,33 @@ def place_rows(
         ValueError: The shape fits both orders and nothing decides; or it fits an order, but not the forced one.
     """
     is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
-    every = _fits(tensor, rows, table_layout="bsh" if is_ids else layout)
-    fits = [fit for fit in every if forced in (None, fit.layout)]
+    lies_as, every = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)
+    fits = [reading for reading in every if forced in (None, reading.layout)]
     # The position ids of a layer may be [1, s] although its activations are [s, b, h].
-    if every and not fits and every[0].broadcast is None:
+    if every and not fits and lies_as != "table":
         raise ValueError(f"{where}: {[*tensor.shape]} does not hold the tokens {_shapes(rows)} in layout {forced!r}")
     if not fits:
         return None
-    if not all(fit.tokens.same(fits[0].tokens) for fit in fits):
-        fits = [fit for fit in fits if fit.layout == ("bsh" if is_ids and fits[0].dimensions == 2 else layout)]
-    if not fits or not all(fit.tokens.same(fits[0].tokens) for fit in fits):
+    if not all(reading.tokens.same(fits[0].tokens) for reading in fits):
+        chosen = "bsh" if is_ids and lies_as != "flat" else layout
+        fits = [reading for reading in fits if reading.layout == chosen]
+    if not fits or not all(reading.tokens.same(fits[0].tokens) for reading in fits):
         raise ValueError(
             f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {_shapes(rows)}; "
             f"give layout, or layouts for this module ({' | '.join(LAYOUTS)})"
         )
-    tokens = fits[0].tokens
-    values = tensor.detach()
-    if fits[0].broadcast is not None:
-        values = values.expand(*fits[0].broadcast, *values.shape[2:])
-    values = values.flatten(0, fits[0].dimensions - 1)
+    tokens, values = fits[0].tokens, tensor.detach()
+    if lies_as == "table":
+        values = values.expand(*fits[0].shape, *values.shape[2:])
+    values = values.flatten(0, 0 if lies_as == "flat" else 1)
     # Indexing copies.
     values = values[tokens.index_N.to(values.device)].cpu()
     return PlacedRows(values, tokens.sequence_N, tokens.position_N)
 
 
-def _fits(tensor: Tensor, rows: Rows, table_layout: Layout | None) -> list[_Fit]:
+def _readings_of(
+    tensor: Tensor, rows: Rows, table_layout: Layout | None
+) -> tuple[Literal["grid", "flat", "table"], list[_Reading]]:
     """All ways to read the tensor; flattened tokens only where no two dimensions fit, as many tensors start with 1.
 
     Rows of positions that hold for each sequence come last, for the same reason. Where there are as many sequences as
@@ -191,29 +199,23 @@ def _fits(tensor: Tensor, rows: Rows, table_layout: Layout | None) -> list[_Fit]
     """
     num_sequences, num_tokens = rows.position.shape
     is_mask = num_sequences == num_tokens > 1 and tensor.dim() == 4 and tensor.shape[1:3] == (1, num_tokens)
-    grids: list[_Fit] = []
-    flat: list[_Fit] = []
-    tables: list[_Fit] = []
+    grids: list[_Reading] = []
+    flat: list[_Reading] = []
+    tables: list[_Reading] = []
     for reading in rows._readings:
+        table_shape = (1, reading.shape[1]) if reading.layout == "bsh" else (reading.shape[0], 1)
         # Of the kept tokens only logits are computed, [K, V] where they are flattened.
         may_be_flat = reading.holds_all or tensor.dim() <= 2
+        may_be_table = reading.holds_all and table_layout in (None, reading.layout) and not is_mask
         if tensor.shape[:2] == reading.shape:
-            grids.append(_Fit(reading.layout, 2, reading.tokens))
+            grids.append(reading)
         elif may_be_flat and tensor.shape[:1] == (reading.shape.numel(),):
-            flat.append(_Fit(reading.layout, 1, reading.tokens))
-        elif (
-            reading.holds_all
-            and tensor.shape[:2] == _table_shape(reading)
-            and table_layout in (None, reading.layout)
-            and not is_mask
-        ):
-            tables.append(_Fit(reading.layout, 2, reading.tokens, broadcast=reading.shape))
-    return grids or flat or tables
-
-
-def _table_shape(reading: _Reading) -> torch.Size:
-    batch = 0 if reading.layout == "bsh" else 1
-    return torch.Size(1 if dimension == batch else size for dimension, size in enumerate(reading.shape))
+            flat.append(reading)
+        elif may_be_table and tensor.shape[:2] == table_shape:
+            tables.append(reading)
+    if grids:
+        return "grid", grids
+    return ("flat", flat) if flat else ("table", tables)
 
 
 def _tokens(sequence: Tensor, position: Tensor) -> _Tokens:

@@ -8,9 +8,8 @@ import torch
 from comparison_recordings import THREE, VALUES, X, entry_of, made
 from torch import Tensor, nn
 
-from mis_ext.onpolicy.recording.compare import compare
+from mis_ext.onpolicy.recording.compare import NameMap, compare
 from mis_ext.onpolicy.recording.differences import Row
-from mis_ext.onpolicy.recording.name_map import NameMap
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording, RecordingBuilder
 from mis_ext.onpolicy.recording.rows import Rows
