@@ -10,14 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from mis_ext.files import printable
 from mis_ext.rollout.conversations.boundary import Policy
-from mis_ext.tools.cli.command import Result, bytes_bars, grid, require
+from mis_ext.tools.cli.command import Result, bytes_bars, require, show, show_grid, show_table
 
 if TYPE_CHECKING:
     from mis_ext.rollout.generation import Tokenizer
-    from mis_ext.rollout.log_report import ConversationCheck
-    from mis_ext.rollout.rollout_log import LoggedCall
 
 _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
@@ -73,13 +70,14 @@ def run(parsed: argparse.Namespace) -> Result:
     if samples is not None and samples.exists() and any(samples.samefile(log) for log in parsed.files):
         raise ValueError(f"{samples} is one of the logs: name another file")
     report = _check(parsed, None if parsed.tokenizer is None else load_tokenizer(parsed.tokenizer))
-    return Result(report, lambda: show(report), 0 if report["passed"] else 1)
+    return Result(report, lambda: _show_report(report), 0 if report["passed"] else 1)
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.log_report import LogReport
+    from mis_ext.rollout.log_report import REASONING, LogReport, check_conversation
     from mis_ext.rollout.rollout_log import RolloutLog
 
+    opening, closing = parsed.reasoning or REASONING
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
@@ -93,32 +91,15 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
         sizes = {name: sum(place.size for place in places) for name, places in log.places.items()}
         advance = bar("checking", sum(sizes.values()))
         for name, places in log.places.items():
-            found = _check_one(parsed, tokenizer, log.calls(places))
+            found = check_conversation(
+                log.calls(places), tokenizer=tokenizer, policy=parsed.policy, reasoning=(opening, closing)
+            )
             report.add(found)
             if samples is not None:
-                samples.writelines(_sample_lines(name, found))
+                rows = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in found.samples]
+                samples.writelines(json.dumps({"conversation": name, **row}) + "\n" for row in rows)
             advance(sizes[name])
     return report.to_dict()
-
-
-def _check_one(
-    parsed: argparse.Namespace, tokenizer: Tokenizer | None, calls: Iterator[LoggedCall]
-) -> ConversationCheck:
-    from mis_ext.rollout.log_report import REASONING, check_conversation
-
-    opening, closing = parsed.reasoning or REASONING
-    return check_conversation(
-        calls,
-        tokenizer=tokenizer,
-        policy=parsed.policy,
-        reasoning=(opening, closing),
-    )
-
-
-def _sample_lines(conversation: str, found: ConversationCheck) -> Iterator[str]:
-    for sample in found.samples:
-        values = {field.name: getattr(sample, field.name) for field in fields(sample)}
-        yield json.dumps({"conversation": conversation, **values}) + "\n"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -140,20 +121,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return cast("Tokenizer", tokenizer)
 
 
-def show(report: Mapping[str, Any]) -> None:
+def _show_report(report: Mapping[str, Any]) -> None:
     """Print a report of :class:`~mis_ext.rollout.log_report.LogReport`: verdict, counts and tables."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    passed = report["passed"]
-    console.print(Text("PASSED" if passed else "FAILED", style="bold green" if passed else "bold red"))
-    console.print(grid(_rows(report)))
-    for key, title in (("refused", "refused"), ("boundaries", "turn boundaries"), ("texts", "texts")):
-        if report[key]:
-            console.print(_table(title, report[key]))
-    if report["policy"] and report["policy"]["errors"]:
-        console.print(_table("refused by the policy", report["policy"]["errors"]))
+    passed, policy = report["passed"], report["policy"]
+    show("PASSED" if passed else "FAILED", "bold green" if passed else "bold red")
+    show_grid(_rows(report))
+    for title, classes in (
+        ("refused", report["refused"]),
+        ("turn boundaries", report["boundaries"]),
+        ("texts", report["texts"]),
+        ("refused by the policy", policy and policy["errors"]),
+    ):
+        if classes:
+            _show_classes(title, classes)
 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -174,17 +154,23 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _table(title: str, classes: Mapping[str, Mapping[str, Any]]) -> Any:
-    from rich.table import Column, Table
-    from rich.text import Text
+def _show_classes(title: str, classes: Mapping[str, Mapping[str, Any]]) -> None:
+    from rich.table import Column
 
-    first = Column("first", overflow="fold")
-    table = Table("class", "count", "share", "failing", first, title=title, show_lines=True)
-    for kind, found in classes.items():
-        cells = [kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])]
-        example = "\n".join(map(printable, _example_lines(found["first"])))
-        table.add_row(*map(Text, cells), Text(example), style="red" if found["failing"] else "")
-    return table
+    rows = [
+        (
+            *(kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])),
+            "\n".join(_example_lines(found["first"])),
+        )
+        for kind, found in classes.items()
+    ]
+    show_table(
+        ("class", "count", "share", "failing", Column("first", overflow="fold")),
+        rows,
+        styles=["red" if found["failing"] else "" for found in classes.values()],
+        title=title,
+        show_lines=True,
+    )
 
 
 def _example_lines(example: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What commands share: a result, packages that one needs, and how far it has come."""
+"""What commands share: a result, packages that one needs, what is printed for people, and how far it has come."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.files import printable
+
+if TYPE_CHECKING:
+    from rich.table import Column
 
 
 class Result(NamedTuple):
@@ -23,18 +26,6 @@ class Result(NamedTuple):
     content: Any
     show: Callable[[], object]
     code: int = 0
-
-
-def grid(rows: Iterable[tuple[str, str]]) -> Any:
-    """Names and values in two columns of a terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        # Text, because names of files may hold what rich would read as markup.
-        grid.add_row(Text(name, style="dim"), Text(printable(value)))
-    return grid
 
 
 def require(*modules: str, to_show: bool = False) -> None:
@@ -59,6 +50,60 @@ def _is_there(module: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+# What follows takes texts as they are: names of files may hold what rich would read as markup, or a terminal obey.
+
+
+def show(text: str, style: str = "") -> None:
+    """Print a text."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console().print(Text(printable(text), style=style))
+
+
+def show_grid(rows: Iterable[tuple[str, str]], *, gap: int = 2, style: str = "dim", text_style: str = "") -> None:
+    """Print names and texts in two columns: longer texts go on below where they begin."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, gap))
+    for name, text in rows:
+        grid.add_row(Text(name, style=style), Text(printable(text), style=text_style))
+    Console().print(grid)
+
+
+def show_table(
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[str]],
+    *,
+    styles: Iterable[str] | None = None,
+    numbers_right: bool = False,
+    **options: Any,
+) -> None:
+    """Print a table.
+
+    Args:
+        columns: Their titles.
+        rows: The cells of each.
+        styles: Of each row.
+        numbers_right: All columns but the first are aligned to the right.
+        options: Of rich's table.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, **options)
+    rows = [*rows]
+    for row, style in zip(rows, [""] * len(rows) if styles is None else styles, strict=True):
+        first, *others = (Text(printable(cell)) for cell in row)
+        for cell in others:
+            cell.justify = "right" if numbers_right else None
+        table.add_row(first, *others, style=style)
+    Console().print(table)
 
 
 Advance = Callable[[int], None]

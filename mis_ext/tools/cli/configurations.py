@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.tools.cli.command import Result
+from mis_ext.tools.cli.command import Result, show, show_grid, show_table
 
 if TYPE_CHECKING:
     from mis_ext.keys.presets import Spelt
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _DEFAULT = "mis"
 """The preset to take first."""
-_OF_WEIGHT = ("above_high", "below_low", "weight_mean")
 _NUMBERS = {
     "ess_token": "ESS of token ratios",
     "ess_sequence": "ESS of their products",
@@ -30,6 +29,7 @@ _NUMBERS = {
     "learning_rate": "effective learning rate",
     "ess": "ESS of what multiplies the loss",
 }
+_OF_WEIGHT = [_NUMBERS[name] for name in ("above_high", "below_low", "weight_mean")]
 
 
 def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -110,63 +110,44 @@ def _spelt(name: str) -> Spelt:
 
 
 def _show_explanation(name: str, found: Explanation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-
     def title(text: str) -> None:
-        console.print(Text(f"\n{text}", style="bold"))
+        show(f"\n{text}", "bold")
 
-    def lines(texts: Iterable[str], style: str = "") -> None:
-        # A hanging indent, so that each begins where the eye looks for it.
-        grid = Table.grid(padding=(0, 1))
-        for text in texts:
-            grid.add_row(Text(" -", style=style), Text(text, style=style))
-        console.print(grid)
+    def lines(texts: Sequence[str], style: str = "") -> None:
+        show_grid([(" -", text) for text in texts], gap=1, style=style, text_style=style)
 
-    console.print(Text(name, style="bold"))
-    console.print(Text(found.symbols, style="dim"))
+    show(name, "bold")
+    show(found.symbols, "dim")
     if found.about:
-        grid = Table.grid(padding=(0, 1))
-        for name, text in found.about.items():
-            grid.add_row(Text(f"{name}:", style="bold"), Text(text))
-        console.print(grid)
+        show_grid([(f"{name}:", text) for name, text in found.about.items()], gap=1, style="bold")
     title("Steps in their order. (The order of gates does not matter: each looks at the original mask.)")
     # Two columns: with four, a terminal of 80 columns would break each after every second word.
-    steps = Table("", "formula, what it touches, meaning", show_lines=True)
-    for step in found.steps:
-        steps.add_row(Text(step.name), Text(f"{step.formula}\non {step.touches}: {step.meaning}"))
-    console.print(steps)
+    steps = [(step.name, f"{step.formula}\non {step.touches}: {step.meaning}") for step in found.steps]
+    show_table(("", "formula, what it touches, meaning"), steps, show_lines=True)
     title("Gradient")
     lines(found.gradient)
     title("Denominator")
     lines(found.denominator)
     title(f"Expected at k3 {found.effect.k3:g} per token")
-    table = Table("", *(f"T = {each.length:,.0f}" for each in found.at_lengths))
-    for label, values in _effect_rows(found.at_lengths):
-        table.add_row(Text(label), *(Text(_percent(value), justify="right") for value in values))
-    console.print(table)
-    console.print(Text(found.limits, style="dim"))
+    lengths = (f"T = {each.length:,.0f}" for each in found.at_lengths)
+    show_table(("", *lengths), _effect_rows(found.at_lengths), numbers_right=True)
+    show(found.limits, "dim")
     known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
     title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
     if found.traps:
-        lines((trap.text for trap in found.traps), "yellow")
+        lines([trap.text for trap in found.traps], "yellow")
     if found.notes:
         title("Good to know")
         lines(found.notes)
 
 
-def _effect_rows(effects: Iterable[Effect]) -> Iterable[tuple[str, list[float]]]:
-    effects = [*effects]
-    of: Callable[[Any, str], float] = getattr
-    for name, label in _NUMBERS.items():
-        values = [of(each, name) for each in effects]
+def _effect_rows(effects: Sequence[Effect]) -> Iterator[tuple[str, ...]]:
+    rows = {label: [getattr(each, name) for each in effects] for name, label in _NUMBERS.items()}
+    rows |= {f"kept by {name}": [each.accepted[name] for each in effects] for name in effects[0].accepted}
+    for label, values in rows.items():
         # A method without a correction beside it has no such weight.
-        if name not in _OF_WEIGHT or not all(map(math.isnan, values)):
-            yield label, values
-    yield from ((f"kept by {name}", [each.accepted[name] for each in effects]) for name in effects[0].accepted)
+        if label not in _OF_WEIGHT or not all(map(math.isnan, values)):
+            yield (label, *map(_percent, values))
 
 
 def _percent(value: float) -> str:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext import onpolicy
-from mis_ext.files import printable
-from mis_ext.tools.cli.command import Result, grid, watch
+from mis_ext.tools.cli.command import Result, show, show_grid, show_table, watch
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mis_ext.onpolicy.audit.audit_report import AuditReport
-    from mis_ext.tools.dumps import Dumps
-
 
 _MIN_FILES_FOR_PROGRESS = 4
 _COLORS = {
@@ -83,41 +78,32 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_audit(parsed: argparse.Namespace) -> Result:
     """Audit the files; the exit code is 0 if they passed, else 1."""
     from mis_ext.onpolicy.audit.dumps import audit_dumps
-
-    groups = {name: getattr(parsed, name) for name in ("files", "engine_records", "control")}
-    opened = {name: paths and _open(paths, trust_pickle=parsed.trust_pickle) for name, paths in groups.items()}
-    report = audit_dumps(
-        opened.pop("files"),
-        **opened,
-        provenance=parsed.provenance,
-        train_weight_version=parsed.train_weight_version,
-    )
-    files = {name: [str(path) for path in paths or ()] for name, paths in groups.items()}
-    return Result(files | report.to_dict(), lambda: _show_audit(report), 0 if report.passed else 1)
-
-
-def _open(paths: list[Path], *, trust_pickle: bool) -> Dumps:
     from mis_ext.tools.dumps import Dumps
 
     # What cannot be used has a verdict of its own here.
-    return Dumps(
-        paths, trust_pickle=trust_pickle, need_tokens=False, watch=partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
+    options: dict[str, Any] = {"trust_pickle": parsed.trust_pickle, "need_tokens": False}
+    options["watch"] = partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
+    paths = {name: getattr(parsed, name) or [] for name in ("files", "engine_records", "control")}
+    records, control = (
+        Dumps(paths[name], **options) if paths[name] else None for name in ("engine_records", "control")
     )
+    report = audit_dumps(
+        Dumps(paths["files"], **options),
+        engine_records=records,
+        control=control,
+        provenance=parsed.provenance,
+        train_weight_version=parsed.train_weight_version,
+    )
+    files = {name: [*map(str, found)] for name, found in paths.items()}
+    return Result(files | report.to_dict(), lambda: _show_audit(report), 0 if report.passed else 1)
 
 
 def _show_audit(report: AuditReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    console.print(Text(report.verdict.value, style=f"bold {_COLORS[report.verdict.value]}"))
-    console.print(grid(report.rows()))
+    show(report.verdict.value, f"bold {_COLORS[report.verdict.value]}")
+    show_grid(report.rows())
     if report.num_active_tokens:
-        table = Table("probability", "tokens", "different", "mean", "max", title="by rollout probability")
-        for row in report.decile_rows():
-            table.add_row(*row)
-        console.print(table)
+        titles = ("probability", "tokens", "different", "mean", "max")
+        show_table(titles, report.decile_rows(), title="by rollout probability")
 
 
 _SIDE = "a saved recording, or a directory of SGLang dumper files"
@@ -193,33 +179,26 @@ def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:
 
 def _show_comparison(comparison: onpolicy.Comparison) -> None:
     from rich.console import Console
+    from rich.table import Column
 
-    console = Console()
-    if comparison.modules:
-        console.print(_table(comparison))
-    console.print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(comparison: onpolicy.Comparison) -> Table:
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    name = Column("module", overflow="fold")
-    table = Table(name, "rows", "differing", "first", "max abs", "max ULP", "inputs")
+    rows, styles = [], []
     for module in comparison.modules:
-        names = module.name if module.name == module.other else f"{module.name}\n{module.other}"
         inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
         if module.is_culprit:
-            inputs = f"equal{module.inputs_besides()}"
-        cells = [
-            names,
-            str(module.num_rows),
-            str(module.num_differing),
-            f"{module.first.sequence}:{module.first.position}" if module.first else "",
-            f"{module.max_abs:.3g}" if module.num_differing else "",
-            str(module.max_ulp) if module.num_differing else "",
-            f"{inputs} <- culprit" if module.is_culprit else inputs,
-        ]
-        style = "bold red" if module.is_culprit else "yellow" if module.num_differing else ""
-        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
-    return table
+            inputs = f"equal{module.inputs_besides()} <- culprit"
+        rows.append(
+            (
+                module.name if module.name == module.other else f"{module.name}\n{module.other}",
+                str(module.num_rows),
+                str(module.num_differing),
+                f"{module.first.sequence}:{module.first.position}" if module.first else "",
+                f"{module.max_abs:.3g}" if module.num_differing else "",
+                str(module.max_ulp) if module.num_differing else "",
+                inputs,
+            )
+        )
+        styles.append("bold red" if module.is_culprit else "yellow" if module.num_differing else "")
+    if rows:
+        names = Column("module", overflow="fold")
+        show_table((names, "rows", "differing", "first", "max abs", "max ULP", "inputs"), rows, styles=styles)
+    Console().print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)

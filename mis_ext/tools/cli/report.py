@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -12,12 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.files import printable, write_whole
-from mis_ext.tools.cli.command import Result, require, watch
+from mis_ext.files import write_whole
+from mis_ext.tools.cli.command import Result, require, show, show_grid, show_table, watch
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mis_ext.tools.report.comparison import Comparison
     from mis_ext.tools.report.recommendation import Recommendation
     from mis_ext.tools.report.whole_report import Report
@@ -99,7 +98,7 @@ def run(parsed: argparse.Namespace) -> Result:
         _write(report, out)
 
     def show_all() -> None:
-        show(report, out or _OUT)
+        _show_report(report, out or _OUT)
         if replaced is not None:
             print(f"  in the place of the report of {replaced}")
 
@@ -128,17 +127,10 @@ def _report(parsed: argparse.Namespace) -> Report:
     logged = None if parsed.log is None else read_series(parsed.log)
     dumps, other = (Dumps(each, trust_pickle=parsed.trust_pickle, watch=watch) for each in (paths, others))
     with _pool() as pool:
+        options: dict[str, Any] = {"num_worst": parsed.worst, "pool": pool}
         # Before the run itself, which takes longer: a file that cannot be read is found sooner.
-        against = run_of(other, sources=map(str, others), num_worst=parsed.worst, pool=pool) if others else None
-        return report_of(
-            dumps,
-            candidates,
-            sources=map(str, paths),
-            num_worst=parsed.worst,
-            pool=pool,
-            logged=logged,
-            against=against,
-        )
+        against = run_of(other, sources=map(str, others), **options) if others else None
+        return report_of(dumps, candidates, sources=map(str, paths), logged=logged, against=against, **options)
 
 
 @contextmanager
@@ -155,36 +147,26 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(num_threads)
 
 
-def _files(paths: Iterable[Path]) -> Iterable[Path]:
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(
-            (each for each in path.rglob("*") if each.suffix in _SUFFIXES),
-            key=lambda each: (each.parent, len(each.name), each.name),
-        )
+        found = [each for each in path.rglob("*") if each.suffix in _SUFFIXES]
         if not found:
             raise ValueError(f"{path}: the folder has no file that ends in {', '.join(_SUFFIXES)}")
-        yield from found
+        yield from sorted(found, key=lambda each: (each.parent, len(each.name), each.name))
 
 
 def _with_text(report: Report, path: Path) -> Report:
-    import dataclasses
-
     from mis_ext.tools.cli.check_rollouts import load_tokenizer
 
     tokenizer: Any = load_tokenizer(path)
-    tokens = [
-        dataclasses.replace(
-            token,
-            text=tuple(
-                tokenizer.decode([*ids])
-                for ids in (token.ids_before, () if token.token_id is None else (token.token_id,), token.ids_behind)
-            ),
-        )
-        for token in report.summary.worst_tokens
-    ]
+    tokens = []
+    for token in report.summary.worst_tokens:
+        own = () if token.token_id is None else (token.token_id,)
+        before, text, behind = (tokenizer.decode([*ids]) for ids in (token.ids_before, own, token.ids_behind))
+        tokens.append(dataclasses.replace(token, text=(before, text, behind)))
     return dataclasses.replace(report, summary=dataclasses.replace(report.summary, worst_tokens=tokens))
 
 
@@ -200,105 +182,80 @@ def _write(report: Report, folder: Path) -> None:
     write_pictures(report, folder)
 
 
+def _show_report(report: Report, folder: Path) -> None:
+    """Print the recommendation, the causes and the numbers; another run beside this one; the ranking."""
+    _show_causes(report)
+    _show_numbers(report)
+    if report.against is not None:
+        _show_comparison(report, report.against)
+    _show_ranking(report.recommendation)
+    for skipped in report.skipped[:10]:
+        show(f"skipped: {skipped}", "yellow")
+    if len(report.skipped) > 10:
+        show(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", "yellow")
+    show(f"written: {folder / 'report.html'}, summary.json, pictures")
+
+
+def _show_causes(report: Report) -> None:
+    found = report.recommendation
+    show(found.headline, "bold")
+    for reason in found.reasons:
+        show(f"  {reason}")
+    for diagnosis in report.diagnoses:
+        show(f"{diagnosis.confidence}: {diagnosis.title}", "bold yellow")
+        for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
+            show(f"  {said}")
+    if report.diagnoses:
+        show(report.unexplained.in_words, "dim")
+
+
 _NUMBERS = ("k3", "reverse_k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "ratio_mean")
 
 
-def show(report: Report, folder: Path) -> None:
-    """Print the recommendation, the causes and the numbers; another run beside this one; the ranking."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
-    _show_causes(console, report)
-    _show_numbers(console, report)
-    if report.against is not None:
-        _show_comparison(console, report, report.against)
-    _show_ranking(console, report.recommendation)
-    for skipped in report.skipped[:10]:
-        console.print(Text(f"skipped: {printable(str(skipped))}", style="yellow"))
-    if len(report.skipped) > 10:
-        console.print(Text(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", style="yellow"))
-    console.print(Text(f"written: {folder / 'report.html'}, summary.json, pictures"))
-
-
-def _show_causes(console: Console, report: Report) -> None:
-    from rich.text import Text
-
-    found = report.recommendation
-    console.print(Text(found.headline, style="bold"))
-    for reason in found.reasons:
-        console.print(Text(f"  {reason}"))
-    for diagnosis in report.diagnoses:
-        console.print(Text(f"{diagnosis.confidence}: {diagnosis.title}", style="bold yellow"))
-        for said in filter(None, (diagnosis.evidence, diagnosis.share_in_words, diagnosis.doubt_in_words)):
-            console.print(Text(f"  {printable(said)}"))
-    if report.diagnoses:
-        console.print(Text(report.unexplained.in_words, style="dim"))
-
-
-def _show_numbers(console: Console, report: Report) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _show_numbers(report: Report) -> None:
     from mis_ext.tools.report.page import number
 
     overall = report.summary.overall
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(Text("tokens", style="dim"), f"{overall.num_tokens:,} of {overall.num_sequences:,} responses")
-    for name in _NUMBERS:
-        grid.add_row(Text(name, style="dim"), number(getattr(overall, name)))
-    console.print(grid)
-    console.print(Text("  What each number means, and when to worry: report.html", style="dim"))
+    tokens = f"{overall.num_tokens:,} of {overall.num_sequences:,} responses"
+    show_grid([("tokens", tokens), *((name, number(getattr(overall, name))) for name in _NUMBERS)])
+    show("  What each number means, and when to worry: report.html", "dim")
 
 
-def _show_comparison(console: Console, report: Report, found: Comparison) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _show_comparison(report: Report, found: Comparison) -> None:
     from mis_ext.tools.report.page import CAUSES, NUMBERS, cause_cells, number_cells
 
-    console.print(Text(found.headline, style="bold"))
+    show(found.headline, "bold")
     for letter, run in (("A", report), ("B", found.other)):
-        console.print(Text(f"  {letter}: {printable(run.name)}"))
+        show(f"  {letter}: {run.name}")
     for note in found.notes:
-        console.print(Text(f"  {note}"))
-    numbers, causes = Table(*NUMBERS, "A is"), Table(*CAUSES)
-    for each in found.numbers:
-        verdict = "-" if each.verdict == "unknown" else each.verdict
-        numbers.add_row(*map(Text, (*number_cells(each), verdict)))
-    for cause in found.causes:
-        causes.add_row(*map(Text, cause_cells(cause)))
-    console.print(numbers)
-    console.print(Text("  change: x is A / B, + and - A - B. noise: not more than noise", style="dim"))
-    console.print(causes)
-    console.print(Text("  What the intervals are: report.html. What follows is of A alone.", style="dim"))
+        show(f"  {note}")
+    verdicts = ("-" if each.verdict == "unknown" else each.verdict for each in found.numbers)
+    rows = ((*number_cells(each), verdict) for each, verdict in zip(found.numbers, verdicts, strict=True))
+    show_table((*NUMBERS, "A is"), rows)
+    show("  change: x is A / B, + and - A - B. noise: not more than noise", "dim")
+    show_table(CAUSES, map(cause_cells, found.causes))
+    show("  What the intervals are: report.html. What follows is of A alone.", "dim")
 
 
-def _show_ranking(console: Console, found: Recommendation) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _show_ranking(found: Recommendation) -> None:
+    from rich.table import Column
 
     from mis_ext.tools.report.page import number, percent
 
-    table = Table(title="what each configuration would do, the best first")
-    table.add_column("configuration", overflow="fold")
-    for column in ("kept", "ESS", "lr", "left"):
-        table.add_column(column, no_wrap=True)
-    # As wide as their longest name.
-    table.add_column("traps", no_wrap=True)
+    name = Column("configuration", overflow="fold")
+    # The names of traps are never cut.
+    others = (Column(title, no_wrap=True) for title in ("kept", "ESS", "lr", "left", "traps"))
+    rows = []
     for ranked in found.ranking:
         outcome = ranked.outcome
-        cells = [Path(ranked.name).name, percent(outcome.kept_tokens)]
-        cells += map(number, (outcome.ess, outcome.learning_rate, outcome.residual))
-        cells.append("\n".join(ranked.traps))
-        table.add_row(*(Text(printable(cell)) for cell in cells), style="yellow" if ranked.warnings else "")
-    console.print(table)
-    console.print(
-        Text(
-            "  kept: share of tokens. ESS, lr (effective learning rate): of the factor on the loss, which is 1 without "
-            "a correction. left: the mean distance of this factor from the ratio",
-            style="dim",
-        )
+        numbers = map(number, (outcome.ess, outcome.learning_rate, outcome.residual))
+        rows.append((Path(ranked.name).name, percent(outcome.kept_tokens), *numbers, "\n".join(ranked.traps)))
+    styles = ["yellow" if ranked.warnings else "" for ranked in found.ranking]
+    show_table([name, *others], rows, styles=styles, title="what each configuration would do, the best first")
+    show(
+        "  kept: share of tokens. ESS, lr (effective learning rate): of the factor on the loss, which is 1 without "
+        "a correction. left: the mean distance of this factor from the ratio",
+        "dim",
     )
     if any(ranked.traps for ranked in found.ranking):
-        console.print(Text("  What a trap is: report.html, or mis-ext explain CONFIGURATION", style="dim"))
+        show("  What a trap is: report.html, or mis-ext explain CONFIGURATION", "dim")
