@@ -188,7 +188,7 @@ def _show_presets(presets: list[dict[str, str]]) -> None:
         print(each["name"])
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
-    print("\nmis-ext presets NAME > mis.yaml writes the file, mis-ext explain NAME says what it does.")
+    print("\nmis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.")
 
 
 def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
