@@ -133,6 +133,7 @@ COMMANDS = {
     ),
     "presets": Command(lambda folder: ["presets"], 0, says_presets),
     "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),
+    "schema": Command(lambda folder: ["schema"], 0, lambda found, text: found == json.loads(text)),
     "methods": Command(lambda folder: ["methods"], 0, says_methods),
     "methods NAME": Command(lambda folder: ["methods", "vaco"], 0, says_method),
     "methods NAME --yaml": Command(

@@ -1,4 +1,4 @@
-"""Commands about configurations, which need no data: ``explain``, ``presets``, ``methods`` and ``convert``."""
+"""Commands about configurations, which need no data: ``explain``, ``presets``, ``schema``, ``methods``, ``convert``."""
 
 from __future__ import annotations
 
@@ -189,6 +189,25 @@ def _show_presets(presets: list[dict[str, str]]) -> None:
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
     print("\nmis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.")
+
+
+def add_schema(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext schema``."""
+    parser = subparsers.add_parser(
+        "schema",
+        help="a JSON Schema of the YAML keys: with it an editor completes and checks them",
+        description="Prints the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
+        "language server takes it from a line in the YAML file, as the presets have it: "
+        "# yaml-language-server: $schema=mis.schema.json",
+    )
+    parser.set_defaults(run=run_schema, shown_with=())
+
+
+def run_schema(_: argparse.Namespace) -> Result:
+    """The schema."""
+    from mis_ext.keys.schema import json_schema, schema_text
+
+    return Result(json_schema(), lambda: print(schema_text(), end=""))
 
 
 def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
