@@ -14,6 +14,7 @@ from typing import Any, get_args
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
+from mis_ext.correction.statistics import HookReduce
 from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, REDUCTIONS, HookLevel, Weight
 from mis_ext.files import read_yaml
 from mis_ext.keys.native import (
@@ -83,7 +84,7 @@ READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 STRAY_KEYS = advice_on_strays(FLAT_KEYS)
 """What to do about names that nobody reads at the top level."""
 
-_VETOES = {
+_VETOES: dict[str, tuple[str, HookReduce, str]] = {
     "rs_veto_threshold": ("ratio", "min", "low"),
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
     "rs_veto_probability": ("proximal_probability", "min", "low"),

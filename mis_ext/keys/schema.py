@@ -15,9 +15,10 @@ from mis_ext.correction.gates import Action
 from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import STATISTICS, HookReduce
 from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, HookLevel
+from mis_ext.keys.loss_keys import DEFAULT_SCORING
 from mis_ext.keys.native import LEVELS, NATIVE_KEY
-from mis_ext.keys.run_config import DEFAULT_SCORING, Scoring
-from mis_ext.keys.stray import HOST_CLIPS, PREFIXES
+from mis_ext.keys.run_config import Scoring
+from mis_ext.keys.strays import HOST_CLIPS, PREFIXES
 from mis_ext.loss.settings import LossDenominator, Mode, PenaltyTokens, Proximal
 
 _Node = dict[str, Any]
