@@ -66,9 +66,9 @@ def few_tokens(made: Engines) -> Engines:
     return made._replace(behavior=made.behavior + made.noise(1.0) * hit)
 
 
-def experts(made: Engines) -> Engines:
+def experts(made: Engines, size: float = 0.5) -> Engines:
     hit = torch.rand(COUNT, LENGTH, 1, generator=made.generator) < 0.02
-    return made._replace(behavior=made.behavior + made.noise(0.5) * hit)
+    return made._replace(behavior=made.behavior + made.noise(size) * hit)
 
 
 def stale_prefix(made: Engines, size: float = 0.1) -> Engines:
@@ -89,10 +89,10 @@ def older(made: Engines) -> Engines:
     return made._replace(behavior=made.behavior + made.noise(0.5))
 
 
-def late(made: Engines) -> Engines:
+def late(made: Engines, size: float = 0.3) -> Engines:
     """Beyond the positions that a side was made for."""
     behind = (torch.arange(LENGTH) >= 96)[None, :, None]
-    return made._replace(behavior=made.behavior + made.noise(0.3) * behind)
+    return made._replace(behavior=made.behavior + made.noise(size) * behind)
 
 
 def decode_only(made: Engines) -> Engines:
@@ -226,13 +226,17 @@ def planted(
     return Tokens(*map(list, sides))
 
 
+def padded_head(made: Engines, padding: float = 0.0, count: int = 16) -> Engines:
+    """The trainer has so many columns more, which the engine never samples."""
+    columns = torch.full((COUNT, LENGTH, count), padding, dtype=torch.float64)
+    proximal = torch.cat([made.proximal, columns], -1)
+    return made._replace(
+        proximal=proximal, behavior=torch.cat([made.behavior, torch.full_like(columns, -math.inf)], -1)
+    )
+
+
 def padded(seed: int) -> Tokens:
-    made = engines(seed, kernels=1e-5)
-    padding = torch.full((COUNT, LENGTH, 1), -1.0, dtype=torch.float64)
-    impossible = torch.full_like(padding, -math.inf)
-    proximal = torch.cat([made.proximal + 3.0, padding], -1)
-    behavior = torch.cat([made.behavior + 3.0, impossible], -1)
-    return Tokens(*made._replace(behavior=behavior, proximal=proximal).sampled())
+    return Tokens(*padded_head(engines(seed, kernels=1e-5), -4.0, 1).sampled())
 
 
 def old_versions(seed: int) -> Tokens:

@@ -2,11 +2,12 @@
 
 import math
 import re
+from functools import partial
 
 import plants
 import pytest
 import torch
-from engines import COUNT, engines, top_p
+from engines import COUNT, LENGTH, engines, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 
 import mis_ext
@@ -146,6 +147,43 @@ def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
         assert each.k3_share == pytest.approx(truth, rel=0.0, abs=0.05) or 0.5 < each.k3_share / truth < 2.0
     # Of temperature a line through the log-probs shows half.
     assert left.k3_left < 1e-3 or left.explained > 0.5
+
+
+SIZED = {
+    "padding, a mixture": (plants.padded_head, partial(plants.experts, size=1.0), ("top_p_or_top_k", "expert_routing")),
+    "old weights, late positions": (plants.older, partial(plants.late, size=0.5), ("stale_weights", "late_positions")),
+    "top-p, a mixture": (plants.nucleus, partial(plants.experts, size=1.7), ("top_p_or_top_k", "expert_routing")),
+}
+"""Two changes, and the cause of each."""
+
+
+@pytest.mark.parametrize(("first", "second", "causes"), SIZED.values(), ids=SIZED)
+def test_each_of_two_causes_has_its_share_within_a_factor_of_2(first, second, causes) -> None:
+    kernels, whole = k3_of(planted(0)), k3_of(tokens := planted(0, [first, second]))
+    shares = {each.cause: each.k3_share for each in by_report(tokens)}
+    assert {*shares} == {*causes}
+    for change, cause in zip((first, second), causes, strict=True):
+        true = (k3_of(planted(0, [change])) - kernels) / whole
+        assert true > 0.15
+        assert 0.5 < shares[cause] / true < 2.0
+
+
+def test_what_a_line_a_base_or_a_place_may_be_stands_among_the_alternatives() -> None:
+    """Where something else differs too much to name them."""
+    of_base = planted(0, [], [plants.foreign, plants.to_base_2])
+    assert any("logarithms to the base 2 on the engine's side" in words for words in alternatives(of_base))
+    of_line = planted(0, [plants.warmer, plants.older])
+    assert any("a temperature above 1 beside it" in words for words in alternatives(of_line))
+    ends = (1.0 - 0.7 * (torch.arange(LENGTH) >= 76))[None, :, None]
+    of_place = planted(0, [lambda made: made._replace(behavior=made.behavior + made.noise(0.2) * ends)])
+    assert any("begins at a position" in words for words in alternatives(of_place))
+    assert not any(
+        "beside it" in words or "position" in words for words in alternatives(planted(0, [plants.quantised]))
+    )
+
+
+def alternatives(tokens: Tokens) -> list[str]:
+    return [words for found in by_report(tokens) for words in found.alternatives]
 
 
 def test_the_usual_case_comes_first_alone_and_last_behind_a_cause_that_shows_itself() -> None:

@@ -11,32 +11,26 @@ float32 step of ``max(1, |log-prob|)``, while float32 kernels reach two and more
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import product, takewhile
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mis_ext.checks.limits import MAX_CHANCE, MIN_TOKENS
 from mis_ext.tools.diagnosis.cause import Finding
 from mis_ext.tools.diagnosis.measuring import Measured
-from mis_ext.tools.diagnosis.signals import PER_OCTAVE, Signals, first_position
+from mis_ext.tools.diagnosis.signals import FIRST_LATE, PER_OCTAVE, PLACE_ERRORS, Place, Signals, first_position
 from mis_ext.tools.diagnosis.size import stale_words
 
 ALL = 0.99
 MAX_FORMULA_STEPS = 1.5
 TAIL_FACTOR, TAIL_K3_SHARE, FEW_SHARE, MAX_TAIL_SHARE = 12.0, 0.6, 0.002, 0.03
-PLACE_FACTOR, PLACE_K3_FACTOR, PLACE_ERRORS = 2.0, 5.0, 6.0
-"""Noise of engines fades in long responses: in one of ours the first 8 tokens differ 1.6 times as much as those from
-the 65th to the 256th, and have 3 times their k3. How much it fades depends on the model: an alternative says so."""
-FIRST_LATE = 5 * PER_OCTAVE
-"""The first bin of positions, from 31 on, that may begin to differ."""
 LEAST_LATE = 0.1
 """Share of k3: less need not be named."""
 
-_PLACES = tuple(place - 3.5 for place in range(2 * PER_OCTAVE))
-STEP = tuple(math.copysign(0.5, place) - place * 4.0 / 21.0 for place in _PLACES)
-"""What the bins of two octaves have of a step between these, beyond any straight line through all: the squares of
-``_PLACES`` are 42, and 8 are their products with a step of 1."""
+LEAST_BEHIND = 2
+"""Bins behind a place, where responses end there: half an octave."""
 
 
 def formula(measured: Measured) -> Finding | None:
@@ -88,50 +82,6 @@ def decoding(measured: Measured) -> Finding | None:
     )
 
 
-class _Mean(NamedTuple):
-    """A mean, and the variance of its error."""
-
-    value: float
-    variance: float
-
-    @classmethod
-    def of(cls, count: float, total: float, squared: float) -> _Mean:
-        mean = total / count if count else math.nan
-        return cls(mean, max(squared / count - mean**2, 0.0) / count if count else math.nan)
-
-    def is_above(self, other: _Mean, factor: float) -> bool:
-        error = math.sqrt(self.variance + other.variance)
-        return self.value > factor * other.value and self.value - other.value > PLACE_ERRORS * error
-
-
-class _Place(NamedTuple):
-    """Uncertain tokens of a place: how many, their k3, and the means of ``|d| / (1 - p)`` and of k3, both at most 1."""
-
-    num_tokens: float
-    k3: float
-    shift: _Mean
-    size: _Mean
-
-    @classmethod
-    def of(cls, moments: Tensor) -> _Place:
-        count, k3, *sums = moments.tolist()
-        return cls(count, k3, _Mean.of(count, *sums[:2]), _Mean.of(count, *sums[2:]))
-
-    def stands_out_of(self, other: _Place) -> bool:
-        """Whether its tokens are far apart where those of another are not."""
-        enough = min(self.num_tokens, other.num_tokens) >= MIN_TOKENS
-        return enough and self.shift.is_above(other.shift, PLACE_FACTOR)
-
-    def has_more_k3_than(self, other: _Place) -> bool:
-        """Whether a few of its tokens are, which a mean of all may not show beside another cause."""
-        enough = min(self.num_tokens, other.num_tokens) >= MIN_TOKENS
-        return enough and self.size.is_above(other.size, PLACE_K3_FACTOR)
-
-    def excess_over(self, other: _Place) -> float:
-        """The k3 that it has beyond that of as many tokens of another."""
-        return max(self.k3 - other.k3 / other.num_tokens * self.num_tokens, 0.0)
-
-
 def prefix(measured: Measured) -> Finding | None:
     """The beginning of turns differs more, or turns behind the first do."""
     assert measured.signals is not None
@@ -139,8 +89,8 @@ def prefix(measured: Measured) -> Finding | None:
     total = float((first + later)[:, 1].sum())
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
     all_turns = {"": first + later, " after the first": later}
-    for has_more, (where, moments) in product((_Place.stands_out_of, _Place.has_more_k3_than), all_turns.items()):
-        *before, ends, _ = (_Place.of(each) for each in moments)
+    for has_more, (where, moments) in product((Place.stands_out_of, Place.has_more_k3_than), all_turns.items()):
+        *before, ends, _ = (Place.of(each) for each in moments)
         begins = next((each for each in _beginnings(moments) if has_more(each, ends)), None)
         if begins is not None:
             excess = sum(each.excess_over(ends) for each in before if each.num_tokens)
@@ -158,7 +108,7 @@ def prefix(measured: Measured) -> Finding | None:
                     "low precision, or old weights, that move the first tokens of a response more than later ones",
                 ),
             )
-    others, one = _Place.of(later.sum(0)), _Place.of(first.sum(0))
+    others, one = Place.of(later.sum(0)), Place.of(first.sum(0))
     if not others.stands_out_of(one):
         return None
     return Finding(
@@ -173,9 +123,9 @@ def prefix(measured: Measured) -> Finding | None:
     )
 
 
-def _beginnings(moments: Tensor) -> tuple[_Place, _Place]:
+def _beginnings(moments: Tensor) -> tuple[Place, Place]:
     """The first 8 tokens of a turn, and the first 32."""
-    return _Place.of(moments[0]), _Place.of(moments[:2].sum(0))
+    return Place.of(moments[0]), Place.of(moments[:2].sum(0))
 
 
 def late(measured: Measured) -> Finding | None:
@@ -186,8 +136,8 @@ def late(measured: Measured) -> Finding | None:
     for index in range(FIRST_LATE, len(bins)):
         begins = _begins_at(index, bins)
         # What is far in front of a step may differ by something else.
-        before = _Place.of(bins[index - PER_OCTAVE if begins else 0 : index].sum(0))
-        behind = _Place.of(bins[index:].sum(0))
+        before = Place.of(bins[index - PER_OCTAVE if begins else 0 : index].sum(0))
+        behind = Place.of(bins[index:].sum(0))
         if not (begins or behind.stands_out_of(before) or behind.has_more_k3_than(before)):
             continue
         excess = behind.excess_over(before)
@@ -214,14 +164,18 @@ def _begins_at(index: int, bins: Tensor) -> bool:
 
     What differs everywhere hides by its size what begins somewhere, and not its place.
     """
-    around = bins[index - PER_OCTAVE : index + PER_OCTAVE]
-    places = [_Place.of(each) for each in around]
-    if len(places) < len(STEP) or min(each.num_tokens for each in places) < MIN_TOKENS:
+    around = [Place.of(each) for each in bins[index - PER_OCTAVE : index + PER_OCTAVE]]
+    places = [*takewhile(lambda each: each.num_tokens >= MIN_TOKENS, around)]
+    if len(places) < PER_OCTAVE + LEAST_BEHIND:
         return False
-    before, behind = (_Place.of(each.sum(0)) for each in (around[:PER_OCTAVE], around[PER_OCTAVE:]))
-    weighted = [*zip(STEP, (each.shift for each in places), strict=True)]
+    # The step, in bins of one width, of a line through the shifts that may have one.
+    rise = torch.arange(len(places), dtype=torch.float64)
+    contrast = torch.linalg.pinv(torch.stack([rise**0, rise, (rise >= PER_OCTAVE).double()], dim=1))[2].tolist()
+    weighted = [*zip(contrast, (each.shift for each in places), strict=True)]
     step = sum(weight * shift.value for weight, shift in weighted)
     variance = sum(weight**2 * shift.variance for weight, shift in weighted)
+    before = Place.of(bins[index - PER_OCTAVE : index].sum(0))
+    behind = Place.of(bins[index : index + len(places) - PER_OCTAVE].sum(0))
     return behind.shift.is_above(before.shift, 1.0) and step > PLACE_ERRORS * math.sqrt(variance)
 
 

@@ -107,6 +107,7 @@ class Measured:
         typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
         explained: Share of k3 that causes which were found before explain.
         has_main: Whether one of them explains half of it, or tokens were taken out.
+        found: Their names.
     """
 
     tokens: TokenSums
@@ -116,6 +117,7 @@ class Measured:
     typical_gaps: Mapping[str, float] | None = None
     explained: float = 0.0
     has_main: bool = False
+    found: tuple[str, ...] = ()
 
     @property
     def k3(self) -> float:

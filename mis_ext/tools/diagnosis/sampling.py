@@ -5,23 +5,36 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from mis_ext.checks.limits import BASES, MIN_TOKENS, SAMPLED_ERRORS
-from mis_ext.checks.token_sums import Power
+from mis_ext.checks.limits import MIN_TOKENS, SAMPLED_ERRORS
 from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.engines import TAIL_FACTOR
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import Signals
-from mis_ext.tools.diagnosis.size import MAX_EXPLAINED, OLD_WEIGHTS, PENALTIES
+from mis_ext.tools.diagnosis.size import (
+    EXPLAINED,
+    MAX_EXPLAINED,
+    MIN_DEFICIT,
+    MIN_DEFICIT_ERRORS,
+    MIN_EXPLAINED,
+    MIN_SLOPE_ERRORS,
+    OLD_WEIGHTS,
+    PENALTIES,
+    WITHIN,
+    are_policies,
+    base_words,
+    factor_of,
+    likely_base,
+    loses_mass,
+    may_be_zero,
+)
 
-MIN_SLOPE, MIN_SLOPE_ERRORS = 0.01, 6.0
+MIN_SLOPE = 0.01
 """Of the difference along the log-prob of the side that sampled: a hundredth of a temperature changes no run."""
-WITHIN, LEAST_WITHIN, MOST_WITHIN = 0.6, 0.3, 0.92
-"""Share of the variance of log-probs that the tokens of one position have; the rest is that of positions, whose mean a
-temperature does not move. It is a line's slope over a temperature's, and what a line explains over its share of k3. No
-log-prob shows it; 9 kinds of trained and drawn logits with 48 to 4,000 tokens have 0.31 (most positions nearly certain)
-to 0.92 (all positions alike). A share of k3 from it is right within a factor of 2."""
-MIN_EXPLAINED = 0.1 * WITHIN
-"""Of the variance: a tenth of k3 by a temperature."""
+LEAST_WITHIN, MOST_WITHIN = 0.3, 0.92
+"""Of ``WITHIN``, in 9 kinds of trained and drawn logits with 48 to 4,000 tokens: from most positions nearly certain to
+all positions alike."""
 CUT_EXPLAINED = 0.45
 """What a cut (top-p, top-k or min-p) or padding leaves looks like a line that rises, too: up to 0.42 of the variance in
 the same logits, and they say by their mean ratio that they are there."""
@@ -36,9 +49,8 @@ ERRORS = 3.0
 """Standard errors at either end of an interval."""
 SMALLEST = 0.1
 """Nobody samples at a tenth of a temperature. Log-probs of two texts look like 0."""
-EXACT, EXPLAINED = 0.9, 0.5
-"""Of the variance by a base of logarithms: all but noise, and more than it leaves."""
-MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
+EXACT = 0.9
+"""Of the variance by a base of logarithms: all but noise."""
 MIN_BELOW = 0.9
 SURE, SURE_BOUNDED, BOUNDED = (0.03, 20.0), (0.005, 12.0), 3.0
 """Deficit and standard errors: nothing but a cut or padding lowers the mean ratio by as much, whatever else moves the
@@ -52,7 +64,7 @@ CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or 
 LOGITS = "another change of the logits, such as a soft cap"
 NOISE = (
     f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, or a "
-    "mixture of experts"
+    "mixture of experts, or what begins at a position"
 )
 SHIFTS = torch.linspace(0.0, 12.0, 1201, dtype=torch.float64)
 _OF_ONE = (
@@ -75,7 +87,7 @@ def temperature(measured: Measured) -> Finding | None:
     line = tokens.line.on(side)
     count, slope = tokens.line.num_tokens, sign * line.slope
     # Only a cut makes a line that rises. Far below a temperature of 1 the largest ratios are in no sample.
-    is_cut = _loses_mass(power)
+    is_cut = loses_mass(power)
     least = CUT_EXPLAINED if is_cut and slope > 0.0 else MIN_EXPLAINED
     if count < MIN_TOKENS or abs(slope) <= MIN_SLOPE or line.explained <= max(least, MIN_SLOPE_ERRORS**2 / count):
         return None
@@ -109,6 +121,7 @@ def temperature(measured: Measured) -> Finding | None:
             *([] if is_alone else [PENALTIES]),
             *([] if is_fit or is_cut else [LOGITS]),
             *([CUTS] if is_cut and slope > 0.0 else []),
+            *([] if are_policies(tokens) else base_words(measured)),
             *([NOISE] if may_have_more else []),
         ),
     )
@@ -128,29 +141,23 @@ def other_base(measured: Measured) -> Finding | None:
     it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
     base must explain how the tokens differ from each other, too.
     """
-    tokens, line = measured.tokens, measured.tokens.line
-    are_policies = any(_may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in tokens.powers)
-    if line.num_tokens < MIN_TOKENS or are_policies:
+    tokens = measured.tokens
+    if tokens.line.num_tokens < MIN_TOKENS or are_policies(tokens):
         return None
-    factors = {(side, base): 1.0 / math.log(base) if side == "engine" else math.log(base) for side, base in BASES}
-    explained, (side, base) = max((line.through_zero(1.0 / factor - 1.0), key) for key, factor in factors.items())
-    has_sampled = _may_be_zero(*tokens.excess_in_base[side, base])
+    explained, side, base = likely_base(tokens)
+    has_sampled = may_be_zero(*tokens.excess_in_base[side, base])
     if explained <= (EXPLAINED if has_sampled else EXACT):
         return None
     is_sure = has_sampled and explained > EXACT
     return Finding(
         confidence="certain" if is_sure else "possible",
-        evidence=f"the engine's log-probs are {factors[side, base]:.3g} times the trainer's, which explains "
+        evidence=f"the engine's log-probs are {factor_of(side, base):.3g} times the trainer's, which explains "
         f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
         + ("" if not has_sampled else ", and the mean ratio is 1 then"),
         k3_share=1.0,
         is_all=True,
         alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
     )
-
-
-def _may_be_zero(mean: float, error: float) -> bool:
-    return abs(mean) <= SAMPLED_ERRORS * error
 
 
 def padding(measured: Measured) -> Finding | None:
@@ -174,17 +181,20 @@ def truncation(measured: Measured) -> Finding | None:
     count, excess, _ = measured.signals.ratios.tolist()
     if not evidence or float(measured.signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
         return None
+    line = measured.tokens.line.on("behavior")
+    is_colder = line.slope < 0.0 and line.explained > MIN_EXPLAINED
     return Finding(
         confidence="likely",
         evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
         k3_share=_one_sided(measured.signals),
-        alternatives=("padding of the trainer's vocabulary", "a temperature above 1 beside it"),
+        is_up_to=is_colder,
+        alternatives=(
+            "padding of the trainer's vocabulary",
+            "a temperature below 1 beside it, which moves the same tokens"
+            if is_colder
+            else "a temperature above 1 beside it",
+        ),
     )
-
-
-def _loses_mass(power: Power) -> bool:
-    """Whether the mean ratio is surely below 1: no temperature does that."""
-    return -power.excess > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * power.excess_error)
 
 
 def _deficit(signals: Signals) -> str:
@@ -214,15 +224,22 @@ def _one_sided(signals: Signals) -> float:
 
     Shifts of 0 to ``x`` deviations of a Gaussian noise have ``x^2 / (3 + x^2)`` of the squares. Then the squares of
     tokens that were moved down exceed those of the others by ``asymmetry(x)`` of all.
-    Other noise, whose few largest squares hide that, adds nothing to the mass that is lost: the k3 of tokens that all
-    lose the same is the least that a cut with this mass can have.
+    Other noise, whose few largest squares hide that, has them far from the others, and adds nothing to the mass that is
+    lost: the same of the tokens that are near, and the k3 of tokens that all lose the same, are the least that a cut
+    with this mass can have.
     """
-    below, above = signals.shifts[:, 1].sum(-1).tolist()
-    count, excess, _ = signals.ratios.tolist()
-    if not below + above:
+    every = signals.shifts[:, 1].sum(-1)
+    if not float(every.sum()):
         return 0.0
-    index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above)))
-    shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
+    near = every - signals.beyond(TAIL_FACTOR * signals.typical_shift())[:, 1]
+    count, excess, _ = signals.ratios.tolist()
     mean = min(excess / count, 0.0)
     least = count * (mean - math.log1p(mean)) / signals.tokens.k3_rest if mean > -1.0 else 1.0
-    return min(max(shift**2 / (3.0 + shift**2), least), 1.0)
+    return min(max(_moved_down(every), _moved_down(near) * float(near.sum() / every.sum()), least), 1.0)
+
+
+def _moved_down(k3: Tensor) -> float:
+    below, above = k3.tolist()
+    index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above))) if below + above else 0
+    shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
+    return shift**2 / (3.0 + shift**2)

@@ -6,9 +6,11 @@ import math
 
 from torch import Tensor
 
-from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
+from mis_ext.checks.limits import BASES, KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
+from mis_ext.checks.token_sums import Power, TokenSums
 from mis_ext.tools.diagnosis.cause import Finding
 from mis_ext.tools.diagnosis.measuring import Measured
+from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place
 
 MAX_EXPLAINED = 0.87
 """Where other causes explain more of k3, what is left is not named: shares are not that exact."""
@@ -21,6 +23,16 @@ cause: they move a limit between old weights and precision, and are words among 
 
 QUIET_K3 = 2e-4
 """So little is not named beside a cause of half of k3, and old weights are no alternative without evidence of them."""
+
+WITHIN = 0.6
+"""Share of the variance of log-probs that the tokens of one position have; the rest is that of positions, whose mean a
+temperature does not move. It is a line's slope over a temperature's, and what a line explains over its share of k3. No
+log-prob shows it. A share of k3 from it is right within a factor of 2."""
+MIN_EXPLAINED, MIN_SLOPE_ERRORS = 0.1 * WITHIN, 6.0
+"""Of the variance: a tenth of k3 by a temperature."""
+MIN_DEFICIT, MIN_DEFICIT_ERRORS = 1e-3, 8.0
+EXPLAINED = 0.5
+"""Of the variance by a base of logarithms: more than it leaves."""
 
 MORE = "more of what is named besides: its share is an estimate"
 SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3 in a small model"
@@ -51,7 +63,7 @@ def kernels(measured: Measured) -> Finding | None:
     is_quiet = measured.k3_left < QUIET_K3
     if not _has_left(measured) or measured.k3_left >= KERNEL_K3 or (is_quiet and measured.has_main):
         return None
-    old, more = stale_words(measured), _more(measured)
+    old, more = stale_words(measured), more_words(measured)
     return Finding(
         confidence="likely",
         evidence=f"k3 {measured.k3_left:.2g} is no more than dense models have: {BF16}",
@@ -110,7 +122,7 @@ def large(measured: Measured) -> Finding | None:
             PENALTIES,
             "a mixture of experts in low precision",
             "low precision beside one of these",
-            *_more(measured),
+            *more_words(measured),
         ),
     )
 
@@ -123,7 +135,7 @@ def _has_left(measured: Measured) -> bool:
 
 def _others(measured: Measured) -> tuple[str, ...]:
     """What has the size of low precision without being one."""
-    return _behind(stale_words(measured), "a mixture of experts", more=(PENALTIES, *_more(measured)))
+    return _behind(stale_words(measured), "a mixture of experts", more=(PENALTIES, *more_words(measured)))
 
 
 def _behind(old: tuple[str, ...], *others: str, more: tuple[str, ...]) -> tuple[str, ...]:
@@ -131,8 +143,68 @@ def _behind(old: tuple[str, ...], *others: str, more: tuple[str, ...]) -> tuple[
     return (*old, *others, *(() if old else (OLD_WEIGHTS,)), *more)
 
 
-def _more(measured: Measured) -> tuple[str, ...]:
-    return (*unfit_words(measured), *((MORE,) if measured.explained else ()))
+def more_words(measured: Measured) -> tuple[str, ...]:
+    """What may be hidden in a difference that only its size names."""
+    more = (MORE,) if measured.explained else ()
+    # A temperature that was found says both itself.
+    lines = () if "temperature" in measured.found else (*base_words(measured), *_line_words(measured))
+    return (*unfit_words(measured), *more, *lines, *_place_words(measured))
+
+
+def may_be_zero(mean: float, error: float) -> bool:
+    """Whether a mean with this standard error is no evidence of another one than 0."""
+    return abs(mean) <= SAMPLED_ERRORS * error
+
+
+def loses_mass(power: Power) -> bool:
+    """Whether the mean ratio is surely below 1: no temperature does that."""
+    return -power.excess > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * power.excess_error)
+
+
+def factor_of(side: str, base: float) -> float:
+    """The engine's log-probs over the trainer's, if those of a side are to this base."""
+    return 1.0 / math.log(base) if side == "engine" else math.log(base)
+
+
+def are_policies(tokens: TokenSums) -> bool:
+    """Whether one side may have sampled: the mean ratio is 1 to it, and the other is a power of it, above 0."""
+    return any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in tokens.powers)
+
+
+def likely_base(tokens: TokenSums) -> tuple[float, str, float]:
+    """The share of how the differences vary that a base explains best, the side that has it, and the base."""
+    return max((tokens.line.through_zero(1.0 / factor_of(*key) - 1.0), *key) for key in BASES)
+
+
+def base_words(measured: Measured) -> tuple[str, ...]:
+    """That logarithms to a base explain much of how the differences vary."""
+    explained, side, base = likely_base(measured.tokens)
+    if measured.tokens.line.num_tokens < MIN_TOKENS or explained <= EXPLAINED:
+        return ()
+    return (f"logarithms to the base {base:g} on the {side}'s side beside it: they explain {explained:.0%}",)
+
+
+def _line_words(measured: Measured) -> tuple[str, ...]:
+    """That a line in the engine's log-probs is there, which what else differs makes too uncertain for a temperature."""
+    line = measured.tokens.line
+    slope, explained = line.on("behavior")
+    least = max(MIN_EXPLAINED * (1.0 - measured.explained), MIN_SLOPE_ERRORS**2 / max(line.num_tokens, 1.0))
+    # A cut makes a line that rises.
+    if explained <= least or (slope > 0.0 and loses_mass(measured.tokens.powers[0])):
+        return ()
+    return (f"a temperature {'above' if slope > 0.0 else 'below'} 1 beside it: a line explains {explained:.0%}",)
+
+
+def _place_words(measured: Measured) -> tuple[str, ...]:
+    """That tokens of some positions differ twice as much as those of others."""
+    if measured.signals is None or "late_positions" in measured.found:
+        return ()
+    places = [Place.of(each) for each in measured.signals.positions[FIRST_LATE:]]
+    places = [each for each in places if each.num_tokens >= MIN_TOKENS]
+    if not places:
+        return ()
+    most, least = (choose(places, key=lambda each: each.shift.value) for choose in (max, min))
+    return ("what begins at a position, or ends there",) if most.stands_out_of(least) else ()
 
 
 def unfit_words(measured: Measured) -> tuple[str, ...]:

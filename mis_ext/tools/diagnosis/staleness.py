@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_ext.checks.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.tools.diagnosis.cause import Finding
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
-from mis_ext.tools.diagnosis.size import OTHER_PRECISION, unfit_words
+from mis_ext.tools.diagnosis.size import OTHER_PRECISION, more_words
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
 RISE, TYPICAL_RISE = 10.0, 2.0
@@ -211,6 +211,6 @@ def _by_size(samples: Samples, measured: Measured) -> Finding | None:
             "another prompt, chat template or context",
             "penalties or a logits processor of the engine",
             "top-p or top-k that cut off much",
-            *unfit_words(measured),
+            *more_words(measured),
         ),
     )

@@ -340,6 +340,7 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
             finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - measured.explained))
         found.append(Diagnosis.of(cause, finding))
         hidden |= {*finding.hides}
+        measured = replace(measured, found=(*measured.found, cause.name))
         if finding.is_all:
             measured = replace(measured, explained=1.0)
             break
