@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from mis_ext.correction.weights import BOUNDS, Weight
     from mis_ext.hosts.groups import Groups
     from mis_ext.hosts.guards import MismatchWarning
-    from mis_ext.hosts.master_weights import dither_master_weights
+    from mis_ext.hosts.master_weights import dither_master_weights, dither_weights
     from mis_ext.hosts.megatron import make_loss_func
     from mis_ext.hosts.own_trainer import compute_mis_weights, correct_padded, scalars
     from mis_ext.hosts.packing import PackedStreams
     from mis_ext.hosts.runs import session_for
     from mis_ext.hosts.session import Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup
-    from mis_ext.hosts.slime_miles.dither_weights import dither_weights
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout
@@ -54,12 +53,11 @@ else:
             "hosts.guards": ("MismatchWarning",),
             "hosts.whole_loss": ("TotalLoss", "policy_loss_from_log_probs"),
             "hosts.packing": ("PackedStreams",),
-            "hosts.master_weights": ("dither_master_weights",),
+            "hosts.master_weights": ("dither_master_weights", "dither_weights"),
             "hosts.megatron": ("make_loss_func",),
             "hosts.own_trainer": ("compute_mis_weights", "correct_padded", "scalars"),
             "hosts.session": ("Session",),
             "hosts.slime_miles.check_setup": ("check_setup",),
-            "hosts.slime_miles.dither_weights": ("dither_weights",),
             "keys.flat": ("config_from_mapping",),
             "hosts.slime_miles.hook": ("compute_mis_weights_with_cp",),
             "hosts.slime_miles.policy_loss": ("policy_loss",),

@@ -42,8 +42,8 @@ from torch import Tensor
 from workload import Responses, Shape, World, draw
 
 import mis_ext
-from mis_ext.hosts.batches import Host, batch_loss
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.megatron import Host, batch_loss
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host

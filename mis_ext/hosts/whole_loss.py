@@ -19,10 +19,15 @@ from mis_ext.hosts.groups import ALONE, Groups
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
-from mis_ext.loss.denominators import num_tokens
-from mis_ext.loss.evaluation import LossTokens
-from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss
+from mis_ext.loss.objective import LossTokens
+from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, num_tokens
 from mis_ext.loss.settings import LossSettings
+
+_MISSING = {
+    "behavior": "behavior_logprobs are missing",
+    "reference": "reference_logprobs are missing",
+    "state_values": "state_values are missing",
+}
 
 
 class TotalLoss(NamedTuple):
@@ -109,32 +114,44 @@ def policy_loss_from_log_probs(
         def optional(name: str, values: Tensor | None) -> Tensor | None:
             return None if values is None else packed(name, values)
 
-        given = GivenTokens(
-            current_T=packed("current_logprobs", current_logprobs),
-            advantages_T=packed(
-                "advantages", advantages.unsqueeze(-1).expand_as(current_logprobs) if is_of_rows else advantages
-            ),
-            response_mask_R=response_mask.reshape(-1),
-            behavior_T=optional("behavior_logprobs", behavior_logprobs),
-            proximal_T=optional("proximal_logprobs", proximal_logprobs),
-            reference_T=optional("reference_logprobs", reference_logprobs),
-            entropy_T=optional("entropy", entropy),
-            state_values_T=optional("state_values", state_values),
-            divisor_S=divisors,
-        )
-        mask_R = given.response_mask_R
+        current_T = packed("current_logprobs", current_logprobs)
+        if is_of_rows:
+            advantages = advantages.unsqueeze(-1).expand_as(current_logprobs)
+        advantages_T = packed("advantages", advantages)
+        log_probs: dict[Policy, Tensor | None] = {
+            "current": current_T,
+            "behavior": optional("behavior_logprobs", behavior_logprobs),
+            "proximal": optional("proximal_logprobs", proximal_logprobs),
+            "reference": optional("reference_logprobs", reference_logprobs),
+        }
+        entropy_T, state_values_T = optional("entropy", entropy), optional("state_values", state_values)
+        mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
             raise ValueError(f"response_mask has {len(mask_R)} tokens, the layout {whole.num_whole_tokens}")
         run.session.check_mask(mask_R)
         if divisors is not None and divisors.shape != (whole.num_sequences,):
             raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
-        missing = Missing("behavior_logprobs are missing", "reference_logprobs are missing", "state_values are missing")
-        tokens = loss_tokens(settings, given, whole, groups, missing=missing)
+        tokens = loss_tokens(
+            settings,
+            log_probs,
+            whole,
+            groups,
+            advantages_T=advantages_T,
+            response_mask_R=mask_R,
+            entropy_T=entropy_T,
+            state_values_T=state_values_T,
+            divisor_S=divisors,
+            missing=_MISSING,
+        )
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
     session = run.session if loss.has_correction else None
     found = packed_loss(settings, tokens, session=session, groups=groups)
-    num_terms = _num_terms(found.response_T, mask_R, whole, per_token=settings.per_token_loss, cp_size=groups.cp_size)
+    if settings.per_token_loss:
+        num_terms = found.response_T.sum().float()
+    else:
+        # Every context-parallel rank has a part of each sequence.
+        num_terms = (num_tokens(mask_R, whole) > 0.0).sum().float() / groups.cp_size
     # slime and Miles log a 0 where nobody gave the entropy; here it is not among the metrics.
     given_names = [name for name in found.metrics if name != "entropy_loss" or entropy is not None]
     metrics = {name: Mean(found.metrics[name], num_terms) for name in given_names}
@@ -153,84 +170,73 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
     return PackedLayout.whole([current.shape[1]] * len(current), device=current.device)
 
 
-def _num_terms(response_T: Tensor, mask_R: Tensor, layout: PackedLayout, *, per_token: bool, cp_size: int) -> Tensor:
-    if per_token:
-        return response_T.sum().float()
-    # Every context-parallel rank has a part of each sequence.
-    return (num_tokens(mask_R, layout) > 0.0).sum().float() / cp_size
-
-
-class GivenTokens(NamedTuple):
-    """What a micro-batch holds, packed; None where there is nothing.
-
-    Of the local tokens ``[T]``: log-probs of four policies in nats, the current one's with gradient; advantages;
-    entropy in nats; the value of the token's state; a KL that is only reported. Of whole responses ``[R]``: the mask.
-    Of sequences ``[S]``: what each one's sum is divided by, by default its response tokens.
-    """
-
-    current_T: Tensor
-    advantages_T: Tensor
-    response_mask_R: Tensor
-    behavior_T: Tensor | None = None
-    proximal_T: Tensor | None = None
-    reference_T: Tensor | None = None
-    entropy_T: Tensor | None = None
-    state_values_T: Tensor | None = None
-    reverse_kl_T: Tensor | None = None
-    divisor_S: Tensor | None = None
-
-
-class Missing(NamedTuple):
-    """Names of what can be missing, and what gives it, for messages."""
-
-    behavior: str
-    reference: str
-    state_values: str
-
-
 def loss_tokens(
-    settings: LossSettings, given: GivenTokens, layout: PackedLayout, groups: Groups, *, missing: Missing
+    settings: LossSettings,
+    log_probs: Mapping[Policy, Tensor | None],
+    layout: PackedLayout,
+    groups: Groups,
+    *,
+    advantages_T: Tensor,
+    response_mask_R: Tensor,
+    entropy_T: Tensor | None,
+    state_values_T: Tensor | None,
+    divisor_S: Tensor | None,
+    reverse_kl_T: Tensor | None = None,
+    missing: Mapping[str, str],
 ) -> LossTokens:
-    """The tokens of a loss. Without proximal log-probs the current ones take their place, detached.
+    """The tokens of a loss, of what a micro-batch holds, packed; None where there is nothing.
+
+    Args:
+        settings: What the loss is.
+        log_probs: ``[T]`` per policy, nats. Without proximal ones the current ones take their place, detached.
+        layout: Where the tokens lie.
+        groups: The ranks that share them.
+        advantages_T: ``[T]``.
+        response_mask_R: ``[R]``, of whole responses.
+        entropy_T: ``[T]``, nats.
+        state_values_T: ``[T]``, the mean advantage in the token's state.
+        divisor_S: ``[S]``, what each sequence's sum is divided by; by default its response tokens.
+        reverse_kl_T: ``[T]``, which is only reported.
+        missing: Names of what can be missing, and what gives it, for messages.
 
     Raises:
         ValueError: The loss compares with a policy, or weighs a value, that is not given.
     """
-    if given.behavior_T is None and settings.needs_behavior is not None:
-        raise ValueError(f"{missing.behavior}, with which {settings.needs_behavior} compares")
+    if log_probs["behavior"] is None and settings.needs_behavior is not None:
+        raise ValueError(f"{missing['behavior']}, with which {settings.needs_behavior} compares")
     needs_reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
-    if given.reference_T is None and needs_reference is not None:
-        raise ValueError(f"{missing.reference}, with which {needs_reference} compares")
-    if given.state_values_T is None and settings.needs_state_values:
-        raise ValueError(f"{missing.state_values}, by which {settings.chosen_by} weighs: the mean advantage in a state")
-    if given.entropy_T is None and settings.entropy_coef != 0.0:
+    if log_probs["reference"] is None and needs_reference is not None:
+        raise ValueError(f"{missing['reference']}, with which {needs_reference} compares")
+    if state_values_T is None and settings.needs_state_values:
+        raise ValueError(
+            f"{missing['state_values']}, by which {settings.chosen_by} weighs: the mean advantage in a state"
+        )
+    if entropy_T is None and settings.entropy_coef != 0.0:
         raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
-    is_stored = given.proximal_T is not None and settings.proximal == "stored"
-    proximal_T = given.proximal_T if is_stored else given.current_T.detach()
-    policies: dict[Policy, Tensor | None] = {
-        "current": given.current_T,
-        "behavior": given.behavior_T,
-        "proximal": proximal_T,
-        "reference": given.reference_T if needs_reference is not None else None,
+    current_T, stored_T = log_probs["current"], log_probs["proximal"]
+    assert current_T is not None
+    policies = {
+        "current": current_T,
+        "behavior": log_probs["behavior"],
+        "proximal": current_T.detach() if stored_T is None or settings.proximal == "current" else stored_T,
+        "reference": None if needs_reference is None else log_probs["reference"],
     }
-    entropy_T = given.entropy_T
     if settings.entropy_coef == 0.0 and entropy_T is not None:
         entropy_T = entropy_T.detach()
-    mask_R = given.response_mask_R
-    divisor_S = num_tokens(mask_R, layout) if given.divisor_S is None else given.divisor_S
-    dtype = torch.promote_types(given.current_T.dtype, torch.float32)
+    divisor_S = num_tokens(response_mask_R, layout) if divisor_S is None else divisor_S
+    dtype = torch.promote_types(current_T.dtype, torch.float32)
     return LossTokens(
         log_probs={policy: values_T for policy, values_T in policies.items() if values_T is not None},
-        advantages_T=given.advantages_T,
+        advantages_T=advantages_T,
         entropy_T=entropy_T,
-        response_mask_R=mask_R,
-        divisor_S=divisor_S.to(mask_R.device, dtype, non_blocking=True).clamp_min(1.0),
-        reverse_kl_T=given.reverse_kl_T,
+        response_mask_R=response_mask_R,
+        divisor_S=divisor_S.to(response_mask_R.device, dtype, non_blocking=True).clamp_min(1.0),
+        reverse_kl_T=reverse_kl_T,
         layout=layout,
         cp_group=groups.cp_group,
         cp_rank=groups.cp_rank,
         dp_group=groups.dp_group,
-        state_values_T=given.state_values_T if settings.needs_state_values else None,
+        state_values_T=state_values_T if settings.needs_state_values else None,
     )
 
 
@@ -255,8 +261,17 @@ def packed_loss(
     """
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
-    if session is not None:
-        correction, token_metrics = _correct(settings, session, tokens, groups)
+    layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
+    if session is not None and "behavior" in log_probs:
+        # Between the behavior policy and the one whose ratio to it is not in the loss yet.
+        trainer: Policy = "proximal" if settings.uses_proximal else "current"
+        streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout)
+        correction = session.correct(streams, groups=groups, token_metrics=True)
+        token_metrics = correction.token_metrics
+    elif session is not None:
+        session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
+        not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
+        token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
     return compute_policy_loss(
         settings,
         tokens,
@@ -265,19 +280,3 @@ def packed_loss(
         reducer=None if make_reducer is None else make_reducer(correction),
         extra_metrics=extra_metrics,
     )
-
-
-def _correct(
-    settings: LossSettings, session: Session, tokens: LossTokens, groups: Groups
-) -> tuple[Correction | None, Mapping[str, Tensor]]:
-    """The correction between the behavior policy and the one whose ratio to it is not in the loss yet; its metrics."""
-    layout, log_probs = tokens.layout, tokens.log_probs
-    if "behavior" not in log_probs:
-        mask_R = tokens.response_mask_R
-        session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
-        not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
-        return None, dict.fromkeys(session.config.metric_names, not_measured_T)
-    trainer: Policy = "proximal" if settings.uses_proximal else "current"
-    streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], tokens.response_mask_R, layout)
-    correction = session.correct(streams, groups=groups, token_metrics=True)
-    return correction, correction.token_metrics

@@ -11,9 +11,8 @@ from torch import Tensor
 from mis_ext.correction.collectives import sum_over_ranks
 from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues, bounded_exp
 from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.statistics import TOKEN_FORMULAS
-from mis_ext.loss.evaluation import Evaluation, LossTokens
-from mis_ext.loss.objective import LOW_VAR_CAP, pair_of
+from mis_ext.correction.statistics import TOKEN_FORMULAS, Pair
+from mis_ext.loss.objective import LOW_VAR_CAP, Evaluation, LossTokens
 from mis_ext.loss.settings import LossSettings
 
 ORDER = (
@@ -64,25 +63,20 @@ def token_rows(
     if settings.kl is not None and found.kl is not None:
         rows.append(Row("kl_loss", found.kl.value_T, found.tokens_of(settings.kl.tokens)))
     if "behavior" in tokens.log_probs:
-        rows += _mismatch_rows(settings, tokens, kept_T, with_kl=with_kl)
+        # Between the behavior policy and the trainer: the current policy where no other is compared.
+        trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"]
+        difference_T = trainer_T - tokens.log_probs["behavior"]
+        gap_T = difference_T.abs()
+        mask_T = kept_T & (gap_T < torch.inf)
+        rows.append(Row("train_rollout_logprob_abs_diff", gap_T, mask_T))
+        if with_kl:
+            near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            k3_T = NamedValues({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
+            rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
     if is_corrected:
         rows.append(Row("ois", bounded_exp(found.log_ratio_T), valid_T))
     if tokens.reverse_kl_T is not None:
         rows.append(Row("opd_reverse_kl", tokens.reverse_kl_T, kept_T))
-    return rows
-
-
-def _mismatch_rows(settings: LossSettings, tokens: LossTokens, kept_T: Tensor, *, with_kl: bool) -> list[Row]:
-    """Between the behavior policy and the trainer: the current policy where no other is compared."""
-    trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"]
-    difference_T = trainer_T - tokens.log_probs["behavior"]
-    gap_T = difference_T.abs()
-    mask_T = kept_T & (gap_T < torch.inf)
-    rows = [Row("train_rollout_logprob_abs_diff", gap_T, mask_T)]
-    if with_kl:
-        near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        k3_T = NamedValues({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
-        rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
     return rows
 
 
@@ -138,14 +132,12 @@ def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T
     return total if tokens.cp_rank == 0 else torch.zeros_like(total)
 
 
-def masked_sequences(settings: LossSettings, tokens: LossTokens, found: Evaluation) -> Tensor:
+def masked_sequences(delta: float, pair: Pair, tokens: LossTokens, found: Evaluation) -> Tensor:
     """0-dim: the hosts' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
 
     As there, tokens that the policy did not generate count above the line only, and the host's denominator does not
     enter.
     """
-    assert settings.opsm_delta is not None
-    divergence_T = found.batch.statistic("k1", pair_of(settings), "mean")
-    masked_T = (tokens.advantages_T < 0.0) & (divergence_T > settings.opsm_delta)
+    masked_T = (tokens.advantages_T < 0.0) & (found.batch.statistic("k1", pair, "mean") > delta)
     count_T = found.batch.reductions.count(found.batch.response_T).clamp_min(1.0)
     return torch.where(masked_T, count_T.reciprocal(), 0.0).sum()

@@ -1,16 +1,29 @@
-"""The settings as a :class:`~mis_ext.methods.method.Method`, whose parts are the mathematics of the loss."""
+"""The settings as a :class:`~mis_ext.methods.method.Method`, and what its parts say about each token of a micro-batch.
+
+Nothing here knows a denominator or a gradient.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group
+from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
-from mis_ext.loss.settings import KlPenalty, LossSettings
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.pipeline import Correction
+from mis_ext.correction.statistics import STALENESS, STATISTICS, TOTAL, Pair, Policy
+from mis_ext.loss.settings import LossSettings, PenaltyTokens
+from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import Estimator, Factor, KlTerm, Ratio, RatioWeight, Score
+from mis_ext.methods.parts import Estimator, KlTerm, Penalty, Ratio, RatioWeight, Score
 
 LOW_VAR_CAP = 10.0
 """The hosts' bound of ``low_var_kl``, in nats."""
@@ -31,43 +44,42 @@ class Objective(NamedTuple):
     reduce: Literal["token", "mean"]
 
 
-def pair_of(settings: LossSettings) -> Pair:
-    """The current policy over the old one: the proximal or, where that is not looked at, the behavior policy."""
-    return TOTAL if settings.old_is_behavior else STALENESS
+@functools.lru_cache(maxsize=16)
+def objective_of(settings: LossSettings) -> Objective:
+    """Policy gradient and KL penalty, without the correction and without denominators."""
+    # The current policy over the old one: the proximal or, where that is not looked at, the behavior policy.
+    pair = TOTAL if settings.old_is_behavior else STALENESS
+    method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
+    if settings.opsm_delta is not None:
+        # Off-policy sequence masking: the sequence adds nothing, and stays in the denominator.
+        gate = Gate(pair=pair, statistic="k1", reduce="mean", high=settings.opsm_delta, when="negative", action="zero")
+        method = replace(method, factors=(*method.factors, gate))
+    kl = None
+    if settings.kl is not None:
+        kl = KlTerm(
+            estimator=_ESTIMATORS[settings.kl.type],
+            scale=settings.kl.coefficient,
+            importance={"none": None, "old": pair, "behavior": TOTAL}[settings.kl.ratio],
+            cap=LOW_VAR_CAP if settings.kl.type == "low_var_kl" else None,
+        )
+    return Objective(method, kl, pair, "mean" if method.surrogate.reduce == "mean" else "token")
 
 
-def bounds_of(settings: LossSettings) -> tuple[float | None, float]:
+def _bounds(settings: LossSettings) -> tuple[float | None, float]:
     """Of the ratio. From 0 on there is no lower bound, which is how CISPO is written."""
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
     return (1.0 - settings.eps_clip if settings.eps_clip < 1.0 else None), 1.0 + high
 
 
-@functools.lru_cache(maxsize=16)
-def objective_of(settings: LossSettings) -> Objective:
-    """Policy gradient and KL penalty, without the correction and without denominators."""
-    pair = pair_of(settings)
-    method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
-    if settings.opsm_delta is not None:
-        method = replace(method, factors=(*method.factors, opsm_gate(settings.opsm_delta, pair)))
-    return Objective(
-        method=method,
-        kl=None if settings.kl is None else _kl_term(settings.kl, pair),
-        pair=pair,
-        reduce="mean" if method.surrogate.reduce == "mean" else "token",
-    )
-
-
 def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
-    low, high = bounds_of(settings)
-    factors: tuple[Factor, ...] = ()
-    surrogate: Score | Ratio
+    low, high = _bounds(settings)
     if settings.mode == "reinforce":
-        surrogate = Score()
-    elif settings.ratios == "detached":
-        surrogate, factors = Score(), (RatioWeight(pair=pair, low=low, high=high),)
-    else:
-        is_whole = settings.ratios == "sequence"
-        surrogate = Ratio(
+        return Method(surrogate=Score())
+    if settings.ratios == "detached":
+        return Method(surrogate=Score(), factors=(RatioWeight(pair=pair, low=low, high=high),))
+    is_whole = settings.ratios == "sequence"
+    return Method(
+        surrogate=Ratio(
             pair=pair,
             level="geometric" if is_whole else "token",
             low=low,
@@ -75,19 +87,160 @@ def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
             dual=settings.eps_clip_c,
             spread="sequence" if is_whole else "token",
         )
-    return Method(surrogate=surrogate, factors=factors)
-
-
-def opsm_gate(delta: float, pair: Pair) -> Gate:
-    """Off-policy sequence masking: the sequence adds nothing, and stays in the denominator."""
-    return Gate(pair=pair, statistic="k1", reduce="mean", high=delta, when="negative", action="zero")
-
-
-def _kl_term(kl: KlPenalty, pair: Pair) -> KlTerm:
-    importance = {"none": None, "old": pair, "behavior": TOTAL}[kl.ratio]
-    return KlTerm(
-        estimator=_ESTIMATORS[kl.type],
-        scale=kl.coefficient,
-        importance=importance,
-        cap=LOW_VAR_CAP if kl.type == "low_var_kl" else None,
     )
+
+
+class LossTokens(NamedTuple):
+    """One micro-batch of the whole policy loss, packed.
+
+    ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
+    ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None where nobody asks for it.
+    ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
+    divides each sample by, at least 1. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
+    ``layout``, ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences.
+    ``dp_group``: who holds other sequences. ``state_values_T``: ``[T]``, the mean advantage in the token's state; None
+    where no method asks for it.
+    """
+
+    log_probs: Mapping[Policy, Tensor]
+    advantages_T: Tensor
+    entropy_T: Tensor | None
+    response_mask_R: Tensor
+    divisor_S: Tensor
+    reverse_kl_T: Tensor | None
+    layout: PackedLayout
+    cp_group: Group | None = None
+    cp_rank: int = 0
+    dp_group: Group | None = None
+    state_values_T: Tensor | None = None
+
+    def detached(self) -> LossTokens:
+        """The same tokens with log-probs and entropy detached from the graph."""
+        entropy_T = None if self.entropy_T is None else self.entropy_T.detach()
+        log_probs = {policy: values_T.detach() for policy, values_T in self.log_probs.items()}
+        return self._replace(log_probs=log_probs, entropy_T=entropy_T)
+
+
+class Evaluation(NamedTuple):
+    """``[T]`` each, 0 or False where a token is not valid.
+
+    ``log_ratio_T``: log of current / old, of the token or of what the surrogate compares. ``kept_T``: valid, and
+    rejected by nobody. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count. Of a method by
+    name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
+    ``policy``: loss of the policy gradient, and its slope in log pi, where a surrogate of sequences still has to be
+    averaged over its sequence (``is_of_sequences``). ``penalty``: value and slope of what a method subtracts besides,
+    or None. ``loss_T``: the loss of the policy gradient with that penalty, 0 where neither counts. ``kl``: value and
+    slope of the host's KL estimate, or None.
+    """
+
+    batch: Batch
+    log_ratio_T: Tensor
+    kept_T: Tensor
+    clipped_T: Tensor
+    policy: Penalty
+    is_of_sequences: bool
+    penalty: Penalty | None
+    # A field: torch 2.6 breaks a graph at a property of a named tuple.
+    loss_T: Tensor
+    kl: Penalty | None
+
+    def tokens_of(self, which: PenaltyTokens) -> Tensor:
+        """``[T]`` bool: the tokens that a penalty counts."""
+        return self.kept_T if which == "kept" else self.batch.valid_T
+
+
+class Corrected(NamedTuple):
+    """``[T]`` each, what a correction does: weights, and bool, whether a token stays; and whether it has a weight."""
+
+    weights_T: Tensor
+    kept_T: Tensor
+    has_weight: bool
+
+    @classmethod
+    def by(cls, correction: Correction | None) -> Corrected | None:
+        """None without a correction, or by one that only measures."""
+        if correction is None or correction.plan.config.metrics_only:
+            return None
+        return cls(correction.weights_T, correction.keep_mask_T, correction.plan.config.weight is not None)
+
+
+def evaluate(
+    settings: LossSettings,
+    objective: Objective,
+    tokens: LossTokens,
+    *,
+    corrected: Corrected | None,
+    response_T: Tensor,
+    reductions: Reductions,
+) -> Evaluation:
+    """The parts of the loss. A token without a finite log-prob of every policy that is used adds nothing.
+
+    Args:
+        settings: What the loss is.
+        objective: The same as a method and a penalty.
+        tokens: The micro-batch.
+        corrected: Weights and masks.
+        response_T: ``[T]`` bool, the local tokens that the policy generated.
+        reductions: How tokens become sequences.
+    """
+    method, kl, pair = objective.method, objective.kl, objective.pair
+    of_kl = () if kl is None else tuple(chain.from_iterable(kl.pairs))
+    used = dict.fromkeys((*pair, *method.policies, *of_kl))
+    batch = method.batch_of(
+        {policy: tokens.log_probs[policy] for policy in used},
+        advantages_T=tokens.advantages_T,
+        response_mask_T=response_T,
+        reductions=reductions,
+        state_values_T=tokens.state_values_T,
+    )
+    surrogate = method.surrogate
+    log_ratio_T = batch.log_ratio(pair, objective.reduce)
+    weight_T, live_T, kept_T = method.weigh(batch)
+    live_of_method_T = live_T
+    penalty = _own_penalty(method, batch, kept_T, corrected)
+    if corrected is not None:
+        kept_T = kept_T & corrected.kept_T
+        live_T = live_T & kept_T
+        weight_T = weight_T * corrected.weights_T
+        if settings.mode == "bypass" and corrected.has_weight:
+            # Without what the surrogate's own ratio has of the weight already.
+            weight_T = weight_T / bounded_exp(log_ratio_T)
+    cost_T = torch.where(live_T, weight_T * -batch.advantages_T, 0.0)
+    found = surrogate.evaluate(batch)
+    if settings.method is not None:
+        clipped_T = found.is_clipped_T | (batch.valid_T & ~live_of_method_T)
+    elif settings.ratios == "detached":
+        low, high = _bounds(settings)
+        edge = STATISTICS["ratio"].edge
+        clipped_T = (log_ratio_T > edge(high)) | (log_ratio_T < edge(low or 0.0))
+    elif settings.eps_clip_c is not None:
+        # The dual clip is the only bound that acts where the ratio moves against the advantage.
+        clipped_T = found.is_clipped_T & ((log_ratio_T > 0.0) == (batch.advantages_T > 0.0))
+    else:
+        clipped_T = found.is_clipped_T
+    policy = Penalty(cost_T * found.value_T, cost_T * found.slope_T)
+    return Evaluation(
+        batch=batch,
+        log_ratio_T=log_ratio_T,
+        kept_T=kept_T,
+        clipped_T=clipped_T,
+        policy=policy,
+        is_of_sequences=surrogate.spread == "sequence",
+        penalty=penalty,
+        loss_T=policy.value_T if penalty is None else policy.value_T + penalty.value_T,
+        kl=None if kl is None else kl.evaluate(batch),
+    )
+
+
+def _own_penalty(method: Method, batch: Batch, kept_T: Tensor, corrected: Corrected | None) -> Penalty | None:
+    """What a method subtracts from the objective; a token that the correction rejects has left the loss."""
+    value_T: Tensor | None = None
+    slope_T: Tensor | None = None
+    for term in method.terms:
+        found = term.evaluate(batch)
+        on_T = batch.valid_T if term.on == "valid" else kept_T
+        if corrected is not None:
+            on_T = on_T & corrected.kept_T
+        scaled = [torch.where(on_T, term.scale * each_T, 0.0) for each_T in found]
+        value_T, slope_T = scaled if value_T is None or slope_T is None else (value_T + scaled[0], slope_T + scaled[1])
+    return None if value_T is None or slope_T is None else Penalty(value_T, slope_T)

@@ -4,6 +4,19 @@
 
 ``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd: the parts of the loss
 say the slope of each token. No loop over samples, and no reading of values on the host.
+
+With ``D_i`` what the host divides sample ``i`` by (the response tokens of its rollout, which several samples and
+micro-batches can share), ``n_i`` its own response tokens and ``k_i`` those that are kept:
+
+| denominator | divides by | a rejected token |
+|---|---|---|
+| ``original`` | ``D_i`` | counts in the denominator: rejection lowers the gradient |
+| ``kept`` | ``D_i k_i / n_i`` | leaves it: the mean over kept tokens, in the sample's old share of its rollout |
+| ``sequence`` | ``n_i`` | counts; samples that share a rollout count one each |
+| ``constant`` | a number | does not matter, nor does the length of the response |
+
+Conversion, sample by sample: ``loss(other) = loss(original) * D_i / divisor``. With ``per_token_loss`` all are 1, as
+the host divides by the tokens of the whole batch. Penalty and entropy keep ``D_i``.
 """
 
 from __future__ import annotations
@@ -18,9 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
-from mis_ext.loss.denominators import divisor_of
-from mis_ext.loss.evaluation import Corrected, Evaluation, LossTokens, evaluate
 from mis_ext.loss.metrics import (
     LAST,
     ORDER,
@@ -31,7 +43,7 @@ from mis_ext.loss.metrics import (
     token_rows,
     totals_of,
 )
-from mis_ext.loss.objective import Objective, objective_of
+from mis_ext.loss.objective import Corrected, Evaluation, LossTokens, Objective, evaluate, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Reductions
 from mis_ext.methods.method import graph_of
@@ -181,13 +193,23 @@ def _token_pass(
     if tokens.entropy_T is None:
         totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
     if settings.opsm_delta is not None:
-        totals["opsm_clipfrac"] = masked_sequences(settings, tokens, found)
+        totals["opsm_clipfrac"] = masked_sequences(settings.opsm_delta, objective.pair, tokens, found)
     if reducer is not None:
-        totals["pg_loss"], policy_share_T = _reduced(reducer, found.loss_T)
+        # The sum that a function of the user makes, and what it makes of each token.
+        with torch.enable_grad():
+            loss_T = found.loss_T.detach().requires_grad_()
+            total = reducer(loss_T)
+            (policy_share_T,) = torch.autograd.grad(total, loss_T)
+        totals["pg_loss"] = total.detach()
     elif settings.denominator != "original":
         totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
     slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
-    totals["loss"] = _loss(settings, totals)
+    loss = totals["pg_loss"]
+    if settings.entropy_coef != 0.0:
+        loss = loss.sub(totals["entropy_loss"], alpha=settings.entropy_coef)
+    if settings.kl is not None:
+        loss = loss.add(totals["kl_loss"], alpha=settings.kl.coefficient)
+    totals["loss"] = loss
     return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
 
 
@@ -198,24 +220,22 @@ def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Ten
 
 
 def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:
-    response_R = tokens.response_mask_R
-    return divisor_of(
-        settings.denominator,
-        constant=settings.constant,
-        host_S=tokens.divisor_S,
-        response_mask_R=response_R,
-        kept_mask_R=response_R if correction is None else correction.loss_mask_R,
-        layout=tokens.layout,
-    )
+    """``[S]``: of a denominator that is not the host's, at least 1 where it counts tokens."""
+    host_S, response_R = tokens.divisor_S, tokens.response_mask_R
+    if settings.constant is not None:
+        return torch.full_like(host_S, settings.constant)
+    own_S = num_tokens(response_R, tokens.layout).clamp_min(1.0)
+    if settings.denominator == "sequence":
+        return own_S
+    kept_S = num_tokens(response_R if correction is None else correction.loss_mask_R, tokens.layout)
+    # Where nothing is kept nothing is divided.
+    return torch.where(kept_S > 0.0, host_S * kept_S / own_S, host_S)
 
 
-def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum that a function of the user makes, and what it makes of each token."""
-    with torch.enable_grad():
-        loss_T = loss_T.detach().requires_grad_()
-        total = reducer(loss_T)
-        (share_T,) = torch.autograd.grad(total, loss_T)
-    return total.detach(), share_T
+def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
+    """``[S]``: sums of a mask of whole responses, equal on all context-parallel ranks without communication."""
+    whole = PackedLayout.whole(layout.response_lengths, device=layout.device)
+    return whole.sum_over_sequences(mask_R.float().unsqueeze(0))[0]
 
 
 def _slopes(
@@ -235,15 +255,6 @@ def _slopes(
         return slope_T, None
     counted_T = torch.where(found.tokens_of(settings.entropy_tokens), share_T, 0.0)
     return slope_T, -settings.entropy_coef * counted_T
-
-
-def _loss(settings: LossSettings, totals: dict[str, Tensor]) -> Tensor:
-    loss = totals["pg_loss"]
-    if settings.entropy_coef != 0.0:
-        loss = loss.sub(totals["entropy_loss"], alpha=settings.entropy_coef)
-    if settings.kl is not None:
-        loss = loss.add(totals["kl_loss"], alpha=settings.kl.coefficient)
-    return loss
 
 
 class _WithSlopes(torch.autograd.Function):

@@ -91,7 +91,7 @@ class LossSettings:
         entropy_coef: What the entropy is multiplied by.
         entropy_tokens: Whether the entropy loses the tokens that the correction rejects.
         kl: The KL penalty, or None.
-        denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.denominators`.
+        denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.policy`.
         constant: The constant of ``denominator="constant"``, in tokens.
         per_token_loss: The host divides by the tokens of the whole batch itself.
         compiled: Whether ``torch.compile`` fuses the pass over tokens.

@@ -246,7 +246,7 @@ STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_
         (STEP, "dither_weights", "Empty module name"),
         (STEP, "no_such_package.hook", "No module named 'no_such_package'"),
         (STEP, "mis_ext.dither_master_weights", "the flag takes mis_ext.dither_weights"),
-        (STEP, "mis_ext.hosts.slime_miles.dither_weights", "the flag takes mis_ext.dither_weights"),
+        (STEP, "mis_ext.hosts.master_weights", "the flag takes mis_ext.dither_weights"),
         (SCORING, "mis_ext.dither_weights", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
         (SCORING, "mine.renamed", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
         (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),

@@ -250,7 +250,7 @@ DITHER = {HOOK_PATH: "mis_ext.dither_weights"}
         (DITHER | {"use_megatron_fsdp": True}, "cannot reach the master weights of --use-megatron-fsdp"),
         (DITHER, ""),
         ({"fp16": True, "bf16": False, HOOK_PATH: "os.path.join"}, ""),
-        ({"fp16": True, "bf16": False, HOOK_PATH: "mis_ext.hosts.slime_miles.dither_weights.dither_weights"}, "--bf16"),
+        ({"fp16": True, "bf16": False, HOOK_PATH: "mis_ext.hosts.master_weights.dither_weights"}, "--bf16"),
         ({"fp16": True, "bf16": False, HOOK_PATH: "mine.wrapped"}, "mine.wrapped is for weights in bf16: give --bf16"),
         ({"fp16": True, "bf16": False, HOOK_PATH: "mine.renamed"}, "mine.renamed is for weights in bf16: give --bf16"),
     ],

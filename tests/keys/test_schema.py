@@ -12,13 +12,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from mis_ext.keys.strays import PREFIXES
 
 import mis_ext
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS
 from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEYS, native_keys_of
 from mis_ext.keys.presets import method_yaml
 from mis_ext.keys.schema import json_schema, schema_text
+from mis_ext.keys.strays import PREFIXES
 from mis_ext.methods import METHODS
 
 fastjsonschema = pytest.importorskip("fastjsonschema")

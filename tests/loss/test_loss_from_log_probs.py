@@ -11,7 +11,7 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import PackedLayout
-from mis_ext.hosts.batches import batch_loss
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.naive import naive_policy_loss
 

@@ -7,8 +7,8 @@ import loss_cases
 import pytest
 import torch
 
-from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host

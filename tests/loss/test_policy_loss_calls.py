@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
-from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.flat import LOSS_KEYS

@@ -15,8 +15,7 @@ from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH, TOTAL
-from mis_ext.hosts.batches import Host, batch_loss
-from mis_ext.hosts.megatron import plain_scores
+from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio

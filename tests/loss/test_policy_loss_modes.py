@@ -6,9 +6,8 @@ import torch
 from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
-from mis_ext.hosts.batches import Host, batch_loss
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import plain_scores
+from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 
 PLAIN = Host(Groups(), plain_scores)

@@ -10,9 +10,8 @@ from process_ranks import run_checks
 from thread_ranks import Rank, run_ranks
 
 import mis_ext
-from mis_ext.hosts.batches import Host, batch_loss
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import plain_scores
+from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores, score_tokens

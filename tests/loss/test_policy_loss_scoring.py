@@ -17,7 +17,7 @@ from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
-from mis_ext.hosts.batches import batch_loss
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host
 

@@ -16,9 +16,8 @@ import torch
 import yaml
 
 from mis_ext.files import names_in_yaml
+from mis_ext.hosts.master_weights import STEP_FLAG, dither_weights, refuse_dithering
 from mis_ext.hosts.runs import all_arguments, current_run, read_argument
-from mis_ext.hosts.slime_miles.dither_weights import FLAG as STEP_FLAG
-from mis_ext.hosts.slime_miles.dither_weights import dither_weights, refuse_dithering
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import SLIME, is_miles, policy_loss
 from mis_ext.hosts.slime_miles.rehearsal import call_once

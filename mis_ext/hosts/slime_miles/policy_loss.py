@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, runs, to_device
-from mis_ext.hosts.batches import (
+from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.megatron import (
     Batch,
     Host,
     VocabularyPart,
@@ -21,10 +21,11 @@ from mis_ext.hosts.batches import (
     chosen_loss,
     entropy_use,
     fused_scores,
+    megatron_vocabulary,
+    plain_scores,
     positive_temperature,
+    refuse_host_scoring,
 )
-from mis_ext.hosts.groups import Groups, find_groups
-from mis_ext.hosts.megatron import megatron_vocabulary, plain_scores, refuse_host_scoring
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.runs import current_run
 from mis_ext.keys.run_config import RunConfig
@@ -85,10 +86,11 @@ def find_host(args: Any, config: RunConfig) -> Host:
     is_fused = chosen_loss(config).scoring.by == "fused"
     if is_miles():
         state = sys.modules[MILES_PARALLEL].get_parallel_state()
-        score = partial(_miles_fused_scores, state) if is_fused else partial(_miles_scores, args)
+        part = VocabularyPart(state.tp.group, state.tp.rank) if state.tp.size > 1 else VocabularyPart()
+        score = partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args)
         return Host(find_groups(state), score, MILES_METRICS)
     if SLIME in sys.modules:
-        return Host(find_groups(), _slime_fused_scores if is_fused else partial(_slime_scores, args))
+        return Host(find_groups(), _captured_scores if is_fused else partial(_scores_of_host, args))
     return Host(find_groups(), plain_scores)
 
 
@@ -97,66 +99,42 @@ def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
 
     Where the host's own function scores, the fused pass of mis_ext stands for it.
     """
-    if is_miles():
-        alone = types.SimpleNamespace(tp=types.SimpleNamespace(rank=0, size=1, group=None))
-        return Host(groups, partial(_miles_fused_scores, alone), MILES_METRICS)
-    if SLIME not in sys.modules:
+    if not is_miles() and SLIME not in sys.modules:
         refuse_host_scoring(config)
-    return Host(groups, partial(_divided_scores, VocabularyPart()))
+    return Host(groups, partial(_fused_scores, VocabularyPart()), MILES_METRICS if is_miles() else frozenset())
 
 
-def _divided_scores(
+def _fused_scores(
     part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
 ) -> Scores:
-    """As slime's own function has them."""
-    kept = kept_columns(batch, layout) if chosen_loss(config).scoring.replays_top_p else None
-    temperature = positive_temperature(config)
-    return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature, kept=kept)
-
-
-def _slime_fused_scores(
-    config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
-) -> Scores:
-    scores = _divided_scores(megatron_vocabulary(), config, batch, logits, layout, groups)
-    slime = sys.modules[SLIME]
-    # None while slime captures nothing: then there is no tensor per sample on the way.
-    if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
-        _capture(slime, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
-    return scores
-
-
-def _miles_fused_scores(
-    state: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
-) -> Scores:
-    loss = chosen_loss(config)
+    """What the host's own function gives, of a part of the vocabulary."""
+    loss, observes, kept = chosen_loss(config), True, None
+    if is_miles():
+        # Of greedy sampling Miles leaves the logits as they are.
+        temperature, observes = loss.temperature or 1.0, loss.scoring.observes_entropy
+    else:
+        kept = kept_columns(batch, layout) if loss.scoring.replays_top_p else None
+        temperature = positive_temperature(config)
     return fused_scores(
         config,
         batch,
         logits,
         layout,
         groups,
-        part=VocabularyPart.of_place(state.tp.rank, state.tp.size, state.tp.group),
-        # Of greedy sampling Miles leaves the logits as they are.
-        temperature=loss.temperature or 1.0,
-        observes_entropy=loss.scoring.observes_entropy,
+        part=part,
+        temperature=temperature,
+        observes_entropy=observes,
+        kept=kept,
     )
 
 
-def _slime_scores(
-    args: Any, _config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
-) -> Scores:
+def _captured_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
+    scores = _fused_scores(megatron_vocabulary(), config, batch, logits, layout, groups)
     slime = sys.modules[SLIME]
-    _, found = slime.get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-        **slime.get_rollout_top_p_logprob_kwargs(args, batch),
-    )
-    _capture(slime, batch, found["log_probs"])
-    return _packed(found, logits, layout)
+    # None while slime captures nothing: then there is no tensor per sample on the way.
+    if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
+        _capture(slime, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
+    return scores
 
 
 def _capture(slime: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
@@ -166,25 +144,27 @@ def _capture(slime: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
         capture(batch, log_probs)
 
 
-def _miles_scores(
+def _scores_of_host(
     args: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
 ) -> Scores:
     loss = chosen_loss(config)
-    entropy = entropy_use(loss, is_observed=loss.scoring.observes_entropy)
-    found = sys.modules[MILES].get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=entropy != "none",
-        entropy_requires_grad=entropy == "gradient",
-        max_seq_lens=batch.get("max_seq_lens"),
-    )
-    return _packed(found, logits, layout)
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    given = {"args": args} | {name: batch[name] for name in names}
+    if is_miles():
+        entropy = entropy_use(loss, is_observed=loss.scoring.observes_entropy)
+        found = sys.modules[MILES].get_log_probs_and_entropy(
+            logits,
+            **given,
+            with_entropy=entropy != "none",
+            entropy_requires_grad=entropy == "gradient",
+            max_seq_lens=batch.get("max_seq_lens"),
+        )
+    else:
+        slime = sys.modules[SLIME]
+        kept = slime.get_rollout_top_p_logprob_kwargs(args, batch)
+        _, found = slime.get_log_probs_and_entropy(logits, **given, with_entropy=True, **kept)
+        _capture(slime, batch, found["log_probs"])
 
-
-def _packed(found: dict[str, list[Tensor]], logits: Tensor, layout: PackedLayout) -> Scores:
     def packed(name: str) -> Tensor:
         return pack(name, found[name], layout.local_lengths, device=logits.device)
 
@@ -204,7 +184,7 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
     Raises:
         ValueError: One of them is missing, or has not one list per sample.
     """
-    ids, offsets = _samples_under(IDS, batch, layout), _samples_under(OFFSETS, batch, layout)
+    ids, offsets = (_samples_under(key, batch, layout) for key in (IDS, OFFSETS))
     first_id = [0, *accumulate(map(len, ids))]
     num_offsets = [*map(len, offsets)]
     # Where each recorded token begins among the ids of all samples; one number more per sample, for the end.

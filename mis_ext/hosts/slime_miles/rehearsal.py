@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.hosts.batches import batch_loss
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.packing import batch_layout
 from mis_ext.hosts.runs import Run, read_argument
 from mis_ext.hosts.session import Session
