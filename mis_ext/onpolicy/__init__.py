@@ -17,9 +17,8 @@ if TYPE_CHECKING:
         batch_invariant_mode,
         is_batch_invariant,
     )
-    from mis_ext.onpolicy.invariance.batch_invariance import check_batch_invariance
+    from mis_ext.onpolicy.invariance.checks import check_batch_invariance, check_sequence_invariance
     from mis_ext.onpolicy.invariance.probes import InvarianceReport
-    from mis_ext.onpolicy.invariance.sequence_invariance import check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
     from mis_ext.onpolicy.recording.compare import Comparison, NameMap, compare
     from mis_ext.onpolicy.recording.recorder import record
@@ -36,9 +35,8 @@ else:
             "audit.log_probs": ("audit_logprobs",),
             "audit.audit_report": ("AuditReport", "Evidence", "Verdict"),
             "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
-            "invariance.batch_invariance": ("check_batch_invariance",),
+            "invariance.checks": ("check_batch_invariance", "check_sequence_invariance"),
             "invariance.probes": ("InvarianceReport",),
-            "invariance.sequence_invariance": ("check_sequence_invariance",),
             "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
             "recording.compare": ("Comparison", "NameMap", "compare"),
             "recording.recorder": ("record",),

@@ -1,4 +1,4 @@
 """Does a result depend on what else is in the batch, or on how the sequence was fed?
 
-``batch_invariance`` and ``sequence_invariance`` say what is tried, ``probes`` how it is compared and judged.
+``checks`` says what is tried, ``probes`` how it is compared and judged.
 """

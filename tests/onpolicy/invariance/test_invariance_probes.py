@@ -8,7 +8,7 @@ import torch
 from batch_probes import NUM_ROWS, ascending_rows, normal, outcomes, probe_of, rotated_sum
 from torch import nn
 
-from mis_ext.onpolicy.invariance.batch_invariance import check_batch_invariance
+from mis_ext.onpolicy.invariance.checks import check_batch_invariance
 from mis_ext.onpolicy.invariance.probes import InvarianceReport, Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

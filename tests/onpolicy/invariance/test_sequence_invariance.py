@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.invariance.sequence_invariance import check_sequence_invariance
+from mis_ext.onpolicy.invariance.checks import check_sequence_invariance
 
 NUM_TOKENS = 20
 FED_IN_PARTS = {
