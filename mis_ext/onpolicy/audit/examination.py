@@ -41,7 +41,8 @@ def find_problem(sample: Sample) -> Problem | None:
     """The first reason why the log-probs of a sample cannot be compared, and the position if it is one token's."""
     if sample.problem is not None:
         return Problem(sample.problem)
-    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+    streams = ("train", sample.train), ("rollout", sample.rollout)
+    for side, log_probs in streams:
         if log_probs is None:
             return Problem(f"{side} log-probs are missing")
         if not isinstance(log_probs, Tensor):
@@ -62,10 +63,6 @@ def find_problem(sample: Sample) -> Problem | None:
         if shape != [length]:
             part = " (a part of a response needs its own part of them)" if len(shape) == 1 and length < shape[0] else ""
             return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
-    return _find_token_problem(sample)
-
-
-def _find_token_problem(sample: Sample) -> Problem | None:
     ids = {"train": sample.train_token_ids, "rollout": sample.rollout_token_ids}
     known = {side: torch.as_tensor(values).cpu() for side, values in ids.items() if values is not None}
     for side, values in known.items():
@@ -87,13 +84,12 @@ def _find_token_problem(sample: Sample) -> Problem | None:
                 f"the mask is {mask[position].item()}, which says neither active nor masked", position=position
             )
     active_T = active_tokens(sample)
-    for side, log_probs in (("train", sample.train), ("rollout", sample.rollout)):
+    for side, log_probs in streams:
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
         if position is not None:
             return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
-    record_problem = _find_record_problem(sample, active_T)
-    if record_problem is not None:
-        return record_problem
+    if sample.recorded is not None and (problem := _find_record_problem(sample, sample.recorded, active_T)) is not None:
+        return problem
     same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
     if same_memory and active_T.any():
         return Problem(
@@ -103,14 +99,12 @@ def _find_token_problem(sample: Sample) -> Problem | None:
     return None
 
 
-def _find_record_problem(sample: Sample, active_T: Tensor) -> Problem | None:
-    if sample.recorded is None:
-        return None
-    if sample.recorded.shape != sample.rollout.shape:
-        lengths = f"{len(sample.rollout)} rollout log-probs, but {len(sample.recorded)}"
+def _find_record_problem(sample: Sample, recorded: Tensor, active_T: Tensor) -> Problem | None:
+    if recorded.shape != sample.rollout.shape:
+        lengths = f"{len(sample.rollout)} rollout log-probs, but {len(recorded)}"
         return Problem(f"{lengths} in the engine's record ({sample.recorded_in})")
     # A host may round what the engine returned to the trainer's dtype.
-    recorded, rollout = sample.recorded.to(sample.rollout.dtype), sample.rollout.detach().cpu()
+    recorded, rollout = recorded.to(sample.rollout.dtype), sample.rollout.detach().cpu()
     position = first_true(active_T & ~same_bits(rollout, recorded))
     if position is None:
         return None
@@ -174,10 +168,8 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
     if problem is not None:
         return problem._replace(sample=index, name=sample.name)
     active_T = active_tokens(sample)
-    return _measure(sample, active_T, index) if active_T.any() else None
-
-
-def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
+    if not active_T.any():
+        return None
     # Widening is exact, so this compares the numbers that were given.
     dtype = torch.promote_types(sample.train.dtype, sample.rollout.dtype)
     train_T, rollout_T = (x.detach().cpu().to(dtype) for x in (sample.train, sample.rollout))
@@ -188,9 +180,22 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
     abs_diff = (train.double() - rollout.double()).abs()
     if not math.isfinite(float(abs_diff.sum())):
         raise OverflowError("the sum of the differences is no finite number")
+    divergence = None
+    if (first := first_true(nonzero)) is not None:
+        position = int(active_T.nonzero()[first])
+        ids = sample.rollout_token_ids if sample.rollout_token_ids is not None else sample.train_token_ids
+        divergence = Divergence(
+            sample=index,
+            position=position,
+            token_id=None if ids is None else int(ids[position]),
+            train=train[first].item(),
+            rollout=rollout[first].item(),
+            ulps=int(ulps[first]),
+            name=sample.name,
+        )
     return Facts(
-        train_dtype=_dtype_name(sample.train),
-        rollout_dtype=_dtype_name(sample.rollout),
+        train_dtype=str(sample.train.dtype).removeprefix("torch."),
+        rollout_dtype=str(sample.rollout.dtype).removeprefix("torch."),
         train_versions=_version_names(sample.train_version),
         rollout_versions=_version_names(sample.rollout_versions),
         num_active=train.numel(),
@@ -199,7 +204,7 @@ def _measure(sample: Sample, active_T: Tensor, index: int) -> Facts:
         num_nonzero_in_bf16=int((train.bfloat16() != rollout.bfloat16()).sum()),
         max_ulp=int(ulps.max()),
         deciles=_deciles(rollout, nonzero, abs_diff),
-        first_divergence=_first_divergence(sample, train_T, rollout_T, active_T, index),
+        first_divergence=divergence,
         shown=_shown(sample, train_T, rollout_T, active_T),
     )
 
@@ -211,34 +216,9 @@ def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile
     num_nonzero = decile[nonzero].bincount(minlength=NUM_DECILES).tolist()
     rows = []
     for number in range(NUM_DECILES):
-        differences = abs_diff[nonzero & (decile == number)].tolist() if num_nonzero[number] else []
-        rows.append(
-            Decile(
-                num_tokens=num_tokens[number],
-                num_nonzero=num_nonzero[number],
-                sum_abs_diff=math.fsum(differences),
-                max_abs_diff=max(differences, default=0.0),
-            )
-        )
+        found = abs_diff[nonzero & (decile == number)].tolist() if num_nonzero[number] else []
+        rows.append(Decile(num_tokens[number], num_nonzero[number], math.fsum(found), max(found, default=0.0)))
     return tuple(rows)
-
-
-def _first_divergence(
-    sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor, index: int
-) -> Divergence | None:
-    position = first_true(active_T & (ulp_distance(train_T, rollout_T) != 0))
-    if position is None:
-        return None
-    ids = sample.rollout_token_ids if sample.rollout_token_ids is not None else sample.train_token_ids
-    return Divergence(
-        sample=index,
-        position=position,
-        token_id=None if ids is None else int(ids[position]),
-        train=train_T[position].item(),
-        rollout=rollout_T[position].item(),
-        ulps=int(ulp_distance(train_T[position], rollout_T[position])),
-        name=sample.name,
-    )
 
 
 def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Measuring:
@@ -268,10 +248,6 @@ def _version_names(versions: Any) -> tuple[str, ...]:
     if versions is None:
         return ()
     return tuple(str(v) for v in versions) if isinstance(versions, (list, tuple)) else (str(versions),)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 class Part(NamedTuple):
@@ -317,20 +293,13 @@ def join(parts: list[Part]) -> Part:
     provenances = {part.provenance for part in parts}
     if len(provenances) > 1:
         problems.append(Problem(f"ranks differ in the provenance of their log-probs: {', '.join(sorted(provenances))}"))
-    for side, dtypes in (
-        ("train", {found.train_dtype for found in facts}),
-        ("rollout", {found.rollout_dtype for found in facts}),
-    ):
+    for side in ("train", "rollout"):
+        dtypes = sorted({getattr(found, f"{side}_dtype") for found in facts})
         if len(dtypes) > 1:
-            problems.append(
-                Problem(f"the {side} log-probs of some samples are {' and of others '.join(sorted(dtypes))}")
-            )
+            problems.append(Problem(f"the {side} log-probs of some samples are {' and of others '.join(dtypes)}"))
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
-    return Part(parts[0].provenance, _joint_evidence(parts), num_samples, problems, facts)
-
-
-def _joint_evidence(parts: list[Part]) -> Evidence:
-    """The evidence that all ranks have; what one rank alone can show says nothing about the others."""
+    # What one rank alone can show says nothing about the others.
     sides = zip(*(part.evidence for part in parts), strict=True)
-    return Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))
+    evidence = Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))
+    return Part(parts[0].provenance, evidence, num_samples, problems, facts)

@@ -78,7 +78,8 @@ def audit_logprobs(
     """
     train_versions: Any = train_weight_version
     if not isinstance(train_versions, (list, tuple)):
-        train_versions = [train_versions] * (0 if train_log_probs is None else _length(train_log_probs))
+        is_list = isinstance(train_log_probs, (Sequence, Tensor))
+        train_versions = [train_versions] * (len(train_log_probs) if is_list else 0)  # type: ignore[arg-type]
     part = _examine_columns(
         provenance,
         evidence,
@@ -103,7 +104,12 @@ def _examine_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) ->
     problems, lists = [], {}
     for key, column in columns.items():
         try:
-            lists[key] = None if column is None else _as_list(column, as_text=key == "names")
+            if isinstance(column, (str, bytes, Mapping)):
+                raise TypeError(f"it is a {type(column).__name__}")
+            values = None if column is None else list(column)
+            if key == "names" and values is not None:
+                values = [None if name is None else str(name) for name in values]
+            lists[key] = values
         except Exception as error:
             problems.append(Problem(f"{key} must be a list with an entry per sample: {type(error).__name__}: {error}"))
     if not isinstance(evidence, Evidence):
@@ -121,16 +127,6 @@ def _examine_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) ->
         return Part(provenance, evidence, num_samples, problems, [])
     rows = zip(*([None] * num_samples if column is None else column for column in lists.values()), strict=True)
     return examine_rows((Sample(*row) for row in rows), provenance=provenance, evidence=evidence)
-
-
-def _as_list(column: Any, *, as_text: bool) -> list[Any]:
-    if isinstance(column, (str, bytes, Mapping)):
-        raise TypeError(f"it is a {type(column).__name__}")
-    return [None if one is None else str(one) for one in column] if as_text else list(column)
-
-
-def _length(column: Any) -> int:
-    return len(column) if isinstance(column, (Sequence, Tensor)) else 0
 
 
 def make_report(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
