@@ -31,7 +31,7 @@ import torch
 from evidence.engines import Engines
 from evidence.ensemble import Training
 from evidence.group import Group
-from evidence.pretrained.collapse import COLLAPSE_STUDIES
+from evidence.pretrained.collapse import COLLAPSE_STUDIES, LADDER, has_collapsed
 from evidence.pretrained.group import PretrainedGroup
 from evidence.pretrained.studies import PRETRAINED_STUDIES
 from evidence.results import Results
@@ -101,7 +101,8 @@ def main() -> None:
         toys = [study for study in studies if study.name in TOY_STUDIES]
         floor = Floor.of_results((study.with_more(results.names()) for study in TOY_STUDIES.values()), results)
         verdicts.report(toys, results, options.output, floor)
-        pretrained.report([study for study in studies if study.name not in TOY_STUDIES], results, options.output)
+        paged = [study for study in studies if study.name not in TOY_STUDIES | {LADDER: None}]
+        pretrained.report(paged, results, options.output)
         if {study.name for study in studies} & {study.name for study in COLLAPSE_STUDIES}:
             collapse.report(results, options.output)
         if not options.studies:
@@ -245,12 +246,13 @@ def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
         training = places.start(group)
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
-            while training.num_steps_done < group.num_steps:
+            while training.num_steps_done < group.num_steps and not keep.is_over:
                 if training.is_warm:
                     rows += training.step(keep)
                     keep.write_now_and_then()
                     reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
                     progress.update(bar, completed=training.num_steps_done, reward=reward)
+                    keep.is_over = getattr(group, "stops_collapsed", False) and has_collapsed(rows)
                 else:
                     training.warm_up()
                 # Not before a step, of the warm-up or of a rollout: every slice gets further.

@@ -543,7 +543,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens is for"):
         dataclasses.replace(GROUP, max_tokens=100, updates=2)
     for changed in (
-        {"engine": dataclasses.replace(engine, cache="fp8_e4m3")},
+        {"engine": dataclasses.replace(engine, cache="fp8_e4m3", cache_scale=4.0)},
         {"engine": dataclasses.replace(engine, weights="fp8_blocks")},
         {"engine": engine, "num_evaluated": 7},
         {"engine": engine, "dtype": "float32"},

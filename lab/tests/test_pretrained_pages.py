@@ -265,3 +265,18 @@ def test_an_evaluation_every_ten_steps_stands_for_itself() -> None:
     assert collapse.collapsed_at([0, 10, 20, 30, 40, 50], [0.4, 0.5, 0.2, 0.2, 0.1, 0.1], window=10) == 20
     assert collapse.collapsed_at([0, 10, 20, 30, 40, 50], [0.4, 0.5, 0.2, 0.3, 0.1, 0.1], window=10) is None
     assert collapse.collapsed_at([0, 10, 20, 30], [0.4, 0.1, 0.1, 0.1], window=10) == 10
+
+
+def test_a_run_is_over_once_rollouts_and_own_policy_have_both_collapsed() -> None:
+    def rows(rollouts: float, own: float, steps: int = 71) -> list[dict[str, float]]:
+        """From 0.4 to these values at step 31."""
+        found = [{"step": step, "reward": 0.4 if step < 31 else rollouts} for step in range(steps)]
+        for row in found[::10]:
+            row["own_reward"] = 0.4 if row["step"] < 31 else own
+        return found
+
+    assert collapse.has_collapsed(rows(0.0, 0.0))
+    assert not collapse.has_collapsed(rows(0.0, 0.4))
+    assert not collapse.has_collapsed(rows(0.4, 0.0))
+    assert not collapse.has_collapsed(rows(0.0, 0.0, steps=51))
+    assert not collapse.has_collapsed([{"step": 0, "reward": 0.4}])

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from evidence.engines import EngineSpec
     from evidence.pretrained.group import PretrainedGroup
-    from evidence.pretrained.samplers import Answers, SGLangSampler
+    from evidence.pretrained.samplers import Answers, SGLangSampler, Unrounded
     from evidence.pretrained.studies import REPLAY
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
@@ -68,6 +68,27 @@ def largest_difference(policy: PreTrainedModel, answers: Answers) -> float:
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
         found = max(found, float((expected - torch.tensor(logprobs)).abs().max()))
     return found
+
+
+def test_a_coarse_cache_is_an_exact_one_for_an_evaluation(policy: PreTrainedModel) -> None:
+    engine = SGLangSampler(
+        EngineSpec(kind="sglang", dtype="float32", cache="bfloat16"),
+        policy.config,
+        batch=32,
+        length=16,
+        device=torch.device("cpu"),
+        evaluates=True,
+    )
+    settings = {"num_tokens": 9, "temperature": 0.8, "end_token": END, "seed": 1}
+    try:
+        engine.load(policy.state_dict())
+        coarse = engine.sample(PROMPTS, **settings)
+        exact = Unrounded(engine).sample(PROMPTS, **settings)
+        again = engine.sample(PROMPTS, **settings)
+    finally:
+        engine.close()
+    assert largest_difference(policy, exact) < 1e-4 < largest_difference(policy, coarse)
+    assert again == coarse
 
 
 @pytest.fixture

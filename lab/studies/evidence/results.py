@@ -26,7 +26,7 @@ from .group import Group
 
 UNFINISHED = "unfinished"
 # A process that is killed loses no more than this.
-SECONDS_BETWEEN_WRITES = 30.0
+SECONDS_BETWEEN_WRITES = 5.0
 
 
 class Results:
@@ -122,7 +122,7 @@ class Results:
         try:
             yield keeping
         finally:
-            if training.num_steps_done == group.num_steps:
+            if training.num_steps_done == group.num_steps or keeping.is_over:
                 self._write(group, training, rows, kept)
                 self._state(group).unlink(missing_ok=True)
                 so_far._archives.remove(group.name)
@@ -151,7 +151,12 @@ class Results:
 
 
 class Keeping:
-    """Takes the log-probs that a training keeps, by name; ``write`` keeps what there is of the group so far."""
+    """Takes the log-probs that a training keeps, by name; ``write`` keeps what there is of the group so far.
+
+    ``is_over``: the group is finished, though not at its last step.
+    """
+
+    is_over = False
 
     def __init__(self, kept: dict[str, Any], *, write: Callable[[], None]) -> None:
         self._kept, self._written, self.write = kept, time.monotonic(), write

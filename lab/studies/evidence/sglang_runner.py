@@ -188,6 +188,34 @@ class SGLangRunner:
         if self._device.type == "cuda":
             self._capture()
 
+    def widen_cache(self) -> None:
+        """Make room for keys and values in the model's dtype, where those that are rounded lie: for ``wide_cache``."""
+        pool, dtype = self._runner.token_to_kv_pool, self._runner.dtype
+        self._narrow: dict[str, Any] = {name: getattr(pool, name) for name in ("dtype", "store_dtype")}
+        self._wide: dict[str, Any] = {"dtype": dtype, "store_dtype": dtype}
+        for name in ("k_buffer", "v_buffer"):
+            held = getattr(pool, name)
+            self._wide[name] = [torch.zeros(layer.shape, dtype=dtype, device=layer.device) for layer in held]
+            self._narrow[name] = [
+                wide.flatten().view(layer.dtype)[: layer.numel()].view(layer.shape)
+                for wide, layer in zip(self._wide[name], held, strict=True)
+            ]
+        vars(pool).update(self._narrow)
+        if self._runner.decode_cuda_graph_runner is not None:
+            self._capture()
+
+    @contextmanager
+    def wide_cache(self) -> Iterator[None]:
+        """Inside, keys and values are not rounded. No graph is replayed: that of decodes has the other cache in it."""
+        runner = self._runner
+        graph, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
+        vars(runner.token_to_kv_pool).update(self._wide)
+        try:
+            yield
+        finally:
+            vars(runner.token_to_kv_pool).update(self._narrow)
+            runner.decode_cuda_graph_runner = graph
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights, and forget the keys and values of the last ones.

@@ -29,7 +29,9 @@ class PretrainedGroup(Group):
             them, and logits of their own tokens alone. 0: ``micro_batch_size`` answers as they come.
         divides_advantages: By the standard deviation of their question.
         per_token_loss: The mean over all tokens of a step, in which long answers weigh more; else over answers.
-        evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them.
+        evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them, or
+            keys and values.
+        stops_collapsed: A run in which rollouts and own policy have collapsed goes no further.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         rounded_to: Trainer and engine compute in float16 with weights that are numbers of this dtype too. Empty: they
@@ -66,6 +68,7 @@ class PretrainedGroup(Group):
     divides_advantages: bool = True
     per_token_loss: bool = False
     evaluates_in_engine: bool = False
+    stops_collapsed: bool = False
     num_dumped: int = 64
     dtype: str = "bfloat16"
     rounded_to: Literal["", "bfloat16"] = ""
@@ -95,12 +98,12 @@ class PretrainedGroup(Group):
             raise ValueError(f"{self.name}: max_tokens is for dense models, not aligned, with one update of a rollout")
         if self.evaluates_in_engine and (
             self.engine.kind != "sglang"
-            or (self.engine.started.weights, self.engine.cache, self.engine.dtype) != ("auto", "auto", self.dtype)
+            or (self.engine.started.weights, self.engine.cache_scale, self.engine.dtype) != ("auto", 1.0, self.dtype)
             or self.num_evaluated != self.num_prompts * self.samples_per_prompt
         ):
             raise ValueError(
                 f"{self.name}: evaluates_in_engine needs SGLang in the trainer's dtype, {self.dtype}, that multiplies "
-                "and caches in it, and as many evaluated questions as a rollout has answers"
+                "in it and scales no cache, and as many evaluated questions as a rollout has answers"
             )
         if self.simulated_cache and self.engine.cache == "auto":
             raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from grpo.experts import file_weights
@@ -44,15 +45,21 @@ class Sampler(Protocol):
 
 
 def create_sampler(
-    spec: EngineSpec, config: PretrainedConfig, *, batch: int, length: int, device: torch.device
+    spec: EngineSpec,
+    config: PretrainedConfig,
+    *,
+    batch: int,
+    length: int,
+    device: torch.device,
+    evaluates: bool = False,
 ) -> Sampler:
-    """The engine for ``batch`` prompts of at most ``length`` tokens with their answers.
+    """The engine for ``batch`` prompts of at most ``length`` tokens with their answers; :class:`Unrounded` too.
 
     Raises:
         ValueError: Transformers has no such setting.
     """
     if spec.kind == "sglang":
-        return SGLangSampler(spec, config, batch=batch, length=length, device=device)
+        return SGLangSampler(spec, config, batch=batch, length=length, device=device, evaluates=evaluates)
     if (spec.cache, spec.weights, spec.noise) != ("auto", "auto", 0.0):
         raise ValueError(f"engine {spec}: with a pretrained model, only SGLang has caches and weights of other dtypes")
     return TransformersSampler(config, dtype=getattr(torch, spec.dtype), device=device)
@@ -66,7 +73,14 @@ class SGLangSampler:
     """
 
     def __init__(
-        self, spec: EngineSpec, config: PretrainedConfig, *, batch: int, length: int, device: torch.device
+        self,
+        spec: EngineSpec,
+        config: PretrainedConfig,
+        *,
+        batch: int,
+        length: int,
+        device: torch.device,
+        evaluates: bool = False,
     ) -> None:
         from evidence.sglang_runner import SGLangRunner
 
@@ -91,6 +105,13 @@ class SGLangSampler:
             quantizer=self._quantizer,
             cache_scale=spec.cache_scale,
         )
+        self._is_widened = evaluates and spec.cache != "auto"
+        if self._is_widened:
+            self._runner.widen_cache()
+
+    def unrounded_cache(self) -> AbstractContextManager[None]:
+        """Inside, keys and values are cached in the engine's dtype."""
+        return self._runner.wide_cache() if self._is_widened else nullcontext()
 
     def align(self) -> None:
         """Compute as an aligned trainer does from now on."""
@@ -137,11 +158,15 @@ class SGLangSampler:
 
 
 class Unrounded:
-    """The same engine with weights that are not rounded on the way to it."""
+    """The same engine with weights, keys and values that are not rounded."""
 
     def __init__(self, engine: SGLangSampler) -> None:
-        self._engine = engine
-        self.sample, self.close = engine.sample, engine.close
+        self._engine, self.close = engine, engine.close
+
+    def sample(self, prompts: Sequence[list[int]], **options: Any) -> Answers:
+        """See :class:`Sampler`."""
+        with self._engine.unrounded_cache():
+            return self._engine.sample(prompts, **options)
 
     def load(self, weights: Weights) -> None:
         """See :class:`Sampler`."""

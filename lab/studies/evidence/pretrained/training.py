@@ -89,7 +89,12 @@ class PretrainedTraining:
         sampled = time.perf_counter()
         batches = trainer.micro_batches(data)
         data["rollout_log_probs"] = trainer.own_tokens(data["engine_log_probs"], batches)
-        flips = self._score(data, batches)
+        flips, learned = routing.Flips(), {}
+        if self._scores_in_training:
+            data["log_probs"] = [None] * len(data["tokens"])
+            learned = self._update(data, batches, step)
+        else:
+            flips = self._score(data, batches)
         found = numbers.mismatch(data["log_probs"], data["rollout_log_probs"])
         found |= flips.shares()
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
@@ -103,7 +108,9 @@ class PretrainedTraining:
             flipped = flips.by_answer[chosen]
             keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
         found |= self._set_rate(found)
-        found |= self._update(data, batches, step) if group.updates else {}
+        if group.updates and not self._scores_in_training:
+            learned = self._update(data, batches, step)
+        found |= learned
         trained = time.perf_counter()
         if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
             found["own_reward"] = self._evaluate()
@@ -188,6 +195,13 @@ class PretrainedTraining:
         with self._trainer.recorded_routing() as record:
             data["log_probs"] = self._trainer.score(batches)
         return routing.Flips.of(record.micro_batches(), batches)
+
+    @property
+    def _scores_in_training(self) -> bool:
+        """Whether log-probs may come of the pass that trains: nothing before it asks for them."""
+        group, method = self.group, self.group.run[0]
+        asked = method.slows_down or group.ages or "target_accept" in str(method.keys)
+        return bool(group.max_tokens and group.updates and not asked)
 
     def _set_rate(self, found: Mapping[str, float]) -> dict[str, float]:
         """Of this step's update, where it follows k3."""

@@ -75,11 +75,16 @@ class Workplace:
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
         batch, length = group.num_prompts * group.samples_per_prompt, group.max_prompt + group.response_length
-        made_for = (group.engine.started, batch, length, group.experts, group.is_aligned)
+        made_for = (group.engine.started, batch, length, group.experts, group.is_aligned, group.evaluates_in_engine)
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
-                group.engine, self.start(group).config, batch=batch, length=length, device=self.device
+                group.engine,
+                self.start(group).config,
+                batch=batch,
+                length=length,
+                device=self.device,
+                evaluates=group.evaluates_in_engine,
             )
             if group.is_aligned:
                 assert isinstance(self._engine, SGLangSampler)
