@@ -17,6 +17,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
+from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
@@ -121,7 +122,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
 
         advantages_T = packed("advantages")
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        given = {
+        given: dict[Policy, Tensor | None] = {
             "current": scores.log_prob_T,
             "behavior": optional("rollout_log_probs"),
             "proximal": None if loss.skips_scoring else optional("log_probs"),

@@ -215,7 +215,7 @@ def loss_tokens(
         raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
     current_T, stored_T = log_probs["current"], log_probs["proximal"]
     assert current_T is not None
-    policies = {
+    policies: dict[Policy, Tensor | None] = {
         "current": current_T,
         "behavior": log_probs["behavior"],
         "proximal": current_T.detach() if stored_T is None or settings.proximal == "current" else stored_T,
