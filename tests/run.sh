@@ -20,6 +20,7 @@ ruff format --check .
 types="$(mktemp)"
 mypy > "$types" 2>&1 &
 typing=$!
+trap 'kill "$typing" 2> /dev/null || :; rm -f "$types"' EXIT
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file at a time per process: some files start processes of their own, once for all their tests. A process that died is
