@@ -24,7 +24,7 @@ from mis_ext.rollout.readers.servers import (
     read_vllm_completions,
 )
 
-MUTANTS_OF_EACH = {True: 1500, False: 350}
+MUTANTS_OF_EACH = {True: 500, False: 150}
 """Whether they may have several mutations: how many, all different."""
 NAMED_ERRORS = {
     errors.AbortedRequest,
